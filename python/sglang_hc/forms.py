@@ -1,0 +1,185 @@
+"""Forms, layer plans and the byte layout of one block. Lowest room: imports nothing of the package."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+BLOCK_TOKENS = 64
+"""Tokens per block, the unit of residency, hashing and eviction (HCache section 4.2.1)."""
+
+CHUNK_ALIGN = 4096
+"""Alignment of every chunk in bytes, so that O_DIRECT reads and writes whole chunks."""
+
+
+class PlanError(ValueError):
+    """A layer plan that cannot be parsed or does not fit the model. The message is for users."""
+
+
+class Form(enum.Enum):
+    """How one layer's state of a span of tokens is kept off the GPU."""
+
+    RECOMPUTE = "recompute"
+    HIDDEN = "hidden"
+    KV = "kv"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One form per layer: a RECOMPUTE prefix, then HIDDEN, then KV layers (HCache section 4.1)."""
+
+    recompute: int
+    hidden: int
+    kv: int
+
+    def __post_init__(self) -> None:
+        if min(self.recompute, self.hidden, self.kv) < 0:
+            raise PlanError(f"layer plan {self}: counts must not be negative")
+
+    @property
+    def num_layers(self) -> int:
+        return self.recompute + self.hidden + self.kv
+
+    @property
+    def hidden_layers(self) -> range:
+        """Indices of the layers kept as hidden states."""
+        return range(self.recompute, self.recompute + self.hidden)
+
+    @property
+    def kv_layers(self) -> range:
+        """Indices of the layers kept as KV."""
+        return range(self.recompute + self.hidden, self.num_layers)
+
+    def form(self, layer: int) -> Form:
+        """Form of one layer, 0-based. Raises IndexError outside the model."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} of a {self.num_layers}-layer plan")
+        if layer < self.recompute:
+            return Form.RECOMPUTE
+        return Form.HIDDEN if layer < self.recompute + self.hidden else Form.KV
+
+    def __str__(self) -> str:
+        counts = (("recompute", self.recompute), ("hidden", self.hidden), ("kv", self.kv))
+        return ",".join(f"{name}:{n}" for name, n in counts if n) or "kv:0"
+
+    @classmethod
+    def parse(cls, text: str, num_layers: int) -> LayerPlan:
+        """Plan from `kv`, `hidden` or an explicit `recompute:2,hidden:24,kv:6`.
+
+        `auto` is not a plan; whoever accepts it resolves it first. Raises PlanError with the layer
+        count when the counts do not add up to `num_layers`.
+        """
+        if text in ("kv", "hidden"):
+            return cls(0, num_layers, 0) if text == "hidden" else cls(0, 0, num_layers)
+        counts = {"recompute": 0, "hidden": 0, "kv": 0}
+        order: list[str] = []
+        for part in text.split(","):
+            match = re.fullmatch(r"(recompute|hidden|kv):(\d+)", part.strip())
+            if match is None:
+                raise PlanError(
+                    f"layer plan {text!r}: {part!r} is not FORM:COUNT with FORM one of "
+                    "recompute, hidden, kv; give auto, kv, hidden or e.g. hidden:20,kv:12"
+                )
+            order.append(match[1])
+            counts[match[1]] = int(match[2])
+        if order != [name for name in counts if name in order]:
+            raise PlanError(
+                f"layer plan {text!r}: name each form once, in the order recompute, hidden, kv"
+            )
+        plan = cls(**counts)
+        if plan.num_layers != num_layers:
+            raise PlanError(
+                f"layer plan {text!r} covers {plan.num_layers} layers but the model has "
+                f"{num_layers}; make the counts add up to {num_layers}"
+            )
+        return plan
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Size of one token's state in one layer, per rank.
+
+    hidden_bytes: bytes of the hidden state at the input of the fused QKV projection.
+    kv_parts: bytes of each row the KV pool keeps: (K, V) with multi-head or grouped-query
+    attention, one latent row with MLA.
+    dtype: name of the element type, e.g. "bfloat16"; part of every block's identity.
+    """
+
+    num_layers: int
+    hidden_bytes: int
+    kv_parts: tuple[int, ...]
+    dtype: str
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.kv_parts)
+
+
+def _align(size: int) -> int:
+    return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where each layer's chunk lies inside one block's slot.
+
+    A slot is the HIDDEN chunks in layer order, then the KV chunks in layer order. A HIDDEN chunk
+    is `BLOCK_TOKENS` rows of `hidden_bytes`; a KV chunk is, for each part, `BLOCK_TOKENS` rows of
+    that part. Every chunk is padded to CHUNK_ALIGN, so all chunks of one form have one stride.
+    """
+
+    plan: LayerPlan
+    shape: StateShape
+
+    def __post_init__(self) -> None:
+        if self.plan.num_layers != self.shape.num_layers:
+            raise PlanError(
+                f"layer plan {self.plan} covers {self.plan.num_layers} layers but the model has "
+                f"{self.shape.num_layers}"
+            )
+
+    @cached_property
+    def hidden_chunk_bytes(self) -> int:
+        return _align(BLOCK_TOKENS * self.shape.hidden_bytes)
+
+    @cached_property
+    def kv_chunk_bytes(self) -> int:
+        return _align(BLOCK_TOKENS * self.shape.kv_bytes)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        return self.plan.hidden * self.hidden_chunk_bytes + self.plan.kv * self.kv_chunk_bytes
+
+    def chunk(self, layer: int) -> tuple[int, int]:
+        """(offset, length) in bytes of a stored layer's chunk inside the slot, padding included.
+
+        Raises PlanError for a RECOMPUTE layer: it has no chunk.
+        """
+        form = self.plan.form(layer)
+        if form is Form.HIDDEN:
+            index = layer - self.plan.recompute
+            return index * self.hidden_chunk_bytes, self.hidden_chunk_bytes
+        if form is Form.KV:
+            index = layer - self.plan.recompute - self.plan.hidden
+            base = self.plan.hidden * self.hidden_chunk_bytes
+            return base + index * self.kv_chunk_bytes, self.kv_chunk_bytes
+        raise PlanError(f"layer {layer} of plan {self.plan} is recomputed and has no chunk")
+
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(layer, offset, length) of every stored chunk, in slot order."""
+        stored = [*self.plan.hidden_layers, *self.plan.kv_layers]
+        return [(layer, *self.chunk(layer)) for layer in stored]
+
+    def fingerprint(self, *extra: str) -> bytes:
+        """16-byte digest of the layout and of `extra` (model, weights, versions, parallelism)."""
+        parts = (
+            str(BLOCK_TOKENS),
+            str(self.plan),
+            repr(self.shape),
+            *extra,
+        )
+        text = "\x00".join(f"{len(part)}:{part}" for part in parts)
+        return hashlib.blake2b(text.encode(), digest_size=16, person=b"sglang-hc plan").digest()
