@@ -1,0 +1,264 @@
+"""The tree of blocks held in host memory: which token paths are there, found by their tokens.
+
+A path through the tree is a token prefix; every edge is one block. Only full blocks have children.
+A block shorter than BLOCK_TOKENS is the tail of a conversation. Siblings are an antichain: no
+sibling's tokens are a prefix of another's, so one path answers every lookup, and a lookup can use
+the first rows of a block whose later tokens differ (a state depends only on the tokens before it).
+
+Tokens are compared, not only their hashes: the identity (`identity.py`) names blocks on disk, where
+tokens are not at hand. Structure only: slots and eviction are in `host_tier.py`. No I/O.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+_tokens_of = attrgetter("tokens")
+
+
+class BlockNode:
+    """One block of one path.
+
+    tokens: packed token ids, at most BLOCK_TOKENS; empty for a namespace's root.
+    slot: index of the block's slot in the host pool; -1 only for roots and detached nodes.
+    ready: the slot's bytes are complete; a block that is still being filed is not served.
+    pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
+    last_access, created, hits: for eviction policies; times are on the caller's clock.
+    """
+
+    __slots__ = (
+        "block_id",
+        "children",
+        "created",
+        "hits",
+        "last_access",
+        "namespace",
+        "next_use",
+        "parent",
+        "pins",
+        "ready",
+        "slot",
+        "tokens",
+    )
+
+    def __init__(
+        self, parent: BlockNode | None, tokens: bytes, block_id: bytes, namespace: str | None
+    ) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.block_id = block_id
+        self.namespace = namespace
+        self.children: list[BlockNode] | None = None
+        self.slot = -1
+        self.ready = False
+        self.pins = 0
+        self.hits = 0
+        self.last_access = 0.0
+        self.created = 0.0
+        self.next_use: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) == BLOCK_BYTES
+
+    @property
+    def is_root(self) -> bool:
+        return not self.tokens
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+    def path(self) -> list[BlockNode]:
+        """Blocks from below the root down to this one."""
+        nodes: list[BlockNode] = []
+        node: BlockNode | None = self
+        while node is not None and not node.is_root:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+
+@dataclass(frozen=True)
+class PathMatch:
+    """Longest known prefix. `nodes` cover `tokens` tokens; the last may be covered in part."""
+
+    root: BlockNode | None
+    nodes: tuple[BlockNode, ...]
+    tokens: int
+
+    @property
+    def full_parent(self) -> BlockNode | None:
+        """Deepest node under which the next block of this path belongs; None: no such namespace."""
+        full = self.tokens // BLOCK_TOKENS
+        return self.nodes[full - 1] if full else self.root
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Outcome of `BlockTree.insert`.
+
+    node: the block that now stands for the tokens.
+    created: False when an equal block, or one that continues these tokens, was already there.
+    superseded: a shorter tail that the new block replaces; it has left the tree.
+    """
+
+    node: BlockNode
+    created: bool
+    superseded: BlockNode | None
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Number of leading tokens two packed sequences share."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit // TOKEN_BYTES
+    low, high = 0, limit // TOKEN_BYTES  # a[:low] equal, a[:high] not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class BlockTree:
+    """All paths of all namespaces of one (model, layer plan).
+
+    Not thread-safe: the scheduler thread owns it. `fingerprint` keys every block's identity.
+    """
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self.fingerprint = fingerprint
+        self._roots: dict[str | None, BlockNode] = {}
+        self.num_blocks = 0
+
+    def namespaces(self) -> list[str | None]:
+        return list(self._roots)
+
+    def root(self, namespace: str | None) -> BlockNode:
+        """Root of a namespace, made on first use."""
+        node = self._roots.get(namespace)
+        if node is None:
+            node = BlockNode(None, b"", root_id(self.fingerprint, namespace), namespace)
+            self._roots[namespace] = node
+        return node
+
+    def match(self, namespace: str | None, tokens: bytes) -> PathMatch:
+        """Longest prefix of packed `tokens` in this namespace, ready or not. Changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return PathMatch(None, (), 0)
+        node, nodes, start = root, [], 0
+        while start < len(tokens) and node.children:
+            piece = tokens[start : start + BLOCK_BYTES]
+            child, shared = _closest(node.children, piece)
+            if shared == 0:
+                break
+            nodes.append(child)
+            start += shared * TOKEN_BYTES
+            if shared < BLOCK_TOKENS:
+                break
+            node = child
+        return PathMatch(root, tuple(nodes), start // TOKEN_BYTES)
+
+    def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
+        """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.
+
+        The caller owns the slots: it gives the new node its slot, or keeps its own when nothing was
+        created, and takes back the slot of a superseded tail.
+        """
+        if not 0 < len(tokens) <= BLOCK_BYTES or len(tokens) % TOKEN_BYTES:
+            raise ValueError(f"a block holds 1 to {BLOCK_TOKENS} tokens, got {len(tokens)} bytes")
+        if not (parent.is_root or parent.is_full):
+            raise ValueError("only full blocks have children")
+        siblings = parent.children
+        superseded = None
+        if siblings:
+            index = bisect_left(siblings, tokens, key=_tokens_of)
+            if index < len(siblings) and siblings[index].tokens.startswith(tokens):
+                return Insertion(siblings[index], created=False, superseded=None)
+            # A proper prefix sorts directly before its continuations, and siblings are an antichain.
+            if index and tokens.startswith(siblings[index - 1].tokens):
+                superseded = siblings[index - 1]
+                self._detach(superseded)
+        identity = block_id(self.fingerprint, parent.block_id, tokens)
+        node = BlockNode(parent, tokens, identity, parent.namespace)
+        if parent.children is None:
+            parent.children = []
+        parent.children.insert(bisect_left(parent.children, tokens, key=_tokens_of), node)
+        self.num_blocks += 1
+        return Insertion(node, created=True, superseded=superseded)
+
+    def remove(self, node: BlockNode) -> None:
+        """Take a leaf out of the tree. Raises ValueError for an inner block or a root."""
+        if node.is_root or node.children:
+            raise ValueError("only leaves can be removed")
+        self._detach(node)
+        parent = node.parent
+        if parent is not None and parent.is_root and not parent.children:
+            self._roots.pop(parent.namespace, None)
+
+    def clear(self) -> None:
+        """Forget every path of every namespace."""
+        self._roots.clear()
+        self.num_blocks = 0
+
+    def nodes(self) -> Iterator[BlockNode]:
+        """Every block, parents before children."""
+        stack = [child for root in self._roots.values() for child in root.children or ()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children or ())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant of the structure does not hold. O(blocks)."""
+        count = 0
+        for node in self.nodes():
+            count += 1
+            parent = node.parent
+            assert parent is not None and (parent.is_root or parent.is_full)
+            assert node.namespace == parent.namespace
+            assert node.block_id == block_id(self.fingerprint, parent.block_id, node.tokens)
+            assert node.is_full or not node.children
+            siblings = parent.children or []
+            assert siblings[bisect_left(siblings, node.tokens, key=_tokens_of)] is node
+        for root in self._roots.values():
+            for parent in [root, *(n for n in self.nodes() if n.namespace == root.namespace)]:
+                tokens = [child.tokens for child in parent.children or ()]
+                pairs = zip(tokens, tokens[1:], strict=False)
+                assert all(not b.startswith(a) and a < b for a, b in pairs)
+        assert count == self.num_blocks, f"{count} blocks reachable, {self.num_blocks} counted"
+
+    def _detach(self, node: BlockNode) -> None:
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        del parent.children[bisect_left(parent.children, node.tokens, key=_tokens_of)]
+        self.num_blocks -= 1
+
+
+def _closest(siblings: list[BlockNode], piece: bytes) -> tuple[BlockNode, int]:
+    """Sibling that shares most leading tokens with `piece`: a neighbour in sorted order."""
+    if len(siblings) == 1:
+        return siblings[0], common_tokens(siblings[0].tokens, piece)
+    index = bisect_left(siblings, piece, key=_tokens_of)
+    best, shared = siblings[0], 0
+    for candidate in siblings[max(index - 1, 0) : index + 1]:
+        length = common_tokens(candidate.tokens, piece)
+        if length > shared:
+            best, shared = candidate, length
+    return best, shared

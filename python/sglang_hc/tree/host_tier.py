@@ -1,0 +1,157 @@
+"""The host tier's metadata: which slot holds which block, who pins it, and what leaves first.
+
+    slot:   free -> staged (a running request writes it) -> published (a block of the tree) -> free
+
+A slot has exactly one owner. A block leaves leaf first, because a block without its parent is
+unreachable, and never while it is pinned. Which leaf goes is the eviction policy's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
+
+
+class EvictionPolicy(Protocol):
+    """Order in which published blocks leave. Told of every change; asked for victims."""
+
+    def insert(self, node: BlockNode, now: float) -> None: ...
+
+    def access(self, path: Sequence[BlockNode], now: float) -> None:
+        """Blocks of one path were used, root first."""
+
+    def remove(self, node: BlockNode) -> None: ...
+
+    def victims(self) -> Iterator[BlockNode]:
+        """Blocks in the order they should leave. The caller skips those that cannot."""
+
+
+class HostTier:
+    """Slots of the host pool and the tree of blocks in them.
+
+    Not thread-safe: the scheduler thread owns it. Moves no bytes.
+    """
+
+    def __init__(self, tree: BlockTree, num_slots: int, policy: EvictionPolicy) -> None:
+        if num_slots < 1:
+            raise ValueError(f"a host tier needs at least one slot, got {num_slots}")
+        self.tree = tree
+        self.num_slots = num_slots
+        self._policy = policy
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._staged: set[int] = set()
+        self._detached: set[BlockNode] = set()
+        self.evicted_blocks = 0
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def staged_slots(self) -> int:
+        return len(self._staged)
+
+    @property
+    def published_blocks(self) -> int:
+        return self.tree.num_blocks
+
+    def stage(self, now: float) -> int | None:
+        """A slot for a request to write into, evicting if none is free. None: all are in use."""
+        if not self._free and self.evict(1, now) == 0:
+            return None
+        slot = self._free.pop()
+        self._staged.add(slot)
+        return slot
+
+    def unstage(self, slot: int) -> None:
+        """Give a staged slot back unused. Its bytes must have no writer any more."""
+        self._staged.remove(slot)
+        self._free.append(slot)
+
+    def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
+        """Make a staged slot a block of the tree. The slot stays staged if nothing was created.
+
+        The new block is not `ready`; whoever files its bytes sets that.
+        """
+        outcome = self.tree.insert(parent, tokens)
+        if outcome.superseded is not None:
+            self._retire(outcome.superseded)
+        if outcome.created:
+            self._staged.remove(slot)
+            node = outcome.node
+            node.slot, node.created, node.last_access = slot, now, now
+            self._policy.insert(node, now)
+        return outcome
+
+    def access(self, path: Sequence[BlockNode], now: float) -> None:
+        """Record a use of the blocks of one path, root first."""
+        for node in path:
+            node.last_access = now
+            node.hits += 1
+        self._policy.access(path, now)
+
+    def pin(self, nodes: Iterable[BlockNode]) -> None:
+        """Keep slots from being evicted or reused until `unpin`."""
+        for node in nodes:
+            node.pins += 1
+
+    def unpin(self, nodes: Iterable[BlockNode]) -> None:
+        for node in nodes:
+            if node.pins < 1:
+                raise RuntimeError("unpin of a block that is not pinned")
+            node.pins -= 1
+            if node.pins == 0 and node in self._detached:
+                self._detached.remove(node)
+                self._release(node)
+
+    def evict(self, count: int, now: float) -> int:
+        """Free up to `count` slots, best victims first. Returns how many; 0 is always safe."""
+        chosen: list[BlockNode] = []
+        freed = 0
+        while freed < count:
+            chosen = [node for node, _ in zip(self._leaving(), range(count - freed), strict=False)]
+            if not chosen:
+                break
+            for node in chosen:
+                self.drop(node)
+            freed += len(chosen)
+        self.evicted_blocks += freed
+        return freed
+
+    def drop(self, node: BlockNode) -> None:
+        """Take one leaf out of the tree; its slot is free at once, or when its last pin goes."""
+        self.tree.remove(node)
+        self._retire(node)
+
+    def clear(self) -> None:
+        """Forget every block. Pinned slots are freed by their last `unpin`; staged ones stay."""
+        nodes = list(self.tree.nodes())
+        self.tree.clear()
+        for node in nodes:
+            self._retire(node)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot has exactly one owner. O(slots)."""
+        self.tree.check_integrity()
+        held = [node.slot for node in self.tree.nodes()]
+        held += [node.slot for node in self._detached]
+        owners = [*self._free, *self._staged, *held]
+        assert sorted(owners) == list(range(self.num_slots)), "a slot has no owner or two"
+        assert all(node.pins > 0 for node in self._detached)
+
+    def _leaving(self) -> Iterator[BlockNode]:
+        return (node for node in self._policy.victims() if node.is_leaf and not node.pins)
+
+    def _retire(self, node: BlockNode) -> None:
+        self._policy.remove(node)
+        if node.pins:
+            self._detached.add(node)
+        else:
+            self._release(node)
+
+    def _release(self, node: BlockNode) -> None:
+        self._free.append(node.slot)
+        node.slot = -1
+        node.ready = False
