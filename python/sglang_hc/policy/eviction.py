@@ -1,0 +1,277 @@
+"""Eviction policies: in which order blocks leave a tier (AttentionStore section 3.3.2).
+
+One interface for every tier: blocks of the host tier, entries of the disk tier, and, through
+`QueuePolicy.order_key`, nodes of the device tree. Only leaves leave, because a block without its
+parent cannot be reached. A block in use (`pins`) or exempt by the caller's rule stays.
+
+    queue  what no waiting request needs leaves first, by age, size and restore cost per byte;
+           then what is needed last
+    lru    least recently used first         fifo  conversation that was stored first
+    lfu    fewest uses first, then lru
+
+All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+from sglang_hc.forms import BLOCK_TOKENS
+
+POLICIES = ("queue", "lru", "fifo", "lfu")
+
+Key = tuple[float, ...]
+"""Least leaves first; keys of one policy have one length."""
+
+
+class Block(Protocol):
+    """What a policy sees of a block of some tier."""
+
+    @property
+    def block_id(self) -> bytes: ...
+    @property
+    def parent(self) -> Block | None: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def is_leaf(self) -> bool: ...
+
+
+B = TypeVar("B", bound=Block)
+
+
+class NextUse(Protocol):
+    """What the queue policy asks of the look-ahead window."""
+
+    def next_use(self, block_id: bytes) -> float | None: ...
+    def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
+
+
+class _Entry(Generic[B]):
+    """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none."""
+
+    __slots__ = ("block", "born", "stamp", "used", "worth")
+
+    def __init__(self, block: B) -> None:
+        self.block = block
+        self.stamp = 0
+        self.used = 0
+        self.born = 0
+        self.worth = 0.0
+
+
+class EvictionPolicy(ABC, Generic[B]):
+    """Blocks of one tier in the order they should leave. Subclasses give the key.
+
+    Not thread-safe. Uses are ordered by the calls themselves, so the clock need not be fine. Blocks
+    are told apart by `block_id`: one per tier.
+    """
+
+    def __init__(self, exempt: Callable[[B], bool] | None = None) -> None:
+        """`exempt`: blocks that must stay for now (see `SessionPins`); asked at each choice."""
+        self._exempt = exempt
+        self._entries: dict[bytes, _Entry[B]] = {}
+        self._heap: list[tuple[Key, int, _Entry[B]]] = []
+        self._ticks = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def insert(self, block: B, now: float) -> None:
+        """A block has come into the tier, below its parent."""
+        entry = _Entry(block)
+        self._ticks += 1
+        entry.used = entry.born = self._ticks
+        self._entries[block.block_id] = entry
+        parent = block.parent
+        above = self._entries.get(parent.block_id) if parent is not None else None
+        self._entered(entry, above)
+        if above is not None:
+            above.stamp = 0  # no leaf any more; comes back when its last child leaves
+        if block.is_leaf:
+            self._push(entry)
+
+    def access(self, path: Sequence[B], now: float) -> None:
+        """Blocks of one path were used, root first."""
+        self._ticks += 1
+        for block in path:
+            entry = self._entries.get(block.block_id)
+            if entry is not None:
+                entry.used = self._ticks
+                self._used(entry)
+                if block.is_leaf:
+                    self._push(entry)
+
+    def remove(self, block: B) -> None:
+        """A block has left the tier, already taken out of the tree. KeyError if it was not here."""
+        self._entries.pop(block.block_id).stamp = 0
+        parent = block.parent
+        if parent is not None and parent.is_leaf:
+            entry = self._entries.get(parent.block_id)
+            if entry is not None:
+                self._push(entry)
+
+    def victims(self) -> Iterator[B]:
+        """Leaves in the order they should leave.
+
+        The caller may take each one out before it asks for the next: the parent it uncovers is then
+        in the running too. Blocks that are not taken out stay where they were.
+        """
+        aside: list[tuple[Key, int, _Entry[B]]] = []
+        heap = self._heap
+        try:
+            while heap:
+                item = heappop(heap)
+                entry = item[2]
+                if entry.stamp != item[1]:
+                    continue
+                block = entry.block
+                aside.append(item)
+                if block.pins or (self._exempt is not None and self._exempt(block)):
+                    continue
+                self._chosen(entry, item[0])
+                yield block
+        finally:
+            for item in aside:
+                if item[2].stamp == item[1]:
+                    heappush(heap, item)
+
+    def gives_way(self, rank: float) -> bool:
+        """Whether the next victim may leave in favour of a waiting request with this rank."""
+        return any(True for _ in self.victims())
+
+    @abstractmethod
+    def _key(self, entry: _Entry[B]) -> Key: ...
+
+    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
+        """A subclass' own note on a new block below `above`."""
+
+    def _used(self, entry: _Entry[B]) -> None:
+        """A subclass' own note on a use."""
+
+    def _chosen(self, entry: _Entry[B], key: Key) -> None:
+        """A subclass' own note on a block offered as victim."""
+
+    def _push(self, entry: _Entry[B]) -> None:
+        self._ticks += 1
+        entry.stamp = self._ticks
+        heap = self._heap
+        heappush(heap, (self._key(entry), self._ticks, entry))
+        if len(heap) > 4 * len(self._entries) + 64:  # stale items outnumber the blocks
+            heap[:] = [item for item in heap if item[2].stamp == item[1]]
+            heapify(heap)
+
+
+class LruPolicy(EvictionPolicy[B]):
+    """Least recently used first."""
+
+    def _key(self, entry: _Entry[B]) -> Key:
+        return (entry.used,)
+
+
+class FifoPolicy(EvictionPolicy[B]):
+    """First stored, first out. A path that grows keeps the age of its first block.
+
+    Otherwise every turn would renew a conversation's age at its leaf, and the policy would be LRU.
+    """
+
+    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
+        if above is not None and above.stamp:  # was a leaf until now: the same conversation
+            entry.born = above.born
+
+    def _key(self, entry: _Entry[B]) -> Key:
+        return (entry.born, entry.used)
+
+
+class LfuPolicy(EvictionPolicy[B]):
+    """Fewest uses first (`hits` of the block, kept by its tier), then least recently used."""
+
+    def _key(self, entry: _Entry[B]) -> Key:
+        return (entry.block.hits, entry.used)
+
+
+def filled_share(block: Block) -> float:
+    """Default worth of a block per byte: the tokens it restores over the tokens its slot could."""
+    return block.num_tokens / BLOCK_TOKENS
+
+
+class QueuePolicy(EvictionPolicy[B]):
+    """The waiting queue decides (AttentionStore section 3.3.2), per block.
+
+    Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
+    last first. The others leave by GreedyDual-Size: worth(block) + an inflation that rises to the
+    worth of what has left. That is LRU while all blocks are worth the same per byte, and lets a
+    block that is dear to restore outlive a cheap one of the same age, but not for ever.
+    """
+
+    def __init__(
+        self,
+        window: NextUse,
+        worth: Callable[[B], float] = filled_share,
+        exempt: Callable[[B], bool] | None = None,
+    ) -> None:
+        """`worth`: seconds to restore the block without this tier, per byte; any fixed unit."""
+        super().__init__(exempt)
+        self._window = window
+        self._worth = worth
+        self._inflation = 0.0
+        window.subscribe(self._need_changed)
+
+    def gives_way(self, rank: float) -> bool:
+        """The next victim is needed by nobody, or later than by the request with this rank."""
+        for block in self.victims():
+            use = self._window.next_use(block.block_id)
+            return use is None or use > rank
+        return False
+
+    def order_key(self, block_ids: Sequence[bytes], used: float) -> Key:
+        """Key of a node of several blocks elsewhere, e.g. in the device tree: least leaves first.
+
+        used: time of the node's last use. The node counts with the earliest use of its blocks.
+        """
+        uses = [u for u in map(self._window.next_use, block_ids) if u is not None]
+        return (1.0, -min(uses)) if uses else (0.0, used)
+
+    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
+        self._used(entry)
+
+    def _used(self, entry: _Entry[B]) -> None:
+        entry.worth = self._inflation + self._worth(entry.block)
+
+    def _chosen(self, entry: _Entry[B], key: Key) -> None:
+        if key[0] == 0.0:
+            self._inflation = max(self._inflation, entry.worth)
+
+    def _key(self, entry: _Entry[B]) -> Key:
+        use = self._window.next_use(entry.block.block_id)
+        return (0.0, entry.worth, entry.used) if use is None else (1.0, -use, 0.0)
+
+    def _need_changed(self, block_id: bytes) -> None:
+        entry = self._entries.get(block_id)
+        if entry is not None and entry.block.is_leaf:
+            self._push(entry)
+
+
+def make_policy(
+    name: str,
+    window: NextUse,
+    worth: Callable[[B], float] = filled_share,
+    exempt: Callable[[B], bool] | None = None,
+) -> EvictionPolicy[B]:
+    """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
+    if name == "queue":
+        return QueuePolicy(window, worth, exempt)
+    if name == "lru":
+        return LruPolicy(exempt)
+    if name == "fifo":
+        return FifoPolicy(exempt)
+    if name == "lfu":
+        return LfuPolicy(exempt)
+    raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

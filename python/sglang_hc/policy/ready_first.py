@@ -1,0 +1,76 @@
+"""In which order waiting requests may be admitted when some wait for their state.
+
+A request whose state is on the way is passed over without blocking those behind it. Every pass in
+which a request behind it was admitted counts; after `max_passes` of them the request is due: it
+stands before all that are not, may no longer be passed over, and is admitted with the state it has
+(the rest is recomputed). So nobody is passed over in more than `max_passes` passes, whatever
+arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+ON_THE_WAY = None
+"""Readiness of a request whose state is being fetched."""
+
+
+class AdmissionOrder(Generic[K]):
+    """Queue order with the unready left out; with `ready_first`, cheapest restoration first.
+
+    The caller admits a prefix of what `order` returns (it stops at the first request that does not
+    fit), then reports it with `admitted`. The bound holds under exactly this rule.
+    """
+
+    def __init__(self, max_passes: int, *, ready_first: bool = False) -> None:
+        if max_passes < 0:
+            raise ValueError(f"max_passes must not be negative, got {max_passes}")
+        self._max_passes = max_passes
+        self._ready_first = ready_first
+        self._passed: dict[K, int] = {}
+
+    def passed_over(self, request: K) -> int:
+        """Passes so far in which a request behind this one was admitted before it."""
+        return self._passed.get(request, 0)
+
+    def is_due(self, request: K) -> bool:
+        return self._passed.get(request, 0) >= self._max_passes
+
+    def order(self, queue: Sequence[K], readiness: Callable[[K], float | None]) -> list[K]:
+        """Requests that may be admitted in this pass, first first. Changes nothing.
+
+        `readiness`: seconds to restore what the request has (0: on the device or nothing to
+        restore), ON_THE_WAY while a fetch for it runs. O(n), with ready_first O(n log n).
+        """
+        due: list[K] = []
+        ready: list[tuple[float, K]] = []
+        for request in queue:
+            if self.is_due(request):
+                due.append(request)
+                continue
+            cost = readiness(request)
+            if cost is not None:
+                ready.append((cost, request))
+        if self._ready_first:
+            ready.sort(key=lambda pair: pair[0])  # stable: queue order among equals
+        return due + [request for _, request in ready]
+
+    def admitted(self, queue: Sequence[K], chosen: Iterable[K]) -> None:
+        """The pass over `queue` has admitted `chosen`, a prefix of its order."""
+        gone = set(chosen)
+        remaining = len(gone)
+        for request in queue:
+            if not remaining:
+                break
+            if request in gone:
+                remaining -= 1
+                self._passed.pop(request, None)
+            else:
+                self._passed[request] = self._passed.get(request, 0) + 1
+
+    def forget(self, request: K) -> None:
+        """The request was aborted. Nothing happens if it is unknown."""
+        self._passed.pop(request, None)

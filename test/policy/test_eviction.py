@@ -1,0 +1,249 @@
+"""Eviction policies on the server's tree and host tier: order, leaves first, exemptions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import POLICIES, QueuePolicy, make_policy
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+
+
+class Host:
+    """A host tier under one policy; blocks are named by the letters of their path."""
+
+    def __init__(self, name: str, slots: int = 64, **options) -> None:
+        self.window: LookAhead[str] = LookAhead()
+        self.policy = make_policy(name, self.window, **options)
+        self.tier = HostTier(BlockTree(b"k" * 16), slots, self.policy)
+        self.now = 0.0
+        self.named: dict[str, BlockNode] = {}
+
+    def store(self, path: str, tokens: int = BLOCK_TOKENS) -> BlockNode:
+        """Store the last block of a path whose earlier blocks are there."""
+        self.now += 1
+        parent = self.named[path[:-1]] if path[:-1] else self.tier.tree.root(None)
+        slot = self.tier.stage(self.now)
+        assert slot is not None
+        packed = pack_tokens([ord(path[-1])] * tokens)
+        node = self.tier.publish(parent, packed, slot, self.now).node
+        self.named[path] = node
+        return node
+
+    def store_path(self, path: str) -> None:
+        for end in range(1, len(path) + 1):
+            if path[:end] not in self.named or self.named[path[:end]].slot < 0:
+                self.store(path[:end])
+
+    def use(self, path: str) -> None:
+        self.now += 1
+        self.tier.access([self.named[path[: i + 1]] for i in range(len(path))], self.now)
+
+    def wait_for(self, *paths: str) -> None:
+        """The waiting queue holds requests for these paths."""
+        self.window.update(
+            paths,
+            len(paths),
+            lambda p: [self.named[p[: i + 1]].block_id for i in range(len(p))],
+        )
+
+    def leave(self) -> str:
+        """Evict one block and say which."""
+        before = {name for name, node in self.named.items() if node.slot >= 0}
+        assert self.tier.evict(1, self.now) == 1
+        (gone,) = before - {name for name, node in self.named.items() if node.slot >= 0}
+        return gone
+
+    def leave_all(self) -> list[str]:
+        return [self.leave() for _ in range(self.tier.published_blocks)]
+
+
+def test_lru_takes_a_conversation_from_its_end_and_the_oldest_first():
+    host = Host("lru")
+    for path in ("abc", "xyz"):
+        host.store_path(path)
+    host.use("abc")
+    assert host.leave_all() == ["xyz", "xy", "x", "abc", "ab", "a"]
+
+
+def test_fifo_keeps_the_age_of_a_conversation_that_grows():
+    host = Host("fifo")
+    host.store_path("ab")
+    host.store_path("xy")
+    host.store("abc")
+    host.use("abc")
+    assert host.leave_all() == ["abc", "ab", "a", "xy", "x"]
+
+
+def test_fifo_gives_a_branch_its_own_age():
+    host = Host("fifo")
+    host.store_path("sa")  # s: a shared system prompt
+    host.store_path("sb")
+    host.store("sac")
+    assert host.leave_all() == ["sac", "sa", "sb", "s"]
+
+
+def test_lfu_takes_what_was_used_least():
+    host = Host("lfu")
+    for path in ("a", "b", "c"):
+        host.store(path)
+    for path in ("a", "c", "c"):
+        host.use(path)
+    assert host.leave_all() == ["b", "a", "c"]
+
+
+def test_queue_takes_the_unneeded_first_then_what_is_needed_last():
+    # AttentionStore figure 9: all in memory have a waiting job; the one nearest the tail goes.
+    host = Host("queue")
+    for path in ("ab", "cd", "ef", "gh"):
+        host.store_path(path)
+    host.wait_for("cd", "gh", "ab")
+    assert host.leave_all() == ["ef", "e", "ab", "a", "gh", "g", "cd", "c"]
+
+
+def test_queue_follows_the_queue_as_it_changes():
+    host = Host("queue")
+    for path in ("a", "b", "c"):
+        host.store(path)
+    host.wait_for("a", "b", "c")
+    host.wait_for("b", "c")  # a was served
+    assert host.leave() == "a"
+    host.wait_for("c", "b")  # reordered
+    assert host.leave() == "b"
+    host.wait_for()
+    assert host.leave() == "c"
+
+
+def test_a_shared_block_counts_with_its_earliest_use():
+    host = Host("queue")
+    host.store_path("sa")
+    host.store_path("sb")
+    host.store("c")
+    host.wait_for("sa", "c", "sb")
+    assert host.leave_all() == ["sb", "c", "sa", "s"]
+
+
+def test_worth_lets_a_dear_block_outlive_cheap_ones_but_not_for_ever():
+    host = Host("queue", worth=lambda block: 3.0 if block.block_id == dear else 1.0)
+    dear = b""
+    dear = host.named.setdefault("D", host.store("D")).block_id
+    host.use("D")
+    order = []
+    for cheap in "abcdefgh":
+        host.store(cheap)
+        order.append(host.leave())
+    assert order[0] == "a"
+    assert "D" in order, "inflation never reached the dear block"
+
+
+def test_gives_way_only_to_a_sooner_request():
+    host = Host("queue")
+    for path in ("a", "b"):
+        host.store(path)
+    host.wait_for("a", "b")
+    rank = host.window.rank
+    assert host.policy.gives_way(rank("a")), "b is needed later than a"
+    assert not host.policy.gives_way(rank("b"))
+    host.wait_for("b")
+    assert host.policy.gives_way(rank("b")), "a is needed by nobody"
+
+
+def test_device_nodes_are_ordered_by_the_same_window():
+    host = Host("queue")
+    ids = {p: host.store(p).block_id for p in "abc"}
+    host.wait_for("b", "a")
+    policy = host.policy
+    assert isinstance(policy, QueuePolicy)
+    keys = {
+        "ab": policy.order_key([ids["a"], ids["b"]], 9.0),
+        "a": policy.order_key([ids["a"]], 9.0),
+        "c": policy.order_key([ids["c"]], 9.0),
+    }
+    assert sorted(keys, key=keys.__getitem__) == ["c", "a", "ab"]
+
+
+def test_an_unknown_policy_names_those_there_are():
+    with pytest.raises(ValueError, match="queue, lru, fifo, lfu"):
+        make_policy("arc", LookAhead())
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "use", "pin", "unpin", "evict", "wait", "exempt"]),
+        st.integers(0, 10_000),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(POLICIES), ACTIONS)
+def test_no_policy_ever_takes_a_pinned_an_exempt_or_an_inner_block(name, actions):
+    exempt: set[bytes] = set()
+    host = Host(name, slots=12, exempt=lambda block: block.block_id in exempt)
+    pinned: list[BlockNode] = []
+    for action, number in actions:
+        here = sorted(p for p, node in host.named.items() if node.slot >= 0 and node.parent)
+        live = [p for p in here if _in_tree(host, p)]
+        path = live[number % len(live)] if live else ""
+        if action == "store" and len(path) < 5:
+            if host.tier.free_slots:
+                host.store(path + "abc"[number % 3])
+        elif action == "use" and path:
+            host.use(path)
+        elif action == "pin" and path:
+            node = host.named[path]
+            host.tier.pin([node])
+            pinned.append(node)
+        elif action == "unpin" and pinned:
+            host.tier.unpin([pinned.pop(number % len(pinned))])
+        elif action == "exempt" and path:
+            exempt ^= {host.named[path].block_id}
+        elif action == "wait":
+            host.wait_for(*live[number % (len(live) + 1) :])
+        elif action == "evict":
+            allowed = {
+                p
+                for p in live
+                if host.named[p].is_leaf
+                and not host.named[p].pins
+                and host.named[p].block_id not in exempt
+            }
+            expected = _needed_last(host, allowed) if name == "queue" else allowed
+            if allowed:
+                gone = host.leave()
+                assert gone in expected
+            else:
+                assert host.tier.evict(1, host.now) == 0
+        host.tier.check_integrity()
+        assert len(host.policy) == host.tier.published_blocks
+
+
+def _in_tree(host: Host, path: str) -> bool:
+    node = host.named[path]
+    return any(found is node for found in host.tier.tree.nodes())
+
+
+def _needed_last(host: Host, allowed: set[str]) -> set[str]:
+    """Those that may go: the unneeded, else those whose earliest use is the latest."""
+    use = {p: host.window.next_use(host.named[p].block_id) for p in allowed}
+    unneeded = {p for p in allowed if use[p] is None}
+    if unneeded or not allowed:
+        return unneeded
+    last = max(u for u in use.values() if u is not None)
+    return {p for p in allowed if use[p] == last}
+
+
+def test_the_heap_does_not_grow_with_uses():
+    host = Host("lru")
+    for path in ("a", "b"):
+        host.store(path)
+    for _ in range(5000):
+        host.use("a")
+    assert len(host.policy._heap) < 200
+    assert host.leave_all() == ["b", "a"]

@@ -1,0 +1,91 @@
+"""Time to live and pins: they end by themselves and no namespace can take more than its bound."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
+
+
+def ids(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def test_a_block_lives_for_its_time_after_the_last_use():
+    ttl = TimeToLive(10.0)
+    for name, now in ((b"a", 0.0), (b"b", 1.0), (b"a", 8.0)):
+        ttl.touch(name, now)
+    assert ttl.expired(10.9) == []
+    assert ttl.expired(11.0) == [b"b"]
+    ttl.forget(b"b")
+    ttl.forget(b"b")
+    assert ttl.expired(18.0) == [b"a"]
+    with pytest.raises(ValueError, match="positive"):
+        TimeToLive(0)
+
+
+def test_a_pin_ends_by_itself_and_can_be_renewed():
+    pins = SessionPins(max_blocks=8, max_seconds=60)
+    pins.pin("t", "s", ids("ab"), 10, now=0)
+    pins.pin("t", "s", ids("abc"), 10, now=5)
+    assert pins.expire(10) == [] and pins.holds(b"c")
+    assert pins.expire(15) == [("t", "s")]
+    assert not any(map(pins.holds, ids("abc")))
+
+
+def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
+    pins = SessionPins(max_blocks=3, max_seconds=60)
+    pins.pin("t", "one", ids("sab"), 10, now=0)
+    pins.pin("u", "one", ids("xyz"), 10, now=0)  # another namespace has its own bound
+    with pytest.raises(PinLimitError, match="unpin another session"):
+        pins.pin("t", "two", ids("sc"), 10, now=1)
+    assert pins.pinned_blocks("t") == 3 and not pins.holds(b"c")
+    pins.pin("t", "two", ids("sa"), 10, now=1)  # shared blocks count once
+    pins.pin("t", "one", ids("sac"), 10, now=1)  # replaced, not added
+    assert pins.holds(b"c") and not pins.holds(b"b")
+    with pytest.raises(PinLimitError, match="at most 60 s"):
+        pins.pin("t", "three", [], 61, now=1)
+    assert pins.unpin("t", "two") and not pins.unpin("t", "two")
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from("tu"),
+        st.sampled_from(["s1", "s2", "s3"]),
+        st.sets(st.integers(0, 6), max_size=5),
+        st.floats(0.5, 20),
+        st.sampled_from(["pin", "unpin", "wait"]),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=200)
+@given(operations)
+def test_counts_follow_from_the_pins_that_are_alive(history):
+    pins = SessionPins(max_blocks=6, max_seconds=20)
+    model: dict[tuple[str, str], tuple[float, set[bytes]]] = {}
+    now = 0.0
+    for namespace, session, numbers, seconds, action in history:
+        blocks = {namespace.encode() + bytes([n]) for n in numbers}
+        if action == "pin":
+            rest = {k: v for k, v in model.items() if k != (namespace, session) and v[0] > now}
+            others = set().union(*(b for k, (_, b) in rest.items() if k[0] == namespace))
+            if len(others | blocks) > 6:
+                with pytest.raises(PinLimitError):
+                    pins.pin(namespace, session, blocks, seconds, now)
+            else:
+                pins.pin(namespace, session, blocks, seconds, now)
+                model[namespace, session] = (now + seconds, blocks)
+        elif action == "unpin":
+            pins.unpin(namespace, session)
+            model.pop((namespace, session), None)
+        else:
+            now += seconds
+            pins.expire(now)
+        model = {k: v for k, v in model.items() if v[0] > now}
+        pins.check_integrity()
+        held = set().union(*(b for _, b in model.values())) if model else set()
+        everything = {n.encode() + bytes([i]) for n in "tu" for i in range(7)}
+        if action != "unpin":  # unpin does not look at the clock
+            assert {b for b in everything if pins.holds(b)} == held
