@@ -1,0 +1,296 @@
+"""What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
+
+A cost model is fitted to samples measured on the device, or derived from data sheets. Its JSON form
+is the profile file that `--hc-profile` loads and `sglang-hc profile` writes; docs/planner.md
+describes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from sglang_hc.forms import Form
+from sglang_hc.policy.fields import Fields
+from sglang_hc.policy.fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
+from sglang_hc.policy.hardware import Hardware
+from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.policy.pipeline import LayerTimes
+
+S = TypeVar("S")
+F = TypeVar("F")
+
+PROFILE_VERSION = 1
+PROFILE_FORMAT = "sglang-hc cost model"
+
+
+class CostModelError(ValueError):
+    """A profile that cannot be read or belongs to something else. The message is for users."""
+
+
+class SourceTier(enum.Enum):
+    """Where a block is read from when it is restored."""
+
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True)
+class TierCopy:
+    """Copy of one layer from one tier onto the device. hidden: None when there is no such form."""
+
+    kv: Line
+    hidden: Line | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measured (tokens, seconds) per copy and projection, (new, context, seconds) per prefill.
+
+    Each sample is one layer. Include the smallest size in use, one block, and the largest that is
+    usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
+    """
+
+    copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
+    prefill: Sequence[tuple[int, int, float]]
+    project: Sequence[tuple[int, float]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds for one layer of one model on one machine, per rank.
+
+    fingerprint: what the model was measured on; a server refuses another machine's profile.
+    origin: "measured" or "data sheet".
+    copies: per tier that can be read. project: None when the model has no HIDDEN form.
+    """
+
+    fingerprint: str
+    origin: str
+    copies: Mapping[SourceTier, TierCopy]
+    prefill: Quadratic
+    project: Line | None = None
+
+    def __post_init__(self) -> None:
+        for tier, copy in self.copies.items():
+            if (copy.hidden is None) != (self.project is None):
+                raise CostModelError(
+                    f"cost model of {self.fingerprint}: the copy of hidden states from "
+                    f"{tier.value} and their projection must both be known, or neither"
+                )
+
+    def copy_hidden(self, tier: SourceTier, tokens: int) -> float:
+        """Seconds to bring `tokens` hidden states of a layer; infinite without a HIDDEN form."""
+        line = self._tier(tier).hidden
+        return math.inf if line is None else line.seconds(tokens)
+
+    def copy_kv(self, tier: SourceTier, tokens: int) -> float:
+        """Seconds to bring the K and V of `tokens` tokens of a layer from `tier`."""
+        return self._tier(tier).kv.seconds(tokens)
+
+    def project_kv(self, tokens: int) -> float:
+        """Seconds from hidden states to K and V in the pool; infinite without a HIDDEN form."""
+        return math.inf if self.project is None else self.project.seconds(tokens)
+
+    def prefill_layer(self, new: int, context: int) -> float:
+        """Seconds to run one layer over `new` tokens behind `context` tokens."""
+        return self.prefill.seconds(new, context)
+
+    def layer_times(
+        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, pieces: int = 1
+    ) -> LayerTimes:
+        """Times to restore `tokens` from one tier behind `context` tokens that are on the device.
+
+        Raises KeyError for a tier that the model has no costs for.
+        """
+        return LayerTimes(
+            copy_hidden=self.copy_hidden(tier, tokens),
+            copy_kv=self.copy_kv(tier, tokens),
+            project=self.project_kv(tokens),
+            recompute=self.prefill_layer(tokens, context),
+            new=self.prefill_layer(new, context + tokens),
+            pieces=pieces,
+        )
+
+    def complaints(self) -> tuple[str, ...]:
+        """One sentence for the log per poor fit; empty when all fits are good."""
+        fits: list[tuple[str, Line | Quadratic | None]] = []
+        for tier, copy in self.copies.items():
+            fits.append((f"the copy of hidden states from {tier.value}", copy.hidden))
+            fits.append((f"the copy of KV from {tier.value}", copy.kv))
+        fits.append(("the projection of hidden states", self.project))
+        fits.append(("the prefill of a layer", self.prefill))
+        return tuple(
+            f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
+            "be off; measure again on an idle machine with `sglang-hc profile`"
+            for name, fit in fits
+            if fit is not None and fit.is_poor
+        )
+
+    @classmethod
+    def from_samples(cls, samples: Samples, fingerprint: str) -> CostModel:
+        """Fit of measured samples.
+
+        Raises FitError that says which measurement has too few or impossible ones.
+        """
+        tiers = {tier for tier, _ in samples.copies}
+        copies = {}
+        for tier in sorted(tiers, key=lambda tier: tier.value):
+            hidden = samples.copies.get((tier, Form.HIDDEN))
+            name = f"copy from {tier.value}"
+            copies[tier] = TierCopy(
+                kv=_fit(f"{name}, kv", fit_line, samples.copies.get((tier, Form.KV), ())),
+                hidden=_fit(f"{name}, hidden", fit_line, hidden) if hidden else None,
+            )
+        return cls(
+            fingerprint=fingerprint,
+            origin="measured",
+            copies=copies,
+            prefill=_fit("prefill", fit_quadratic, samples.prefill),
+            project=_fit("projection", fit_line, samples.project) if samples.project else None,
+        )
+
+    @classmethod
+    def from_datasheet(
+        cls, hardware: Hardware, shape: ModelShape, link: float, disk: float | None = None
+    ) -> CostModel:
+        """Costs from FLOP counts and bandwidths; nothing measured, no fixed costs.
+
+        link: bytes/s from host memory to the device. disk: bytes/s of all disks together; chunks
+        from disk stream through host memory, so that copy runs at the slower of the two. Compute
+        runs at `hardware.flops`, but no faster than the layer's weights can be read once.
+        """
+        state = shape.state_shape()
+
+        def copy(bandwidth: float) -> TierCopy:
+            return TierCopy(
+                kv=Line(0.0, state.kv_bytes / bandwidth),
+                hidden=Line(0.0, state.hidden_bytes / bandwidth),
+            )
+
+        copies = {SourceTier.HOST: copy(link)}
+        if disk is not None:
+            copies[SourceTier.DISK] = copy(min(link, disk))
+        weight_seconds = shape.element_bytes / hardware.memory_bandwidth
+        return cls(
+            fingerprint=f"data sheet: {hardware.name}, {shape.describe()}",
+            origin="data sheet",
+            copies=copies,
+            project=Line(
+                0.0,
+                2 * shape.kv_projection_params / hardware.flops,
+                floor=shape.kv_projection_params * weight_seconds,
+            ),
+            prefill=Quadratic(
+                0.0,
+                2 * shape.layer_params / hardware.flops,
+                shape.attention_flops_per_pair / hardware.flops,
+                floor=shape.layer_params * weight_seconds,
+            ),
+        )
+
+    def to_json(self) -> str:
+        """The profile file's text."""
+        return json.dumps(
+            {
+                "format": PROFILE_FORMAT,
+                "version": PROFILE_VERSION,
+                "fingerprint": self.fingerprint,
+                "origin": self.origin,
+                "copies": {
+                    tier.value: {"hidden": _line_data(copy.hidden), "kv": _line_data(copy.kv)}
+                    for tier, copy in self.copies.items()
+                },
+                "project": _line_data(self.project),
+                "prefill": {
+                    **_line_fields(self.prefill),
+                    "per_pair": self.prefill.per_pair,
+                },
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def from_json(cls, text: str, where: str, fingerprint: str | None = None) -> CostModel:
+        """Profile from a file's text. `where` names the file in errors.
+
+        fingerprint: of this server; None accepts a profile of anything. Raises CostModelError for
+        a missing or nonsense field, another version, or another fingerprint.
+        """
+        data = Fields.parse(text, where, CostModelError)
+        if data.text("format") != PROFILE_FORMAT:
+            raise CostModelError(f"{where}: not a cost model; `sglang-hc profile` writes one")
+        if data.number("version") != PROFILE_VERSION:
+            raise CostModelError(
+                f"{where}: format version {data.number('version'):g}, this release reads version "
+                f"{PROFILE_VERSION}; write a new one with `sglang-hc profile`"
+            )
+        found = data.text("fingerprint")
+        if fingerprint is not None and found != fingerprint:
+            raise CostModelError(
+                f"{where}: measured for {found!r}, but this server is {fingerprint!r}; write a new "
+                "one with `sglang-hc profile`"
+            )
+        tiers = data.child("copies")
+        known = {tier.value: tier for tier in SourceTier}
+        copies = {}
+        for name in tiers.names():
+            if name not in known:
+                raise tiers.bad(name, f"is not a tier ({', '.join(known)})", name)
+            tier = tiers.child(name)
+            copies[known[name]] = TierCopy(
+                kv=_read_line(tier.child("kv")), hidden=_read_optional(tier, "hidden")
+            )
+        if not copies:
+            raise data.bad("copies", "must name at least one tier", {})
+        prefill = data.child("prefill")
+        line = _read_line(prefill)
+        return cls(
+            fingerprint=found,
+            origin=data.text("origin"),
+            copies=copies,
+            project=_read_optional(data, "project"),
+            prefill=Quadratic(
+                line.fixed, line.per_token, prefill.number("per_pair"), line.floor, line.r2
+            ),
+        )
+
+    def _tier(self, tier: SourceTier) -> TierCopy:
+        try:
+            return self.copies[tier]
+        except KeyError:
+            known = ", ".join(known.value for known in self.copies)
+            raise KeyError(f"no costs for tier {tier.value}, only for {known}") from None
+
+
+def _fit(name: str, fit: Callable[[Sequence[S]], F], samples: Sequence[S]) -> F:
+    try:
+        return fit(samples)
+    except FitError as error:
+        raise FitError(f"{name}: {error}") from error
+
+
+def _line_fields(fit: Line | Quadratic) -> dict[str, float]:
+    return {"fixed": fit.fixed, "per_token": fit.per_token, "floor": fit.floor, "r2": fit.r2}
+
+
+def _line_data(line: Line | None) -> dict[str, float] | None:
+    return None if line is None else _line_fields(line)
+
+
+def _read_line(data: Fields) -> Line:
+    return Line(
+        fixed=data.number("fixed"),
+        per_token=data.number("per_token"),
+        floor=data.number("floor"),
+        r2=data.number("r2", low=-math.inf, high=1.0),
+    )
+
+
+def _read_optional(data: Fields, name: str) -> Line | None:
+    return None if data.is_null(name) else _read_line(data.child(name))

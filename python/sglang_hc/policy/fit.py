@@ -1,0 +1,167 @@
+"""Least-squares fits of measured times: lines, and the quadratic of prefill (HybridServe 4.3).
+
+Coefficients are never negative: a negative one would promise that more work takes less time, and
+a plan would believe it. The best non-negative solution is the plain least-squares solution on some
+subset of the columns, so all subsets of the at most three columns are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+POOR_R2 = 0.95
+"""A fit that explains less of the variance is poor. HybridServe reports 0.99 on an idle GPU; below
+0.95 the error of single samples reaches the differences between plans that the planner weighs."""
+
+
+class FitError(ValueError):
+    """Samples that cannot be fitted. The message is for users."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds for n tokens: max(floor, fixed + per_token * n), and 0 for no tokens.
+
+    floor: seconds that no call undercuts, however few its tokens: the time to read the weights, or
+    the fastest sample. r2: coefficient of determination of the fit, 1 for data-sheet lines.
+    """
+
+    fixed: float
+    per_token: float
+    floor: float = 0.0
+    r2: float = 1.0
+
+    def seconds(self, tokens: float) -> float:
+        """Seconds for `tokens` >= 0."""
+        if tokens <= 0:
+            return 0.0
+        return max(self.floor, self.fixed + self.per_token * tokens)
+
+    @property
+    def is_poor(self) -> bool:
+        return self.r2 < POOR_R2
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """Seconds to prefill one layer: max(floor, fixed + per_token * new + per_pair * pairs).
+
+    pairs = new * (context + new / 2): each new token attends to the context before it and, on
+    average, to half of the new tokens. 0 for no new tokens. floor and r2 as in `Line`.
+    """
+
+    fixed: float
+    per_token: float
+    per_pair: float
+    floor: float = 0.0
+    r2: float = 1.0
+
+    def seconds(self, new: float, context: float) -> float:
+        """Seconds for `new` tokens behind `context` tokens whose KV is in the pool."""
+        if new <= 0:
+            return 0.0
+        return max(
+            self.floor,
+            self.fixed + new * (self.per_token + self.per_pair * (context + 0.5 * new)),
+        )
+
+    @property
+    def is_poor(self) -> bool:
+        return self.r2 < POOR_R2
+
+
+def fit_line(samples: Sequence[tuple[int, float]]) -> Line:
+    """Line through samples of (tokens, seconds).
+
+    The floor is the fastest sample, so the smallest size in use (one block) should be among them.
+    Raises FitError for fewer than two different sizes or for nonsense numbers.
+    """
+    _check([(float(tokens),) for tokens, _ in samples], [s for _, s in samples], 2)
+    rows = [(1.0, float(tokens)) for tokens, _ in samples]
+    seconds = [s for _, s in samples]
+    fixed, per_token = _nonnegative_least_squares(rows, seconds)
+    line = Line(fixed, per_token, min(seconds))
+    r2 = _r2(seconds, [line.seconds(tokens) for tokens, _ in samples])
+    return Line(fixed, per_token, line.floor, r2)
+
+
+def fit_quadratic(samples: Sequence[tuple[int, int, float]]) -> Quadratic:
+    """Prefill cost through samples of (new tokens, context tokens, seconds), one layer each.
+
+    Raises FitError for fewer than three different (new, context) or for nonsense numbers.
+    """
+    seconds = [s for _, _, s in samples]
+    _check([(float(new), float(context)) for new, context, _ in samples], seconds, 3)
+    rows = [(1.0, float(new), new * (context + 0.5 * new)) for new, context, _ in samples]
+    fixed, per_token, per_pair = _nonnegative_least_squares(rows, seconds)
+    fit = Quadratic(fixed, per_token, per_pair, min(seconds))
+    r2 = _r2(seconds, [fit.seconds(new, context) for new, context, _ in samples])
+    return Quadratic(fixed, per_token, per_pair, fit.floor, r2)
+
+
+def _check(points: Sequence[tuple[float, ...]], seconds: Sequence[float], needed: int) -> None:
+    if len(set(points)) < needed:
+        raise FitError(f"a fit needs samples of {needed} different sizes, got {len(set(points))}")
+    for point, second in zip(points, seconds, strict=True):
+        if point[0] < 1 or min(point) < 0 or not all(map(math.isfinite, point)):
+            raise FitError(f"a sample has the impossible size {point}")
+        if not math.isfinite(second) or second <= 0:
+            raise FitError(f"the sample of size {point} took {second} seconds; it must be positive")
+
+
+def _nonnegative_least_squares(
+    rows: Sequence[tuple[float, ...]], target: Sequence[float]
+) -> list[float]:
+    width = len(rows[0])
+    # Columns differ by nine orders of magnitude (1 against token pairs); scaled, they do not.
+    scale = [max(row[j] for row in rows) for j in range(width)]
+    scaled = [[row[j] / scale[j] for j in range(width)] for row in rows]
+    best = [0.0] * width
+    best_error = math.fsum(y * y for y in target)
+    for size in range(1, width + 1):
+        for columns in itertools.combinations(range(width), size):
+            found = _least_squares([[row[j] for j in columns] for row in scaled], target)
+            if found is None or min(found) < 0:
+                continue
+            guess = [0.0] * width
+            for j, value in zip(columns, found, strict=True):
+                guess[j] = value
+            error = math.fsum(
+                (y - sum(a * b for a, b in zip(row, guess, strict=True))) ** 2
+                for row, y in zip(scaled, target, strict=True)
+            )
+            if error < best_error:
+                best, best_error = guess, error
+    return [value / factor for value, factor in zip(best, scale, strict=True)]
+
+
+def _least_squares(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float] | None:
+    """Solution of the normal equations by Gaussian elimination; None when they are singular."""
+    width = len(rows[0])
+    system = [
+        [math.fsum(row[i] * row[j] for row in rows) for j in range(width)]
+        + [math.fsum(row[i] * y for row, y in zip(rows, target, strict=True))]
+        for i in range(width)
+    ]
+    for i in range(width):
+        pivot = max(range(i, width), key=lambda k: abs(system[k][i]))
+        system[i], system[pivot] = system[pivot], system[i]
+        if abs(system[i][i]) < 1e-12:
+            return None
+        for k in range(width):
+            if k != i:
+                factor = system[k][i] / system[i][i]
+                system[k] = [a - factor * b for a, b in zip(system[k], system[i], strict=True)]
+    return [system[i][width] / system[i][i] for i in range(width)]
+
+
+def _r2(measured: Sequence[float], fitted: Sequence[float]) -> float:
+    mean = math.fsum(measured) / len(measured)
+    spread = math.fsum((y - mean) ** 2 for y in measured)
+    missed = math.fsum((y - f) ** 2 for y, f in zip(measured, fitted, strict=True))
+    if spread == 0.0:
+        return 1.0 if missed <= 1e-18 * mean * mean * len(measured) else 0.0
+    return 1.0 - missed / spread

@@ -1,0 +1,107 @@
+"""GPU profiles: what the planner needs to know of a device, and where each number comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from sglang_hc.policy.fields import Fields
+
+ORIGINS = ("data sheet", "measured", "assumption")
+
+
+class HardwareError(ValueError):
+    """A GPU profile that is unknown or cannot be read. The message is for users."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number and its origin: one of ORIGINS."""
+
+    value: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU.
+
+    fp16_tflops: dense 16-bit matrix rate, in 1e12 FLOP/s.
+    flop_fraction: share of that rate which the layers' matrix products reach, in (0, 1].
+    memory_gb, memory_gbps, link_gbps: device memory in 1e9 bytes, its bandwidth and that of the
+    host link in one direction in 1e9 bytes/s.
+    """
+
+    name: str
+    fp16_tflops: Quantity
+    flop_fraction: Quantity
+    memory_gb: Quantity
+    memory_gbps: Quantity
+    link_gbps: Quantity
+    note: str
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that the planner counts with."""
+        return self.fp16_tflops.value * 1e12 * self.flop_fraction.value
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes/s of device memory."""
+        return self.memory_gbps.value * 1e9
+
+    def quantities(self) -> dict[str, Quantity]:
+        """Every number of the profile by its field name."""
+        return {name: getattr(self, name) for name in _LIMITS}
+
+
+_LIMITS = {
+    "fp16_tflops": (0.001, 1e6),
+    "flop_fraction": (0.001, 1.0),
+    "memory_gb": (0.001, 1e6),
+    "memory_gbps": (0.001, 1e7),
+    "link_gbps": (0.001, 1e5),
+}
+
+
+def known_gpus() -> dict[str, str]:
+    """Name of every shipped profile, with the text of its file."""
+    folder = resources.files("sglang_hc.policy") / "data"
+    texts = [entry.read_text() for entry in folder.iterdir() if entry.name.endswith(".json")]
+    named = {parse_hardware(text, "shipped profile").name: text for text in texts}
+    return dict(sorted(named.items()))
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A shipped profile by name, in any case, or one from a file in the same format.
+
+    Raises HardwareError with the known names, or with the field that is missing or nonsense.
+    """
+    known = known_gpus()
+    for name, text in known.items():
+        if name.lower() == name_or_path.lower():
+            return parse_hardware(text, f"GPU profile {name}")
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise HardwareError(
+            f"unknown GPU {name_or_path!r}: give one of {', '.join(known)}, or a profile file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise HardwareError(f"GPU profile {name_or_path}: cannot be read ({cause})") from cause
+    return parse_hardware(text, f"GPU profile {name_or_path}")
+
+
+def parse_hardware(text: str, where: str) -> Hardware:
+    """Profile from a file's text. `where` names the file in errors (HardwareError)."""
+    data = Fields.parse(text, where, HardwareError)
+    quantities = {}
+    for name, (low, high) in _LIMITS.items():
+        entry = data.child(name)
+        origin = entry.text("origin")
+        if origin not in ORIGINS:
+            raise entry.bad("origin", f"must be one of {', '.join(ORIGINS)}", origin)
+        quantities[name] = Quantity(entry.number("value", low=low, high=high), origin)
+    return Hardware(name=data.text("name"), note=data.text("note"), **quantities)
