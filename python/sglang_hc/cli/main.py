@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with configure(parser) and run(args) -> exit status, one-line help)
     "plan": ("sglang_hc.cli.plan", "layer plan and restore times for a model and hardware"),
+    "bench": ("sglang_hc.cli.bench", "benchmarks against plain SGLang and HiCache"),
 }
 
 

@@ -1,0 +1,112 @@
+"""From points to a finished report: what every benchmark does the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_hc.bench import page, plots, report, results
+from sglang_hc.bench.arms import Arm
+from sglang_hc.bench.client import Client, GenerateApi, RequestFailed
+from sglang_hc.bench.compare import Agreement, Disagreement, compare, explain
+from sglang_hc.bench.metrics import Groups, largest_cxs
+from sglang_hc.bench.options import Setup
+from sglang_hc.bench.suite import Cell, Point, Suite
+from sglang_hc.cli.main import UsageError
+
+
+def execute(
+    experiment: str,
+    setup: Setup,
+    points: Sequence[Point],
+    names: Groups,
+    *,
+    extra: dict[str, Any] | None = None,
+    cxs: tuple[dict[str, int], float] | None = None,
+) -> int:
+    """Run, compare, write results, plots and the report, and print the tables.
+
+    extra: further settings for the result. cxs: (concurrent users by point, bound in seconds).
+    Returns the exit status: 1 when a request failed or a disagreement is not explained.
+    """
+    _terminate_like_interrupt()
+    longest = max(point.trace(0).longest_prompt for point in points)
+    suite = Suite(setup.arms, points, setup.suite_settings(longest))
+    cells = suite.run()
+    _check_answers(cells)
+    reference = setup.arms[0]
+    agreements = compare(cells, reference.name, _finder(points))
+    notes = _explain(suite, reference, agreements, setup.args.request_timeout)
+    settings = {**setup.described(), **(extra or {})}
+    result = results.build(
+        experiment,
+        arms=setup.arms,
+        skipped=[*setup.skipped, *notes],
+        points=points,
+        cells=cells,
+        agreements=agreements,
+        start_s=suite.start_s,
+        settings=settings,
+        names=names,
+    )
+    if cxs:
+        users, bound = cxs
+        result["cxs"] = {"bound_s": bound, "by_arm": largest_cxs(cells, users, bound)}
+    output = setup.args.output
+    results.write(result, cells, setup.args.tag, output)
+    drawn = plots.draw(result, cells, output)
+    page.write(result, drawn, output / "report.html")
+    print(report.console(result))
+    print(f"\nresults in {output}: result.json, report.html, {', '.join(p.name for p in drawn)}")
+    return _status(cells, agreements)
+
+
+def _finder(points: Sequence[Point]) -> Any:
+    by_name = {point.name: point for point in points}
+    return lambda name, repeat: by_name[name].trace(repeat)
+
+
+def _check_answers(cells: Sequence[Cell]) -> None:
+    for cell in cells:
+        if not cell.run.measured:
+            reason = cell.run.failed[0].error if cell.run.failed else "nothing was sent"
+            raise UsageError(f"arm {cell.arm}, {cell.point}: no request succeeded ({reason})")
+
+
+def _explain(
+    suite: Suite, reference: Arm, agreements: Sequence[Agreement], timeout_s: float
+) -> list[str]:
+    """Ask the reference server how close every disagreement was; notes about what failed."""
+    items = [item for agreement in agreements for item in agreement.disagreements]
+    if not items:
+        return []
+    print(f"asking {reference.name} about {len(items)} differing tokens", flush=True)
+    with suite.served(reference) as url:
+        try:
+            asyncio.run(_ask_margins(url, items, timeout_s))
+        except (RequestFailed, KeyError) as error:
+            return [f"logprob margins could not be asked: {error}"]
+    return []
+
+
+async def _ask_margins(url: str, items: Sequence[Disagreement], timeout_s: float) -> None:
+    async with Client(url, GenerateApi(), timeout_s) as client:
+        info = await client.get_json("/server_info")
+        await explain(client, items, str(info.get("dtype", "auto")))
+
+
+def _status(cells: Sequence[Cell], agreements: Sequence[Agreement]) -> int:
+    failed = sum(len(cell.run.failed) for cell in cells)
+    for cell in cells:
+        for record in cell.run.failed[:3]:
+            place = f"session {record.session} turn {record.turn}"
+            print(f"failed: {cell.arm}, {cell.point}, {place}: {record.error}")
+    unexplained = sum(not item.explained for a in agreements for item in a.disagreements)
+    return 1 if failed or unexplained else 0
+
+
+def _terminate_like_interrupt() -> None:
+    """Make SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))

@@ -1,0 +1,234 @@
+"""Tables from a result: for the console, for Markdown and for the HTML report.
+
+Everything here is a pure function of the result JSON, so that committed results reproduce
+published tables (benchmark/make_tables.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hc.bench import machine, metrics
+
+
+@dataclass(frozen=True)
+class Table:
+    """Title, head and rows of text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """The table in Markdown, without the title."""
+        widths = [
+            max(3, len(self.head[i]), *(len(row[i]) for row in self.rows))
+            for i in range(len(self.head))
+        ]
+        lines = [
+            _line(self.head, widths),
+            "|" + "|".join("-" * (width + 2) for width in widths) + "|",
+            *(_line(row, widths) for row in self.rows),
+        ]
+        return "\n".join(lines)
+
+
+def _line(words: Sequence[str], widths: Sequence[int]) -> str:
+    cells = (word.ljust(width) for word, width in zip(words, widths, strict=True))
+    return "| " + " | ".join(cells) + " |"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that reads best."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """All tables of a result, the most important first."""
+    chosen = [group_table(result), summary_table(result)]
+    if result["ratios"]:
+        chosen.append(ratio_table(result))
+    if result["agreement"]:
+        chosen.append(agreement_table(result))
+    if any(item["disagreements"] for item in result["agreement"]):
+        chosen.append(disagreement_table(result))
+    if result.get("cxs"):
+        chosen.append(cxs_table(result))
+    return chosen
+
+
+def _each(result: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """(arm, point, runs of all repeats) in the order of points, then arms."""
+    places = [(arm["name"], point["name"]) for point in result["points"] for arm in result["arms"]]
+    return [
+        (arm, point, runs)
+        for arm, point in places
+        if (runs := [r for r in result["runs"] if r["arm"] == arm and r["point"] == point])
+    ]
+
+
+def _middle(values: Sequence[float]) -> float:
+    return float(statistics.median(values)) if values else 0.0
+
+
+def _hits(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Cached tokens by tier, median of the repeats."""
+    tiers = sorted({tier for part in parts for tier in part["hits"]})
+    return {tier: _middle([part["hits"].get(tier, 0) for part in parts]) for tier in tiers}
+
+
+def group_table(result: dict[str, Any]) -> Table:
+    """TTFT and cached tokens by group (turn or label)."""
+    rows = []
+    for arm, point, runs in _each(result):
+        for name in dict.fromkeys(name for run in runs for name in run["groups"]):
+            parts = [run["groups"][name] for run in runs if name in run["groups"]]
+            hits = _hits(parts)
+            rows.append(
+                (
+                    *(point, arm, name),
+                    seconds(_middle([part["median_ttft"] for part in parts])),
+                    seconds(_middle([part["p90_ttft"] for part in parts])),
+                    f"{_middle([part['prompt_tokens'] for part in parts]):.0f}",
+                    ", ".join(f"{tier} {count:.0f}" for tier, count in hits.items() if count)
+                    or "none",
+                )
+            )
+    head = ("point", "arm", "group", "TTFT median", "TTFT p90", "prompt tokens", "cached tokens")
+    return Table("Time to first token", head, tuple(rows))
+
+
+def summary_table(result: dict[str, Any]) -> Table:
+    """One row for every arm at every point."""
+    verdicts = {item["arm"]: item["verdict"] for item in result["agreement"]}
+    verdicts[result["reference"]] = "reference"
+    rows = []
+    for arm, point, runs in _each(result):
+        parts = [run["summary"] for run in runs]
+        rows.append(
+            (
+                *(point, arm),
+                str(sum(part["total_requests"] for part in parts)),
+                str(sum(part["failed"] for part in parts)),
+                f"{_middle([part['output_token_throughput'] for part in parts]):.1f}",
+                f"{_middle([part['throughput'] for part in parts]):.2f}",
+                seconds(_middle([part["median_tbt"] for part in parts])),
+                f"{_middle([part['cache_hit_rate'] for part in parts]):.1%}",
+                verdicts.get(arm, "not compared"),
+            )
+        )
+    head = (
+        *("point", "arm", "requests", "failed", "output tokens/s", "requests/s"),
+        *("TBT median", "cached", "outputs"),
+    )
+    return Table("Whole runs", head, tuple(rows))
+
+
+def ratio_table(result: dict[str, Any]) -> Table:
+    """How many times better than the reference, with the spread over the repeats."""
+    rows = [
+        (
+            *(row["point"], row["arm"], row["group"], row["metric"]),
+            f"{row['median']:.2f}",
+            f"{row['low']:.2f} to {row['high']:.2f}",
+            str(row["repeats"]),
+        )
+        for row in result["ratios"]
+        if row["metric"] != "p90_ttft"
+    ]
+    head = ("point", "arm", "group", "metric", "times better", "range", "repeats")
+    return Table(f"Against {result['reference']} (above 1 is better)", head, tuple(rows))
+
+
+def agreement_table(result: dict[str, Any]) -> Table:
+    """Whether outputs are equal, token by token."""
+    rows = [
+        (
+            *(item["arm"], str(item["compared"]), str(item["equal"])),
+            *(str(item["after"]), item["verdict"]),
+        )
+        for item in result["agreement"]
+    ]
+    head = ("arm", "replies compared", "equal", "after a difference", "verdict")
+    return Table(f"Greedy outputs against {result['reference']}", head, tuple(rows))
+
+
+def disagreement_table(result: dict[str, Any], limit: int = 20) -> Table:
+    """First differing token of every session that parted."""
+    rows = [
+        (
+            *(item["arm"], item["point"], str(item["repeat"]), str(item["session"])),
+            *(str(item["turn"]), str(item["position"]), str(item["prompt_len"])),
+            f"{item['reference_token']} / {item['arm_token']}",
+            "not asked" if item["margin"] is None else f"{item['margin']:.5f}",
+            "near tie" if item["explained"] else "unexplained",
+        )
+        for agreement in result["agreement"]
+        for item in agreement["disagreements"]
+    ]
+    head = (
+        *("arm", "point", "repeat", "session", "turn", "position", "prompt tokens"),
+        *("tokens", "logprob margin", "reading"),
+    )
+    return Table(f"Disagreements (first {limit})", head, tuple(rows[:limit]))
+
+
+def cxs_table(result: dict[str, Any]) -> Table:
+    """Largest concurrency x depth within the TTFT bound."""
+    rows = tuple((arm, str(value)) for arm, value in result["cxs"]["by_arm"].items())
+    title = f"Largest concurrency x depth with p95 TTFT within {result['cxs']['bound_s']:g} s"
+    return Table(title, ("arm", "concurrency x depth"), rows)
+
+
+def loss_lines(result: dict[str, Any]) -> list[str]:
+    """Where an arm is slower than the reference, or one sentence that nothing was seen."""
+    return result["losses"] or ["no point of this run was slower than the reference"]
+
+
+def varied_lines(result: dict[str, Any]) -> list[str]:
+    """What changed between repeats and could not be held still."""
+    loads = [run["load_average"] for run in result["runs"]]
+    lines = [f"1-minute load average at the start of runs: {min(loads)} to {max(loads)}"]
+    for arm in result["arms"]:
+        if arm["start_s"]:
+            times = ", ".join(f"{value:.0f} s" for value in arm["start_s"])
+            lines.append(f"{arm['name']} started in {times}")
+    if not all(run["flushed"] for run in result["runs"]):
+        lines.append("a server has no /flush_cache: its cache was not emptied between points")
+    cold = [
+        run["arm"]
+        for run in result["runs"]
+        if run["groups"].get("turn 0", {}).get("cache_hit_rate", 0.0) > 0.0
+    ]
+    if cold:
+        lines.append(
+            f"first turns found cached tokens ({', '.join(dict.fromkeys(cold))}): system prompts "
+            "are shared, or the trace repeats itself"
+        )
+    return lines
+
+
+def console(result: dict[str, Any]) -> str:
+    """The whole report as text."""
+    parts = [f"\n{machine.one_line(result['machine'])}"]
+    parts += result["skipped"]
+    for table in tables(result):
+        parts.append(f"\n{table.title}\n{table.markdown()}")
+    parts.append("\nWhere the tier does not pay")
+    parts += [f"- {line}" for line in loss_lines(result)]
+    parts.append("\nWhat varied")
+    parts += [f"- {line}" for line in varied_lines(result)]
+    return "\n".join(parts)
+
+
+def headline(result: dict[str, Any]) -> list[str]:
+    """One line for every arm: the median gain at turns after the first."""
+    return [
+        f"{row['arm']}, {row['point']}: TTFT after the first turn {row['median']:.2f} times "
+        f"better than {result['reference']}"
+        for row in result["ratios"]
+        if row["group"] == metrics.LATER_TURNS and row["metric"] == "median_ttft"
+    ]

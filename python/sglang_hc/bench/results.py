@@ -1,0 +1,115 @@
+"""The result of one benchmark as JSON: everything that tables, plots and reports are made from."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_hc.bench import machine, metrics
+from sglang_hc.bench.arms import Arm
+from sglang_hc.bench.compare import Agreement
+from sglang_hc.bench.metrics import Groups
+from sglang_hc.bench.suite import Cell, Point
+
+SCHEMA = 1
+
+
+def build(
+    experiment: str,
+    *,
+    arms: Sequence[Arm],
+    skipped: Sequence[str],
+    points: Sequence[Point],
+    cells: Sequence[Cell],
+    agreements: Sequence[Agreement],
+    start_s: dict[str, list[float]],
+    settings: dict[str, Any],
+    names: Groups,
+) -> dict[str, Any]:
+    """JSON-ready result. The first arm is the reference of ratios and comparisons."""
+    values = {point.name: point.value for point in points}
+    runs = [_run(cell, values[cell.point], names) for cell in cells]
+    reference = arms[0].name
+    ratios = metrics.ratio_rows(runs, reference)
+    return {
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["sglang-hc", *sys.argv[1:]]),
+        "machine": machine.describe(),
+        "settings": settings,
+        "reference": reference,
+        "arms": [
+            {"name": arm.name, "command": arm.command, "start_s": start_s.get(arm.name, [])}
+            for arm in arms
+        ],
+        "skipped": list(skipped),
+        "points": [_point(point) for point in points],
+        "runs": runs,
+        "ratios": ratios,
+        "losses": metrics.losses(ratios),
+        "agreement": [agreement.to_json() for agreement in agreements],
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    trace = point.trace(0)
+    return {
+        "name": point.name,
+        "value": point.value,
+        "trace": trace.source,
+        "requests": trace.num_requests,
+        "notes": list(trace.notes),
+    }
+
+
+def _run(cell: Cell, value: float | None, names: Groups) -> dict[str, Any]:
+    return {
+        "arm": cell.arm,
+        "point": cell.point,
+        "value": value,
+        "repeat": cell.repeat,
+        "load_average": round(cell.load, 2),
+        "flushed": cell.flushed,
+        "summary": metrics.summary(cell.run, value or 0.0),
+        "rounds": metrics.rounds(cell.run),
+        "groups": metrics.groups(cell.run, names),
+    }
+
+
+def write(result: dict[str, Any], cells: Sequence[Cell], tag: str, output: Path) -> None:
+    """Write result.json, performance_metrics.jsonl (SGLang's schema) and requests.jsonl."""
+    (output / "result.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
+    with open(output / "performance_metrics.jsonl", "w", encoding="utf-8") as file:
+        for run in result["runs"]:
+            line = {
+                "timestamp": result["created"],
+                "tag": f"{tag}{run['arm']}",
+                "summary": run["summary"],
+                "round": run["rounds"],
+                "arm": run["arm"],
+                "point": run["point"],
+                "repeat": run["repeat"],
+            }
+            file.write(json.dumps(line) + "\n")
+    with open(output / "requests.jsonl", "w", encoding="utf-8") as file:
+        for cell in cells:
+            place = {"arm": cell.arm, "point": cell.point, "repeat": cell.repeat}
+            for record in cell.run.records:
+                file.write(json.dumps({**place, **record.to_json()}) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """The same JSON value with six significant digits in every float."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return value

@@ -1,0 +1,185 @@
+"""One server process on 127.0.0.1 whose end is certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+_LOG_TAIL_LINES = 15
+_STOP_GRACE_S = 10.0
+
+
+class ServerFailed(RuntimeError):
+    """The server ended or did not become healthy. The message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """Starts `python -m MODULE ARGS --host 127.0.0.1 --port P` and waits until /health says 200.
+
+    A context manager: on exit the whole process group and every descendant is gone, also when
+    the body raised. `env` is added to the environment. Output of all processes goes to
+    `log_path`, appended. Raises ServerFailed when the server ends early or is not healthy after
+    `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        args: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        log_path: str | os.PathLike[str] = os.devnull,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [
+            *(sys.executable, "-m", module, *args),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+        ]
+        self.log_path = Path(log_path)
+        self.start_s = 0.0
+        self._env = dict(env or {})
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher, which is also the id of its process group."""
+        if self._process is None:
+            raise ServerFailed("the server was not started")
+        return self._process.pid
+
+    def start(self) -> ServerProcess:
+        """Start and wait for health. `start_s` is then the time it took."""
+        begun = time.monotonic()
+        with open(self.log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._env},
+                start_new_session=True,
+            )
+        try:
+            self._wait_healthy(begun + self._timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - begun
+        return self
+
+    def kill(self) -> None:
+        """End the server and every process it started. Safe to call again."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        descendants = _descendants(process.pid)
+        _signal_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_GRACE_S)
+        _signal_group(process.pid, signal.SIGKILL)
+        # A child may have left the group; it is still one that this server started.
+        for pid, started in descendants:
+            if _start_time(pid) == started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def log_tail(self) -> str:
+        """Last lines of the log, for messages."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def __enter__(self) -> ServerProcess:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def _wait_healthy(self, deadline: float) -> None:
+        assert self._process is not None
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            if status is not None:
+                raise ServerFailed(
+                    f"the server ended with status {status} while starting; "
+                    f"log {self.log_path}:\n{self.log_tail()}"
+                )
+            if _healthy(self.url):
+                return
+            time.sleep(0.25)
+        raise ServerFailed(
+            f"the server was not healthy after {self._timeout_s:.0f} s; "
+            f"log {self.log_path}:\n{self.log_tail()}"
+        )
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat after the command name; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _descendants(root: int) -> list[tuple[int, str]]:
+    """(pid, start time) of every process below `root`; the time guards against reused ids."""
+    parents: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        fields = _stat(pid)
+        if fields:
+            parents.setdefault(int(fields[1]), []).append(pid)
+    found, todo = [], [root]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        todo.extend(children)
+        found.extend(children)
+    return [(pid, _start_time(pid)) for pid in found]
+
+
+def _all_pids() -> Iterable[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
