@@ -127,9 +127,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=2,
         sliding_window=None,
     ),
-    "qwen2": _rope_model(
-        "Qwen2Config", "Qwen2, bias on the QKV projection", num_key_value_heads=2
-    ),
+    "qwen2": _rope_model("Qwen2Config", "Qwen2, bias on the QKV projection", num_key_value_heads=2),
     "qwen3": _rope_model(
         "Qwen3Config", "Qwen3, norm on query and key heads", num_key_value_heads=2, head_dim=64
     ),
@@ -203,7 +201,7 @@ def training_text() -> Iterator[str]:
     invented = [
         first + second for first, second in zip(syllables, syllables[7::3] * 3, strict=False)
     ]
-    for start, words in itertools.product(range(24), (COMMON_WORDS, invented)):
+    for start, words in [(i, COMMON_WORDS) for i in range(96)] + [(i, invented) for i in range(12)]:
         step = 2 * start + 1
         order = [words[(start + step * i) % len(words)] for i in range(len(words))]
         for i in range(0, len(order), 12):
@@ -248,7 +246,11 @@ def whole_words(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     Any sequence of them survives decoding and encoding, because the pre-tokenizer cuts at spaces.
     """
     texts = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
-    words = {i: text for i, text in texts.items() if text[:1] == " " and text[1:].isalpha()}
+    words = {
+        i: text
+        for i, text in texts.items()
+        if text[:1] == " " and text[1:].isalpha() and len(text) > 2
+    }
     encoded = tokenizer(list(words.values()), add_special_tokens=False)["input_ids"]
     return [i for i, ids in zip(words, encoded, strict=True) if ids == [i]]
 
@@ -299,9 +301,18 @@ def _embedding_std(model: nn.Module) -> float:
 
 
 def _gain(module_name: str) -> float:
-    """Query and key are larger, so that attention picks few positions however long the context."""
+    """Scale of a projection over what keeps variance, so that the output hangs on the context.
+
+    Query and key are larger: attention picks few positions however long the prompt. What attention
+    adds outweighs what the MLP adds: the next token hangs on the history, not on the last token.
+    """
     last = module_name.rsplit(".", 1)[-1]
-    return 1.7 if last in {"q_proj", "k_proj", "c_attn", "kv_a_proj_with_mqa"} else 1.0
+    if last in {"q_proj", "k_proj", "c_attn", "kv_a_proj_with_mqa"}:
+        return 2.0
+    attention_output = last in {"o_proj", "dense", "out_proj"} or module_name.endswith(
+        "attn.c_proj"
+    )
+    return 4.0 if attention_output else 1.0
 
 
 def recipe(name: str, seed: int) -> dict[str, Any]:
