@@ -16,17 +16,23 @@ from sglang_hc.forms import StateShape
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
 _HEAD_DIM = ("head_dim", "kv_channels", "attention_head_size")
 _FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
-_FOURFOLD_FFN = {"gpt2", "gpt_bigcode", "gptj", "bloom", "falcon", "codegen", "mpt"}
+_FOURFOLD_FFN = {"gpt2", "gpt_bigcode", "gptj", "bloom", "falcon", "codegen", "mpt", "gpt_neo"}
 """Families whose FFN is four times the hidden size when the config does not say."""
 
-_PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "gpt_neo", "starcoder2", "nemotron"}
+_PLAIN_FFN = _FOURFOLD_FFN | {"opt", "phi", "gpt_neox", "starcoder2", "nemotron"}
 """Families whose FFN has two matrices; all others have three (gate, up, down)."""
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types whose state is KV rows."""
+
+_OTHER_STATE = ("mamba", "ssm_", "linear_num_", "linear_attn", "block_configs")
+"""Beginnings of fields that only models with other or unequal layers have."""
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
@@ -164,11 +170,12 @@ class _Reader:
 
     def _refuse_other_state(self) -> None:
         kinds = self._config.get("layer_types") or self._config.get("layers_block_type") or ()
-        strange = sorted({str(k) for k in kinds} - {"full_attention", "sliding_attention"})
+        strange = [str(kind) for kind in kinds if kind not in _ATTENTION]
+        strange += [name for name in self._config if name.startswith(_OTHER_STATE)]
         if strange:
             raise ModelConfigError(
-                f"{self._where}: layers of type {', '.join(strange)} keep no KV rows per token; "
-                "only models whose layers are all attention can be planned"
+                f"{self._where}: {strange[0]} means layers that are not plain attention with one "
+                "KV row per token; only models whose layers are all attention can be planned"
             )
         if self._config.get("is_encoder_decoder"):
             raise ModelConfigError(

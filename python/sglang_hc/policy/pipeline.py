@@ -62,8 +62,7 @@ def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[floa
         start += hidden * copy_hidden
     if kv:
         tail = start + copy_kv + new + (kv - 1) * (new if new > copy_kv else copy_kv)
-        if tail > chain:
-            chain = tail
+        chain = max(chain, tail)
     return work, chain
 
 

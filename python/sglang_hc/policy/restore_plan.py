@@ -45,20 +45,28 @@ class Decision(enum.Enum):
 
 
 class Reason(enum.Enum):
-    """Why; counted as a metric."""
+    """Why; counted as a metric. The first circumstance without which more would be loaded."""
 
     AS_STORED = "as_stored"
-    """Loading all that is stored is the fastest."""
+    """None: loading all that is stored is the fastest."""
     BUSY_LINK = "busy_link"
-    """It would be, were the link and the sources idle."""
+    """The link or the sources have other work first."""
     SLOW_TIER = "slow_tier"
-    """It would be, were everything in host memory."""
+    """Not everything is in host memory."""
     SHORT_HISTORY = "short_history"
-    """It would be for a long history; this one is too short."""
+    """The history is shorter than LONG_HISTORY."""
     FAST_COMPUTE = "fast_compute"
-    """Recomputing is faster on this machine, whatever the history."""
+    """None of these: recomputing is faster on this machine."""
     NOTHING_STORED = "nothing_stored"
     """There is no span to restore, or its layers are all RECOMPUTE."""
+
+
+_SHORT_OF_LOADING = {
+    Decision.LOAD: 0,
+    Decision.RECOMPUTE_MORE: 1,
+    Decision.SHORTEN: 1,
+    Decision.REFUSE: 2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ def plan_restore(
     plan = _choose(ask, spans, backlog)
     if plan.decision is Decision.LOAD or plan.reason is Reason.NOTHING_STORED:
         return plan
-    return replace(plan, reason=_why(ask, spans, backlog))
+    return replace(plan, reason=_why(ask, spans, backlog, plan.decision))
 
 
 class _Question(NamedTuple):
@@ -202,19 +210,20 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
     return (below_seconds, below) if below_seconds <= above_seconds else (above_seconds, above)
 
 
-def _why(ask: _Question, spans: Sequence[Span], backlog: float) -> Reason:
-    """The first circumstance whose removal makes loading as stored the fastest."""
+def _why(ask: _Question, spans: Sequence[Span], backlog: float, decision: Decision) -> Reason:
+    """The first circumstance whose removal makes more of what is stored worth loading."""
 
-    def loads(others: Sequence[Span]) -> bool:
-        return _choose(ask, others, 0.0).decision is Decision.LOAD
+    def more_loaded(others: Sequence[Span]) -> bool:
+        other = _choose(ask, others, 0.0).decision
+        return _SHORT_OF_LOADING[other] < _SHORT_OF_LOADING[decision]
 
     busy = backlog > 0 or any(span.wait > 0 for span in spans)
-    if busy and loads([Span(span.tier, span.tokens) for span in spans]):
+    if busy and more_loaded([Span(span.tier, span.tokens) for span in spans]):
         return Reason.BUSY_LINK
     total = sum(span.tokens for span in spans)
     far = any(span.tier is not SourceTier.HOST for span in spans)
-    if far and SourceTier.HOST in ask.cost.copies and loads([Span(SourceTier.HOST, total)]):
+    if far and SourceTier.HOST in ask.cost.copies and more_loaded([Span(SourceTier.HOST, total)]):
         return Reason.SLOW_TIER
-    if total < LONG_HISTORY and loads([Span(spans[-1].tier, LONG_HISTORY)]):
+    if total < LONG_HISTORY and more_loaded([Span(spans[-1].tier, LONG_HISTORY)]):
         return Reason.SHORT_HISTORY
     return Reason.FAST_COMPUTE

@@ -1,0 +1,164 @@
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import Form
+from sglang_hc.policy.cost_model import (
+    CostModel,
+    CostModelError,
+    Samples,
+    SourceTier,
+    TierCopy,
+)
+from sglang_hc.policy.fit import FitError, Line, Quadratic
+from sglang_hc.policy.hardware import load_hardware
+from sglang_hc.policy.model_shape import ModelShape
+
+SHAPE = ModelShape.from_config(
+    dict(
+        model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=11008, torch_dtype="float16",
+    )
+)  # fmt: skip
+A100 = load_hardware("A100-40G")
+SHEET = CostModel.from_datasheet(A100, SHAPE, 26e9, 6.9e9)
+SIZES = (64, 512, 4096)
+
+
+def samples(**changes) -> Samples:
+    copies = {
+        (SourceTier.HOST, Form.KV): [(n, 1e-5 + 6e-7 * n) for n in SIZES],
+        (SourceTier.HOST, Form.HIDDEN): [(n, 1e-5 + 3e-7 * n) for n in SIZES],
+    }
+    prefill = [(n, c, 1e-4 + 2e-6 * n + 1e-11 * n * (c + n / 2)) for n in SIZES for c in (0, 8192)]
+    project = [(n, 2e-5 + 3e-7 * n) for n in SIZES]
+    return Samples(**{"copies": copies, "prefill": prefill, "project": project} | changes)
+
+
+def test_datasheet_costs_are_bytes_and_flops_over_rates():
+    flops = 312e12 * 0.65
+    assert SHEET.copy_hidden(SourceTier.HOST, 1000) == pytest.approx(1000 * 8192 / 26e9)
+    assert SHEET.copy_kv(SourceTier.HOST, 1000) == pytest.approx(1000 * 16384 / 26e9)
+    assert SHEET.copy_kv(SourceTier.DISK, 1000) == pytest.approx(1000 * 16384 / 6.9e9)
+    assert SHEET.project_kv(4096) == pytest.approx(4096 * 4 * 4096**2 / flops)
+    attention = 4 * 4096 * 1000 * (8192 + 500)
+    assert SHEET.prefill_layer(1000, 8192) == pytest.approx(
+        (2 * 1000 * SHAPE.layer_params + attention) / flops
+    )
+    assert SHEET.complaints() == ()
+
+
+def test_disk_is_no_faster_than_the_link_behind_it():
+    model = CostModel.from_datasheet(A100, SHAPE, 10e9, 40e9)
+    assert model.copy_kv(SourceTier.DISK, 64) == model.copy_kv(SourceTier.HOST, 64)
+
+
+def test_few_tokens_take_as_long_as_reading_the_weights():
+    assert SHEET.prefill_layer(1, 0) == pytest.approx(SHAPE.layer_params * 2 / 1555e9)
+    assert SHEET.prefill_layer(1, 0) == SHEET.prefill_layer(64, 0)
+
+
+def test_measured_samples_are_fitted():
+    model = CostModel.from_samples(samples(), "here")
+    assert model.copy_hidden(SourceTier.HOST, 1000) == pytest.approx(3.1e-4, rel=1e-6)
+    assert model.copy_kv(SourceTier.HOST, 1000) == pytest.approx(6.1e-4, rel=1e-6)
+    assert model.project_kv(1000) == pytest.approx(3.2e-4, rel=1e-6)
+    assert model.prefill_layer(1000, 4096) == pytest.approx(2.146e-3, rel=1e-3)
+    assert (model.origin, model.complaints()) == ("measured", ())
+
+
+def test_a_poor_fit_is_named_with_its_remedy():
+    wild = [(64, 1e-3), (512, 1e-5), (4096, 2e-3), (4096, 1e-5), (64, 5e-3)]
+    model = CostModel.from_samples(samples(project=wild), "here")
+    (sentence,) = model.complaints()
+    assert "the projection of hidden states is poor" in sentence
+    assert "sglang-hc profile" in sentence
+
+
+def test_a_model_without_hidden_form_has_no_hidden_costs():
+    kv = {(SourceTier.HOST, Form.KV): samples().copies[SourceTier.HOST, Form.KV]}
+    model = CostModel.from_samples(samples(copies=kv, project=()), "here")
+    times = model.layer_times(SourceTier.HOST, 64)
+    assert (times.copy_hidden, times.project) == (math.inf, math.inf)
+    assert CostModel.from_json(model.to_json(), "x") == model
+
+
+def test_half_of_the_hidden_costs_is_an_error():
+    with pytest.raises(CostModelError, match="both be known, or neither"):
+        CostModel.from_samples(samples(project=()), "here")
+
+
+def test_missing_samples_say_which():
+    hidden = {(SourceTier.DISK, Form.HIDDEN): [(64, 1.0), (128, 2.0)]}
+    with pytest.raises(FitError, match=r"copy from disk, kv: .* 2 different sizes"):
+        CostModel.from_samples(samples(copies=hidden), "here")
+
+
+def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
+    times = SHEET.layer_times(SourceTier.DISK, 512, context=1024, new=100, pieces=4)
+    assert times.recompute == SHEET.prefill_layer(512, 1024)
+    assert times.new == SHEET.prefill_layer(100, 1536)
+    assert times.copy_kv == SHEET.copy_kv(SourceTier.DISK, 512)
+    assert (times.start, times.pieces) == (0.0, 4)
+
+
+number = st.floats(0, 1e3)
+lines = st.builds(Line, number, number, floor=number, r2=st.floats(-5, 1))
+copies = st.dictionaries(
+    st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
+)
+fits = st.builds(Quadratic, number, number, number, floor=number, r2=st.floats(-5, 1))
+
+
+@settings(max_examples=40)
+@given(copies, fits, lines, st.text(min_size=1, max_size=20))
+def test_profile_file_round_trip(copies, prefill, project, fingerprint):
+    model = CostModel(fingerprint, "measured", copies, prefill, project)
+    assert CostModel.from_json(model.to_json(), "x", fingerprint) == model
+
+
+def test_another_machines_profile_is_refused():
+    with pytest.raises(CostModelError, match=r"p\.json: measured for 'data sheet.*this server is"):
+        CostModel.from_json(SHEET.to_json(), "p.json", "H200, llama")
+
+
+def change(path: str, value: object) -> str:
+    """The data-sheet profile's text with one field replaced, or removed for None."""
+    data = json.loads(SHEET.to_json())
+    *parents, last = path.split(".")
+    inner = data
+    for name in parents:
+        inner = inner[name]
+    inner[last] = value
+    if value is None:
+        del inner[last]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "field format is missing"),
+        (change("format", "recipe"), "not a cost model"),
+        (change("version", 99), "format version 99, this release reads version 1"),
+        (change("copies.host.kv.per_token", None), "field copies.host.kv.per_token is missing"),
+        (change("copies.host.kv.per_token", -1), "copies.host.kv.per_token must be at least 0"),
+        (change("copies.host.kv.fixed", "fast"), "must be a number, got 'fast'"),
+        (change("copies.host.kv.fixed", True), "must be a number, got True"),
+        (change("copies.tape", {}), "copies.tape is not a tier"),
+        (change("copies", {}), "copies must name at least one tier"),
+        (change("copies.host.hidden", None), "field copies.host.hidden is missing"),
+        (change("prefill.per_pair", None), "field prefill.per_pair is missing"),
+        (change("project.r2", 1.5), "project.r2 must be between"),
+        (change("prefill.fixed", 1e999), "prefill.fixed must be at least 0"),
+    ],
+)
+def test_nonsense_in_a_profile_is_named(text, message):
+    with pytest.raises(CostModelError, match=message) as caught:
+        CostModel.from_json(text, "p.json")
+    assert str(caught.value).startswith("p.json: ")
