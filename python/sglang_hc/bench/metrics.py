@@ -17,7 +17,6 @@ LATER_TURNS = "turns 1+"
 RATIOS = {
     # metric of a group or summary: whether larger is better
     "median_ttft": False,
-    "p90_ttft": False,
     "median_tbt": False,
     "output_token_throughput": True,
 }
@@ -115,9 +114,9 @@ def rounds(run: Run) -> dict[str, Any]:
 
 
 def groups(run: Run, names: Groups) -> dict[str, dict[str, Any]]:
-    """Statistics of every group of measured records, in order of first appearance."""
+    """Statistics of every group of measured records, by the turn that begins it."""
     chosen: dict[str, list[Record]] = {}
-    for record in run.measured:
+    for record in sorted(run.measured, key=lambda record: record.turn):
         for name in names(record):
             chosen.setdefault(name, []).append(record)
     return {name: _group(records) for name, records in chosen.items()}
@@ -171,8 +170,7 @@ def _pairs(
     for group, stats in run["groups"].items():
         other = base["groups"].get(group)
         if other is not None:
-            for metric in ("median_ttft", "p90_ttft"):
-                yield group, metric, stats[metric], other[metric]
+            yield group, "median_ttft", stats["median_ttft"], other["median_ttft"]
     for metric in ("median_tbt", "output_token_throughput"):
         yield "all", metric, run["summary"][metric], base["summary"][metric]
 
@@ -181,7 +179,6 @@ def losses(ratios: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences about every place where an arm is slower than the reference."""
     words = {
         "median_ttft": "median TTFT",
-        "p90_ttft": "p90 TTFT",
         "median_tbt": "median time between tokens",
         "output_token_throughput": "output throughput",
     }

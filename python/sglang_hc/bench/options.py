@@ -86,8 +86,9 @@ def apply_preset(
 ) -> None:
     """Fill flags the user did not give: from `quick` with --quick, else from `defaults`."""
     preset = {**defaults, **quick} if args.quick else defaults
+    own = ("arms", "server_args") if args.base_url else ()  # flags of servers that we start
     for name, value in preset.items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and name not in own:
             setattr(args, name, value)
 
 

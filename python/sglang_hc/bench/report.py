@@ -70,6 +70,12 @@ def _each(result: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]
     ]
 
 
+def _group_names(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Groups of several repeats, totals such as `turns 1+` last."""
+    names = list(dict.fromkeys(name for run in runs for name in run["groups"]))
+    return sorted(names, key=lambda name: name.endswith("+"))
+
+
 def _middle(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else 0.0
 
@@ -84,7 +90,7 @@ def group_table(result: dict[str, Any]) -> Table:
     """TTFT and cached tokens by group (turn or label)."""
     rows = []
     for arm, point, runs in _each(result):
-        for name in dict.fromkeys(name for run in runs for name in run["groups"]):
+        for name in _group_names(runs):
             parts = [run["groups"][name] for run in runs if name in run["groups"]]
             hits = _hits(parts)
             rows.append(
@@ -137,7 +143,6 @@ def ratio_table(result: dict[str, Any]) -> Table:
             str(row["repeats"]),
         )
         for row in result["ratios"]
-        if row["metric"] != "p90_ttft"
     ]
     head = ("point", "arm", "group", "metric", "times better", "range", "repeats")
     return Table(f"Against {result['reference']} (above 1 is better)", head, tuple(rows))

@@ -256,7 +256,7 @@ class TraceReader:
     def _json(self) -> Any:
         try:
             return json.loads(self._path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             raise UsageError(f"--dataset {self._path}: not JSON ({error})") from None
 
     def _json_list(self) -> list[dict[str, Any]]:
