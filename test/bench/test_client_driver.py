@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from sglang_hc.bench.client import Client, History, Reply, RequestFailed, make_api
 from sglang_hc.bench.driver import Pace, Run, drive
 from sglang_hc.bench.workload import Session, Trace, Turn

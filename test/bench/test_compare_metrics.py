@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from sglang_hc.bench import metrics
 from sglang_hc.bench.client import Client, Reply, make_api
 from sglang_hc.bench.compare import compare, explain
@@ -15,9 +16,7 @@ from sglang_hc.bench.suite import Cell
 from sglang_hc.bench.workload import Session, Trace, Turn
 
 
-def record(
-    session: int, turn: int, ids: list[int], ttft: float = 0.1, **fields: Any
-) -> Record:
+def record(session: int, turn: int, ids: list[int], ttft: float = 0.1, **fields: Any) -> Record:
     reply = Reply(
         ids=ids,
         tokens=len(ids),

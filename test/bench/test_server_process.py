@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from sglang_hc.bench.server import ServerFailed, ServerProcess, free_port
 
 SERVER = """
@@ -19,7 +20,8 @@ args = parser.parse_args()
 print("word from the server", os.environ.get("FAKE_WORD"), flush=True)
 if args.die:
     sys.exit("refused: the fake wants to die")
-wait = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+wait = [sys.executable, "-c", deaf]
 if args.children:
     ids = [subprocess.Popen(wait).pid, subprocess.Popen(wait, start_new_session=True).pid]
     open(args.children, "w").write(" ".join(map(str, ids)))

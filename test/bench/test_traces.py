@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from sglang_hc.bench.tokens import Tokenizer
 from sglang_hc.bench.traces import TraceReader, parse_dataset
 from sglang_hc.bench.workload import Trace, Vocabulary
@@ -57,7 +58,9 @@ def test_vllm_conversations(tmp_path: Path) -> None:
         {"role": "user", "content": "hi you"},
         {"role": "assistant", "content": "hello"},
     ]
-    (session,) = read(write(tmp_path / "v.json", [{"id": "1", "messages": messages}]), "vllm").sessions
+    (session,) = read(
+        write(tmp_path / "v.json", [{"id": "1", "messages": messages}]), "vllm"
+    ).sessions
     assert session.system_ids == (2, 4)
     assert session.turns[0].ids == (2, 3)
 
@@ -107,7 +110,12 @@ def test_bailian_follows_the_links_between_turns(tmp_path: Path) -> None:
             "hash_ids": hashes,
         }
 
-    rows = [row(1, -1, 10, [1]), row(2, -1, 11, [5]), row(3, 1, 12, [1, 2]), row(4, 3, 13, [1, 2, 3])]
+    rows = [
+        row(1, -1, 10, [1]),
+        row(2, -1, 11, [5]),
+        row(3, 1, 12, [1, 2]),
+        row(4, 3, 13, [1, 2, 3]),
+    ]
     trace = read(write(tmp_path / "b.jsonl", *rows, lines=True), "bailian")
     assert [len(session.turns) for session in trace.sessions] == [3, 1]
     assert [turn.at_s for turn in trace.sessions[0].turns] == [0.0, 2.0, 3.0]
@@ -118,7 +126,8 @@ def test_bailian_follows_the_links_between_turns(tmp_path: Path) -> None:
 def test_burstgpt_sessions(tmp_path: Path) -> None:
     path = tmp_path / "burst.csv"
     path.write_text(
-        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,"
+        "Log Type\n"
         "100,7,1,m,50,20,70,Conversation log\n"
         "130,7,1,m,90,10,100,Conversation log\n"
         "140,7,1,m,30,10,40,Conversation log\n"

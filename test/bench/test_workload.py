@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sglang_hc.bench.workload import (
     ChatSpec,
     Distribution,
@@ -69,8 +70,18 @@ def test_limits_are_kept() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "abc", "uniform:5", "uniform:9:3", "constant:-1", "lognormal:0:1", "zipf:1:0", "poisson:x",
-     "constant:nan", "exponential:inf"],
+    [
+        "",
+        "abc",
+        "uniform:5",
+        "uniform:9:3",
+        "constant:-1",
+        "lognormal:0:1",
+        "zipf:1:0",
+        "poisson:x",
+        "constant:nan",
+        "exponential:inf",
+    ],
 )
 def test_a_bad_distribution_names_its_option(text: str) -> None:
     with pytest.raises(UsageError, match="--input-len"):

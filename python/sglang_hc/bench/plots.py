@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from sglang_hc.bench import report
 from sglang_hc.bench.suite import Cell
 
 matplotlib.use("Agg")
@@ -26,6 +27,9 @@ def draw(result: dict[str, Any], cells: Sequence[Cell], output: Path) -> list[Pa
         drawn.append(_save(output / "ttft_by_value.png", lambda ax: _by_value(result, ax)))
     if any(len(run["groups"]) > 1 for run in result["runs"]):
         drawn.append(_save(output / "ttft_by_group.png", lambda ax: _by_group(result, ax)))
+    gains = report.gains(result) if result["experiment"] == "long-context" else []
+    if gains:
+        drawn.append(_save(output / "gain_by_hit_rate.png", lambda ax: _gain(result, gains, ax)))
     drawn.append(_save(output / "ttft_cdf.png", lambda ax: _cdf(result, cells, ax)))
     drawn.append(_save(output / "hits_by_tier.png", lambda ax: _hits(result, ax)))
     return drawn
@@ -85,6 +89,19 @@ def _by_group(result: dict[str, Any], axes: Any) -> None:
         )
     axes.set_xticks(places + 0.4 - width / 2, names, rotation=20 if len(names) > 6 else 0)
     axes.set_ylabel("TTFT (s): median, line to p90")
+    axes.legend()
+
+
+def _gain(result: dict[str, Any], gains: list[dict[str, Any]], axes: Any) -> None:
+    for arm, colour in _arms(result):
+        chosen = sorted(
+            (row["device_hit_rate"], row["median"]) for row in gains if row["arm"] == arm
+        )
+        if chosen:
+            axes.plot(*zip(*chosen, strict=True), marker="o", color=colour, label=arm)
+    axes.axhline(1.0, color="#999999", linestyle="--")
+    axes.set_xlabel(f"share of prompt tokens on the device ({result['reference']})")
+    axes.set_ylabel("TTFT: times better")
     axes.legend()
 
 

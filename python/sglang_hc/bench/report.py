@@ -51,6 +51,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     chosen = [group_table(result), summary_table(result)]
     if result["ratios"]:
         chosen.append(ratio_table(result))
+    if result["experiment"] == "long-context":
+        chosen.append(gain_table(result))
     if result["agreement"]:
         chosen.append(agreement_table(result))
     if any(item["disagreements"] for item in result["agreement"]):
@@ -121,7 +123,7 @@ def summary_table(result: dict[str, Any]) -> Table:
                 str(sum(part["failed"] for part in parts)),
                 f"{_middle([part['output_token_throughput'] for part in parts]):.1f}",
                 f"{_middle([part['throughput'] for part in parts]):.2f}",
-                seconds(_middle([part["median_tbt"] for part in parts])),
+                _tbt(parts),
                 f"{_middle([part['cache_hit_rate'] for part in parts]):.1%}",
                 verdicts.get(arm, "not compared"),
             )
@@ -131,6 +133,11 @@ def summary_table(result: dict[str, Any]) -> Table:
         *("TBT median", "cached", "outputs"),
     )
     return Table("Whole runs", head, tuple(rows))
+
+
+def _tbt(parts: Sequence[dict[str, Any]]) -> str:
+    value = _middle([part["median_tbt"] for part in parts])
+    return seconds(value) if value else "-"  # replies of one token have none
 
 
 def ratio_table(result: dict[str, Any]) -> Table:
@@ -146,6 +153,36 @@ def ratio_table(result: dict[str, Any]) -> Table:
     ]
     head = ("point", "arm", "group", "metric", "times better", "range", "repeats")
     return Table(f"Against {result['reference']} (above 1 is better)", head, tuple(rows))
+
+
+def gains(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Gain in median TTFT of every swept point, with the reference's device hit rate there."""
+    found = []
+    values = {p["name"]: p["value"] for p in result["points"] if p["value"] is not None}
+    for row in result["ratios"]:
+        if row["metric"] != "median_ttft" or row["point"] not in values:
+            continue
+        rates = [
+            run["groups"][row["group"]]["device_hit_rate"]
+            for run in result["runs"]
+            if run["point"] == row["point"] and run["arm"] == result["reference"]
+        ]
+        value = values[row["point"]]
+        found.append({**row, "value": value, "device_hit_rate": _middle(rates)})
+    return found
+
+
+def gain_table(result: dict[str, Any]) -> Table:
+    """Gain as a function of what the device still holds (HCache Fig. 15)."""
+    rows = [
+        (
+            *(row["arm"], f"{row['value']:g}", f"{row['device_hit_rate']:.1%}"),
+            f"{row['median']:.2f}",
+        )
+        for row in sorted(gains(result), key=lambda row: (row["arm"], row["device_hit_rate"]))
+    ]
+    head = ("arm", "Zipf skew", f"device hit rate of {result['reference']}", "TTFT times better")
+    return Table("Gain by reuse on the device", head, tuple(rows))
 
 
 def agreement_table(result: dict[str, Any]) -> Table:
