@@ -1,0 +1,227 @@
+"""The one small interface between the store and the file system.
+
+Everything the store does to slab files goes through `Backend` and `File`, so that tests can put
+power cuts, torn writes, full disks, I/O errors and slow disks in between. The index is SQLite's.
+Errors are OSError with errno. All calls may come from several threads at once; files are only
+written at places their caller owns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_hc.forms import CHUNK_ALIGN
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+MAX_BUFFERS = 512
+"""Buffers per call; Linux takes 1024 at most."""
+
+
+class File(Protocol):
+    """One open file. Offsets and lengths of reads and writes are multiples of CHUNK_ALIGN."""
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill the buffers from `offset`. Returns the bytes read: fewer only at the end of file."""
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all bytes or raise. Not durable before `sync` has returned."""
+
+    def sync(self) -> None:
+        """Make everything written so far durable. After an error nothing written counts."""
+
+    def allocate(self, size: int) -> None:
+        """Reserve the file's bytes up to `size`, zero where never written; never shrinks it."""
+
+    def size(self) -> int:
+        """Present size in bytes."""
+
+    def close(self) -> None:
+        """Give the file back. Does not sync."""
+
+
+class Backend(Protocol):
+    """Where slab files live."""
+
+    def open(self, path: str, create: bool = False) -> File:
+        """Open for reading and writing; `create` makes a new file and fails if it is there."""
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+
+    def sync_directory(self, path: str) -> None:
+        """Make creations and removals in a directory durable."""
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Zeroed page-aligned memory that O_DIRECT can use as it is."""
+    return memoryview(mmap.mmap(-1, size))
+
+
+def is_aligned(buffer: memoryview) -> bool:
+    """Whether O_DIRECT can use this memory: address and length are multiples of CHUNK_ALIGN."""
+    if len(buffer) % CHUNK_ALIGN:
+        return False
+    if buffer.readonly:  # ctypes takes no address of read-only memory; such buffers are copied
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % CHUNK_ALIGN == 0
+
+
+class DirectBackend:
+    """Files of the operating system, with O_DIRECT where the file system takes it."""
+
+    def __init__(self, direct: bool = True) -> None:
+        self.direct = direct
+
+    def open(self, path: str, create: bool = False) -> DirectFile:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        return DirectFile(os.open(path, flags, FILE_MODE), self.direct)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class DirectFile:
+    """`File` on a descriptor. Unaligned buffers of a direct file are copied through scratch."""
+
+    def __init__(self, descriptor: int, direct: bool) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        total = 0
+        for group in _groups(buffers):
+            wanted = sum(map(len, group))
+            if self._direct and not all(map(is_aligned, group)):
+                got = self._read_scratch(group, wanted, offset + total)
+            else:
+                got = self._read_fully(group, wanted, offset + total)
+            total += got
+            if got < wanted:
+                break
+        return total
+
+    def _read_fully(self, group: Sequence[memoryview], wanted: int, offset: int) -> int:
+        done = os.preadv(self._descriptor, group, offset)
+        while 0 < done < wanted and not done % CHUNK_ALIGN:  # interrupted, not the end of file
+            more = os.preadv(self._descriptor, _skip(group, done), offset + done)
+            if not more:
+                break
+            done += more
+        return done
+
+    def _read_scratch(self, group: Sequence[memoryview], wanted: int, offset: int) -> int:
+        scratch = _scratch(wanted)
+        done = self._read_fully([scratch], wanted, offset)
+        start = 0
+        for buffer in group:
+            buffer[:] = scratch[start : start + len(buffer)]
+            start += len(buffer)
+        return done
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        for group in _groups(buffers):
+            wanted = sum(map(len, group))
+            rest: Sequence[memoryview] = group
+            if self._direct and not all(map(is_aligned, group)):
+                scratch = _scratch(wanted)
+                start = 0
+                for buffer in group:
+                    scratch[start : start + len(buffer)] = buffer
+                    start += len(buffer)
+                rest = [scratch]
+            done = 0
+            while done < wanted:
+                wrote = os.pwritev(self._descriptor, rest, offset + done)
+                if wrote <= 0:
+                    raise OSError(errno.EIO, "the disk accepted no bytes")
+                done += wrote
+                rest = _skip(rest, wrote) if done < wanted else ()
+            offset += wanted
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def allocate(self, size: int) -> None:
+        os.posix_fallocate(self._descriptor, 0, size)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def probe_direct(folder: str) -> bool:
+    """Whether files in `folder` can be written and read with O_DIRECT; says so when not.
+
+    Raises OSError when they cannot be written at all.
+    """
+    path = os.path.join(folder, "probe.tmp")
+    page = aligned_buffer(CHUNK_ALIGN)
+    try:
+        file = DirectBackend(direct=True).open(path, create=not os.path.exists(path))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        logger.warning("%s: no O_DIRECT here; reads and writes go through the page cache", folder)
+        if os.path.exists(path):
+            os.unlink(path)
+        return False
+    try:
+        file.write([page], 0)
+        return file.read([page], 0) == CHUNK_ALIGN
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        logger.warning("%s: O_DIRECT refused (%s); using the page cache", folder, error)
+        return False
+    finally:
+        file.close()
+        os.unlink(path)
+
+
+_local = threading.local()
+
+
+def _scratch(size: int) -> memoryview:
+    """Aligned memory of this thread, at least as large as ever asked for."""
+    have: memoryview | None = getattr(_local, "scratch", None)
+    if have is None or len(have) < size:
+        have = aligned_buffer(size)
+        _local.scratch = have
+    return have[:size]
+
+
+def _groups(buffers: Sequence[memoryview]) -> list[Sequence[memoryview]]:
+    return [buffers[i : i + MAX_BUFFERS] for i in range(0, len(buffers), MAX_BUFFERS)]
+
+
+def _skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after their first `count` bytes."""
+    rest = []
+    for buffer in buffers:
+        if count >= len(buffer):
+            count -= len(buffer)
+        else:
+            rest.append(buffer[count:])
+            count = 0
+    return rest

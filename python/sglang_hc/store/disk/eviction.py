@@ -1,0 +1,134 @@
+"""Making room on a directory: new slabs, old blocks out, slabs from one model to another.
+
+Which blocks go is the caller's policy (AttentionStore section 3.3.2 looks at the waiting queue);
+without one the least recently used go first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from sglang_hc.store.disk.blockset import BlockSet
+from sglang_hc.store.disk.directory import Directory
+from sglang_hc.store.disk.records import Resident
+from sglang_hc.store.disk.slabs import Slot
+
+VictimOrder = Callable[[Sequence[Resident]], Iterable[Resident]]
+"""From candidates, least recently used first, those that may go, in the order they should go.
+Called on an I/O thread; more candidates are offered when too few are returned."""
+
+_BATCH_SHARE = 64
+_PAGE = 256
+_MOST_PAGES = 64
+
+
+def in_given_order(candidates: Sequence[Resident]) -> Sequence[Resident]:
+    """Least recently used first."""
+    return candidates
+
+
+class Evictor:
+    """Frees slots of one model's size.
+
+    high, low: watermarks as shares of the slots a directory can have; `trim` evicts down to `low`
+    once more than `high` are taken, so that writers find free slots without waiting.
+    """
+
+    def __init__(self, blocks: BlockSet, order: VictimOrder, high: float, low: float) -> None:
+        self._blocks = blocks
+        self._slot_bytes = blocks.striping.slot_bytes
+        self._order = order
+        self._high = high
+        self._low = low
+        self._lock = threading.Lock()
+        self._newest: dict[str, dict[int, int]] = {}
+
+    def slot(self, directory: Directory) -> Slot | None:
+        """A leased free slot; None when nothing can go. Raises OSError, DirectoryFailed."""
+        slot = directory.slabs.allocate(self._slot_bytes)
+        while slot is None:
+            with self._lock:
+                slot = directory.slabs.allocate(self._slot_bytes)  # another thread made room
+                if slot is None and not self._make_room(directory):
+                    return None
+            slot = slot or directory.slabs.allocate(self._slot_bytes)
+        return slot
+
+    def trim(self) -> int:
+        """Evict down to the low watermark where the high one is passed. Returns blocks evicted."""
+        count = 0
+        for directory in self._blocks.directories:
+            used, there = directory.slabs.usage(self._slot_bytes)
+            there += directory.slabs.growable_slots(self._slot_bytes)
+            if there and used > self._high * there:
+                with self._lock:
+                    count += self._evict(directory, used - int(self._low * there))
+        return count
+
+    def expire(self, before: float) -> int:
+        """Remove every block last used before that time (seconds since 1970). Returns how many."""
+        count = 0
+        for directory in self._blocks.directories:
+            while True:
+                with directory.guarded():
+                    old = directory.index.oldest(_PAGE, before=int(before * 1e6))
+                if not old or not self._remove(old):
+                    break
+                count += len(old)
+        self._blocks.counters.add("expired_blocks", count)
+        return count
+
+    def _make_room(self, directory: Directory) -> bool:
+        with directory.guarded():
+            if directory.slabs.grow(self._slot_bytes):
+                return True
+            if self._take_foreign_slab(directory) and directory.slabs.grow(self._slot_bytes):
+                return True
+        _, there = directory.slabs.usage(self._slot_bytes)
+        return self._evict(directory, max(1, there // _BATCH_SHARE)) > 0
+
+    def _take_foreign_slab(self, directory: Directory) -> bool:
+        """Drop the longest unused slabs of other slot sizes until one of ours fits in their place.
+        False when none is left that is older than all we have here."""
+        size = self._slot_bytes
+        foreign = [number for number, other in directory.slabs.sizes().items() if other != size]
+        if not foreign:
+            return False
+        self._blocks.flush_touches()
+        if directory.root not in self._newest:  # nobody uses them while this model is served
+            self._newest[directory.root] = directory.index.newest_access()
+        newest = self._newest[directory.root]
+        oldest = directory.index.oldest(1, slot_bytes=size)
+        for number in sorted(foreign, key=lambda number: newest.get(number, 0)):
+            if oldest and newest.get(number, 0) >= oldest[0].accessed:
+                return False
+            if self._blocks.drop_slab(directory, number) and directory.slabs.growable_slots(size):
+                return True
+        return False
+
+    def _evict(self, directory: Directory, wanted: int) -> int:
+        """Evict until `wanted` slots of this directory are free again. Returns blocks evicted."""
+        self._blocks.flush_touches()
+        behind: Resident | None = None
+        evicted = 0
+        for _ in range(_MOST_PAGES):
+            with directory.guarded():
+                page = directory.index.oldest(_PAGE, behind, slot_bytes=self._slot_bytes)
+            if not page:
+                break
+            behind = page[-1]
+            victims = list(self._order(page))[: wanted - evicted]
+            if victims and self._remove(victims):
+                evicted += len(victims)
+            if evicted >= wanted:
+                break
+        self._blocks.counters.add("evicted_blocks", evicted)
+        return evicted
+
+    def _remove(self, residents: Sequence[Resident]) -> int:
+        by_model: dict[bytes, list[bytes]] = {}
+        for resident in residents:
+            by_model.setdefault(resident.fingerprint, []).append(resident.block_id)
+        count = self._blocks.remove(by_model.pop(self._blocks.fingerprint, ()))
+        return count + sum(self._blocks.remove_rows(*item) for item in by_model.items())

@@ -1,0 +1,254 @@
+"""Bytes of slab files and slots: docs/disk-format.md, repeated as constants and checked.
+
+Never change the magics, VERSION's place in the headers, or the meaning of a version once released.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import xxhash
+
+from sglang_hc.forms import CHUNK_ALIGN
+from sglang_hc.tree.identity import block_id as chain_id
+
+VERSION = 1
+SLAB_MAGIC = b"SGHCSLAB"  # never change
+SLOT_MAGIC = b"SGHCSLOT"  # never change
+DIGEST_BYTES = 16
+ID_BYTES = 16
+TOKENS_MAX = 256
+LABEL_MAX = 256
+SLAB_HEADER_BYTES = CHUNK_ALIGN
+MAX_STRIPES = 255
+
+_SLAB = struct.Struct("<8sHHIQIIQ")
+_SLOT = struct.Struct("<8sHHBBH16s16s16sQII")
+_TOKENS_AT, _LABEL_AT, _POSITION_AT, _TABLE_AT = 80, 336, 592, 640
+_POSITION = struct.Struct("<I")
+_ENTRY = struct.Struct("<II16s")
+_DIGEST_PREFIX = struct.Struct("<16s16sII")
+
+
+class FormatError(ValueError):
+    """Bytes that are not what they should be. `version` is set when only the version is unknown."""
+
+    def __init__(self, message: str, version: int | None = None) -> None:
+        super().__init__(message)
+        self.version = version
+
+
+class Chunk(NamedTuple):
+    """One layer's piece of a block: its place in the block and its length, in bytes."""
+
+    layer: int
+    offset: int
+    length: int
+
+
+def chunk_digest(block_id: bytes, fingerprint: bytes, layer: int, data: memoryview) -> bytes:
+    """16-byte digest over block identity, fingerprint, layer, length and data of one chunk."""
+    state = xxhash.xxh3_128(_DIGEST_PREFIX.pack(block_id, fingerprint, layer, len(data)))
+    state.update(data)
+    return state.digest()
+
+
+def pages(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
+
+
+def slot_header_bytes(chunks: int) -> int:
+    """Size of the header of a slot with that many chunks."""
+    return pages(_TABLE_AT + _ENTRY.size * chunks + DIGEST_BYTES)
+
+
+@dataclass(frozen=True)
+class Striping:
+    """How the chunks of one model's blocks are dealt out over `stripes` directories."""
+
+    chunks: tuple[Chunk, ...]
+    stripes: int
+
+    @cached_property
+    def shares(self) -> tuple[tuple[Chunk, ...], ...]:
+        """Chunks of each residue: layers with layer mod stripes == residue, in slot order."""
+        return tuple(
+            tuple(chunk for chunk in self.chunks if chunk.layer % self.stripes == residue)
+            for residue in range(self.stripes)
+        )
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Size of a slot that takes any share of this model, header included."""
+        return max(
+            slot_header_bytes(len(share)) + sum(chunk.length for chunk in share)
+            for share in self.shares
+        )
+
+    def residue(self, position: int, directory: int) -> int:
+        """Residue of the share that `directory` takes of the block at `position` of its prefix."""
+        return (directory - position) % self.stripes
+
+
+@dataclass(frozen=True)
+class SlabHeader:
+    """First page of a slab file. `created` in microseconds since 1970."""
+
+    slab: int
+    slot_bytes: int
+    slots: int
+    created: int
+
+    def pack(self) -> bytes:
+        """The page as it lies on disk."""
+        fields = (SLAB_MAGIC, VERSION, 0, self.slab, self.slot_bytes, self.slots, 0, self.created)
+        body = _SLAB.pack(*fields).ljust(SLAB_HEADER_BYTES - DIGEST_BYTES, b"\0")
+        return body + xxhash.xxh3_128_digest(body)
+
+    @classmethod
+    def unpack(cls, page: bytes | memoryview) -> SlabHeader:
+        """Raises FormatError for anything but an intact header of this version."""
+        magic, version, _, slab, slot_bytes, slots, _, created = _SLAB.unpack_from(page)
+        _check_head(magic, SLAB_MAGIC, version, "slab")
+        body, digest = page[: SLAB_HEADER_BYTES - DIGEST_BYTES], page[-DIGEST_BYTES:]
+        if xxhash.xxh3_128_digest(body) != bytes(digest):
+            raise FormatError("slab header does not match its digest")
+        return cls(slab, slot_bytes, slots, created)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the slab file."""
+        return SLAB_HEADER_BYTES + self.slots * self.slot_bytes
+
+    def offset(self, slot: int) -> int:
+        """Where a slot starts in the file."""
+        return SLAB_HEADER_BYTES + slot * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a slot says about itself.
+
+    table: (layer, length in bytes, digest) of each chunk, in the order they follow the header.
+    created: microseconds since 1970. position: blocks before this one in its prefix.
+    label: namespace for people, at most LABEL_MAX bytes of UTF-8.
+    """
+
+    block_id: bytes
+    parent_id: bytes
+    fingerprint: bytes
+    stripes: int
+    residue: int
+    created: int
+    position: int
+    tokens: bytes
+    label: str
+    table: tuple[tuple[int, int, bytes], ...]
+
+    @property
+    def header_bytes(self) -> int:
+        return slot_header_bytes(len(self.table))
+
+    def pack_into(self, page: memoryview) -> None:
+        """Write the header into `page`, which is exactly `header_bytes` long."""
+        label = clip_label(self.label).encode()
+        if len(self.tokens) > TOKENS_MAX:
+            raise ValueError(f"{len(self.tokens)} bytes of tokens; a block has {TOKENS_MAX}")
+        page[:] = bytes(len(page))
+        _SLOT.pack_into(
+            page,
+            0,
+            SLOT_MAGIC,
+            VERSION,
+            len(page) // CHUNK_ALIGN,
+            self.stripes,
+            self.residue,
+            len(self.table),
+            self.block_id,
+            self.parent_id,
+            self.fingerprint,
+            self.created,
+            len(self.tokens),
+            len(label),
+        )
+        page[_TOKENS_AT : _TOKENS_AT + len(self.tokens)] = self.tokens
+        page[_LABEL_AT : _LABEL_AT + len(label)] = label
+        _POSITION.pack_into(page, _POSITION_AT, self.position)
+        for index, entry in enumerate(self.table):
+            _ENTRY.pack_into(page, _TABLE_AT + _ENTRY.size * index, *entry)
+        page[-DIGEST_BYTES:] = xxhash.xxh3_128_digest(page[:-DIGEST_BYTES])
+
+    @classmethod
+    def unpack(cls, page: memoryview) -> SlotHeader:
+        """Header from at least `header_size(page)` bytes. Raises FormatError when not intact."""
+        size = header_size(page)
+        if len(page) < size:
+            raise FormatError("slot header is cut off")
+        page = page[:size]
+        if xxhash.xxh3_128_digest(page[:-DIGEST_BYTES]) != bytes(page[-DIGEST_BYTES:]):
+            raise FormatError("slot header does not match its digest")
+        fields = _SLOT.unpack_from(page)
+        _, _, _, stripes, residue, count, block_id, parent_id, fingerprint = fields[:9]
+        created, tokens, label = fields[9:]
+        if slot_header_bytes(count) != size or tokens > TOKENS_MAX or label > LABEL_MAX:
+            raise FormatError("slot header contradicts itself")
+        table = tuple(
+            _ENTRY.unpack_from(page, _TABLE_AT + _ENTRY.size * index) for index in range(count)
+        )
+        return cls(
+            block_id,
+            parent_id,
+            fingerprint,
+            stripes,
+            residue,
+            created,
+            _POSITION.unpack_from(page, _POSITION_AT)[0],
+            bytes(page[_TOKENS_AT : _TOKENS_AT + tokens]),
+            bytes(page[_LABEL_AT : _LABEL_AT + label]).decode("utf-8", "replace"),
+            table,
+        )
+
+    def names_its_tokens(self) -> bool:
+        """Whether the block identity is the chain hash of the parent and the tokens."""
+        return chain_id(self.fingerprint, self.parent_id, self.tokens) == self.block_id
+
+
+def header_size(page: memoryview) -> int:
+    """Length of the slot header that starts with `page`. Raises FormatError when it is none."""
+    magic, version, count = struct.unpack_from("<8sHH", page)
+    _check_head(magic, SLOT_MAGIC, version, "slot")
+    if not count:
+        raise FormatError("slot header has no length")
+    return int(count) * CHUNK_ALIGN
+
+
+def clip_label(label: str) -> str:
+    """The longest start of `label` that fits LABEL_MAX bytes of UTF-8; lone surrogates become ?."""
+    raw = label.encode("utf-8", "replace")
+    return raw[:LABEL_MAX].decode("utf-8", "ignore")
+
+
+def make_table(
+    block_id: bytes, fingerprint: bytes, share: Sequence[Chunk], slot: memoryview
+) -> tuple[tuple[int, int, bytes], ...]:
+    """Chunk table of a share whose bytes lie in a block's `slot`."""
+    return tuple(
+        (
+            layer,
+            length,
+            chunk_digest(block_id, fingerprint, layer, slot[offset : offset + length]),
+        )
+        for layer, offset, length in share
+    )
+
+
+def _check_head(magic: bytes, expected: bytes, version: int, what: str) -> None:
+    if magic != expected:
+        raise FormatError(f"not a {what} header")
+    if version != VERSION:
+        raise FormatError(f"{what} header of format version {version}", version)

@@ -1,0 +1,145 @@
+"""What the store does on its own: access times to the index, expiry, watermarks, scrubbing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+from sglang_hc.store.disk.blockset import BlockSet
+from sglang_hc.store.disk.directory import Directory, DirectoryFailed
+from sglang_hc.store.disk.eviction import Evictor
+from sglang_hc.store.disk.records import IndexFull, Row
+from sglang_hc.store.disk.verify import Damaged, check_slot
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+_SCRUB_ROWS = 256
+
+
+class Scrubber:
+    """Verifies all blocks of all models, round and round, in order of their places."""
+
+    def __init__(self, blocks: BlockSet) -> None:
+        self._blocks = blocks
+        self._work = self._rounds()
+
+    def step(self, budget: int) -> int:
+        """Verify until `budget` bytes are read or a round ends. Returns the bytes read."""
+        done = 0
+        while done < budget:
+            read = next(self._work)
+            if not read:
+                break
+            done += read
+        self._blocks.counters.add("scrubbed_bytes", done)
+        return done
+
+    def _rounds(self) -> Iterator[int]:
+        while True:
+            for directory in self._blocks.directories:
+                yield from self._round(directory)
+            yield 0
+
+    def _round(self, directory: Directory) -> Iterator[int]:
+        after = (-1, -1)
+        while True:
+            with directory.guarded():
+                rows = directory.index.rows(after, _SCRUB_ROWS)
+                fingerprints = {m.model: m.fingerprint for m in directory.index.models()}
+            if not rows:
+                return
+            for row in rows:
+                after = (row.slab, row.slot)
+                fingerprint = fingerprints.get(row.model)
+                if fingerprint is not None:
+                    yield from self._check(directory, row, fingerprint)
+
+    def _check(self, directory: Directory, row: Row, fingerprint: bytes) -> Iterator[int]:
+        slot = (row.slab, row.slot)
+        if not directory.slabs.lease(slot):
+            return
+        try:
+            with directory.guarded():  # the row may have gone before the lease
+                place = directory.index.place(row.model, row.block_id)
+            if place is None or place[:2] != slot:
+                return
+            slot_bytes = directory.slabs.sizes().get(row.slab, 0)
+            steps = check_slot(
+                lambda buffers, offset: directory.slabs.read(slot, buffers, offset), slot_bytes
+            )
+            for header, read in steps:
+                if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
+                    raise Damaged("the slot holds another block")
+                yield read
+        except (Damaged, OSError) as problem:
+            logger.warning("%s: scrub drops a block: %s", directory.root, problem)
+            self._blocks.counters.add("scrub_damaged")
+            if self._remove(fingerprint, row.block_id):
+                directory.slabs.quarantine(slot)
+        finally:
+            directory.slabs.unlease([slot])
+
+    def _remove(self, fingerprint: bytes, block_id: bytes) -> int:
+        if fingerprint == self._blocks.fingerprint:
+            return self._blocks.remove([block_id])
+        return self._blocks.remove_rows(fingerprint, [block_id])
+
+
+class Maintenance:
+    """One background thread that never dies of an error: it says so, counts it and goes on.
+
+    ttl_s: a block not used for that long is removed; None keeps it until its room is needed.
+    scrub_bytes_per_s: pace of the scrubber; 0 turns it off.
+    """
+
+    def __init__(
+        self, blocks: BlockSet, evictor: Evictor, ttl_s: float | None, scrub_bytes_per_s: int
+    ) -> None:
+        self._blocks = blocks
+        self._evictor = evictor
+        self._ttl = ttl_s
+        self._pace = scrub_bytes_per_s
+        self._scrubber = Scrubber(blocks)
+        self._next_expiry = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to tick every TICK_S seconds."""
+        self._thread = threading.Thread(target=self._run, name="hc-disk-maintenance", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the tick that runs now and end."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            self._tick_or_say()
+
+    def _tick_or_say(self) -> None:
+        try:
+            self.tick()
+        except (DirectoryFailed, IndexFull) as error:
+            self._blocks.counters.add("maintenance_errors")
+            logger.warning("disk maintenance put off: %s", error)
+        except Exception:
+            self._blocks.counters.add("maintenance_errors")
+            logger.exception("disk maintenance failed; trying again")
+
+    def tick(self) -> None:
+        """One round of everything that is due. Raises what the index and the disks raise."""
+        if not self._blocks.usable():
+            return
+        self._blocks.flush_touches()
+        now = self._blocks.clock()
+        if self._ttl is not None and now >= self._next_expiry:
+            self._next_expiry = now + min(60.0, self._ttl / 10)
+            self._evictor.expire(now - self._ttl)
+        self._evictor.trim()
+        if self._pace and not self._stop.is_set():
+            self._scrubber.step(int(self._pace * TICK_S))

@@ -1,0 +1,271 @@
+"""From a directory on a disk to one that can be served from, or a sentence that says why not.
+
+Lock, version, recovery, budget, and the rows of one model, in that order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk.backend import (
+    DIRECTORY_MODE,
+    FILE_MODE,
+    Backend,
+    DirectBackend,
+    probe_direct,
+)
+from sglang_hc.store.disk.directory import (
+    DAMAGED_NAME,
+    FOLDER,
+    GIGABYTE,
+    INDEX_NAME,
+    LOCK_NAME,
+    Directory,
+    DirectoryError,
+    DirectorySpec,
+    used_bytes,
+)
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping
+from sglang_hc.store.disk.index import FIXED_FILES_BYTES, WAL_MAX_BYTES, Index, index_bytes
+from sglang_hc.store.disk.rebuild import rebuild_index
+from sglang_hc.store.disk.records import IndexDamaged, IndexFull, UnknownVersion
+from sglang_hc.store.disk.slabs import SlabSet
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SHARE = 0.8
+_LEAST_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a directory is opened for.
+
+    fingerprint, label: of the model. backend: None for the real disk.
+    """
+
+    spec: DirectorySpec
+    striping: Striping
+    fingerprint: bytes
+    label: str
+    backend: Backend | None = None
+    clock: Callable[[], float] = time.time
+
+
+def open_directory(opening: Opening) -> Directory:
+    """Lock, check, recover and load one directory, made where missing. Raises DirectoryError."""
+    path = opening.spec.path
+    root = make_root(path)
+    lock = take_lock(root)
+    try:
+        direct = opening.backend is None and probe_direct(root)
+        backend = opening.backend or DirectBackend(direct)
+        index = _open_index(root, backend)
+        try:
+            directory = _load(opening, root, backend, index, lock)
+        except IndexDamaged as error:
+            index = _rebuild(root, backend, str(error))
+            directory = _load(opening, root, backend, index, lock)
+        directory.direct = direct
+        return directory
+    except OSError as error:
+        os.close(lock)
+        raise DirectoryError(_unusable(path, error)) from error
+    except UnknownVersion as error:
+        os.close(lock)
+        raise DirectoryError(version_message(path, str(error))) from error
+    except (IndexFull, IndexDamaged) as error:
+        os.close(lock)
+        raise DirectoryError(
+            f"--hc-disk {path}: the index cannot be read or written ({error}); free some space on "
+            "the disk, end the program that holds the index, or run: "
+            f"sglang-hc fsck {path} --repair"
+        ) from error
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int) -> Directory:
+    """The directory with everything in memory; the index is closed again on any error."""
+    slabs: SlabSet | None = None
+    try:
+        striping, clock = opening.striping, opening.clock
+        model = index.register_model(
+            opening.fingerprint,
+            opening.label,
+            striping.chunks,
+            striping.slot_bytes,
+            int(clock() * 1e6),
+        )
+        index.forget_models(keep=model)
+        budget = _budget(root, opening.spec)
+        data_bytes = _keep_budget(opening, budget, index)
+        slabs = SlabSet(root, backend, index, data_bytes, clock)
+        slabs.open_all()
+        _shrink(root, slabs, index)
+        _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
+        directory = Directory(root, budget, lock, index, slabs, model)
+        _load_rows(directory, striping.stripes)
+        return directory
+    except BaseException:
+        if slabs is not None:
+            slabs.close()
+        index.close()
+        raise
+
+
+def _load_rows(directory: Directory, stripes: int) -> None:
+    catalog = directory.index.places(directory.model, stripes)
+    others = directory.index.other_places(directory.model, stripes)
+    taken = [*catalog.values(), *(packed for _, _, packed, _ in others)]
+    try:
+        places = np.fromiter(taken, dtype=np.int64, count=len(taken))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IndexDamaged(f"a row holds something else than a place: {error}") from error
+    directory.slabs.adopt(places)
+    directory.catalog = catalog
+    directory.others = [(i, packed, n) for m, i, packed, n in others if m == directory.model]
+
+
+# -- folder and lock ------------------------------------------------------------------------------
+
+
+def store_root(path: str) -> str:
+    """The folder of the store in a directory that a user names."""
+    return os.path.join(path, FOLDER)
+
+
+def make_root(path: str) -> str:
+    """The store's folder, made where missing. Raises DirectoryError."""
+    root = store_root(path)
+    try:
+        if not os.path.isdir(path):
+            os.mkdir(path, DIRECTORY_MODE)
+        if not os.path.isdir(root):
+            os.mkdir(root, DIRECTORY_MODE)
+        os.chmod(root, DIRECTORY_MODE)
+        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise DirectoryError(_unusable(path, error)) from error
+    return root
+
+
+def _unusable(path: str, error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return (
+        f"--hc-disk {path}: cannot be used ({reason}); name a directory on a local disk that this "
+        "user can write to, or leave the option out to run without the disk tier"
+    )
+
+
+def take_lock(root: str) -> int:
+    """Descriptor that holds the lock of a store. Raises DirectoryError when somebody has it."""
+    try:
+        descriptor = os.open(
+            os.path.join(root, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
+        )
+    except OSError as error:
+        raise DirectoryError(_unusable(os.path.dirname(root), error)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        raise DirectoryError(
+            f"--hc-disk {os.path.dirname(root)}: in use by process {owner or '?'}; stop it, or "
+            "give this server a directory of its own"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+# -- index ----------------------------------------------------------------------------------------
+
+
+def _open_index(root: str, backend: Backend) -> Index:
+    path = os.path.join(root, INDEX_NAME)
+    if os.path.exists(os.path.join(root, DAMAGED_NAME)):
+        return _rebuild(root, backend, "marked as damaged")
+    if not os.path.exists(path):
+        if any(name.startswith("slab-") for name in os.listdir(root)):
+            return _rebuild(root, backend, "missing")
+        index_module.create(path)
+    try:
+        return Index(path)
+    except IndexDamaged as error:
+        return _rebuild(root, backend, str(error))
+
+
+def version_message(path: str, found: str) -> str:
+    """What to tell a user whose directory was written by another version."""
+    return (
+        f"--hc-disk {path}: written in disk format {found}, this sglang-hc knows format {VERSION}; "
+        "use the sglang-hc that wrote it or name another directory (nothing was changed)"
+    )
+
+
+def _rebuild(root: str, backend: Backend, reason: str) -> Index:
+    logger.warning("%s: index %s; rebuilding it from the slots", root, reason)
+    path = os.path.join(root, INDEX_NAME)
+    count = rebuild_index(root, path, backend)
+    mark = os.path.join(root, DAMAGED_NAME)
+    if os.path.exists(mark):
+        os.unlink(mark)
+    logger.warning("%s: found %d blocks again", root, count)
+    return Index(path)
+
+
+# -- budget ---------------------------------------------------------------------------------------
+
+
+def _budget(root: str, spec: DirectorySpec) -> int:
+    if spec.size_bytes is not None:
+        return spec.size_bytes
+    disk = os.statvfs(root)
+    return int(_DEFAULT_SHARE * (disk.f_bavail * disk.f_frsize + used_bytes(root)))
+
+
+def _keep_budget(opening: Opening, budget: int, index: Index) -> int:
+    """Bytes for slabs. Raises DirectoryError when they would hold next to nothing."""
+    slot_bytes = opening.striping.slot_bytes
+    smallest = min([slot_bytes, *(m.slot_bytes for m in index.models() if m.slot_bytes > 0)])
+    rest = budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - index_bytes(budget // smallest)
+    least = _LEAST_SLOTS * (slot_bytes + SLAB_HEADER_BYTES)
+    if rest < least:
+        needed = (budget - rest + least) / GIGABYTE
+        raise DirectoryError(
+            f"--hc-disk {opening.spec.path}: {budget / GIGABYTE:.3f} GB is too small for this "
+            f"model; give at least {needed + 0.001:.3f} GB"
+        )
+    return rest
+
+
+def _limit_index(opening: Opening, most: int, index: Index) -> None:
+    if not index.limit(most):
+        raise DirectoryError(
+            f"--hc-disk {opening.spec.path}: the index alone is {index.file_bytes()} bytes, more "
+            f"than the size leaves for it ({most}); give a larger size or empty the directory"
+        )
+
+
+def _shrink(root: str, slabs: SlabSet, index: Index) -> None:
+    """Drop the least recently used slabs until they fit a budget that became smaller."""
+    if slabs.file_bytes() <= slabs.data_bytes:
+        return
+    newest = index.newest_access()
+    for number in sorted(slabs.sizes(), key=lambda number: newest.get(number, 0)):
+        if slabs.file_bytes() <= slabs.data_bytes:
+            break
+        logger.warning("%s: dropping slab %d to keep the budget", root, number)
+        slabs.drop(number)

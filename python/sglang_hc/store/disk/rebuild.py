@@ -1,0 +1,124 @@
+"""A new index from the slot headers, when the old one is missing or malformed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
+from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
+from sglang_hc.store.disk.records import Row, SlabRow, UnknownVersion
+from sglang_hc.store.disk.slabs import slab_numbers, slab_path
+from sglang_hc.store.disk.verify import Damaged, read_header
+
+logger = logging.getLogger(__name__)
+
+RECOVERED_LABEL = "(recovered)"
+
+
+class _Found(NamedTuple):
+    created: int
+    slab: int
+    slot: int
+
+
+def rebuild_index(root: str, path: str, backend: Backend) -> int:
+    """Replace the index at `path` by one made from the slot headers. Returns the blocks found.
+
+    Reads one page per slot. Where two slots hold the same block the later one counts. Access times
+    become write times. A half-made index is not left under the name `path`. Raises OSError,
+    IndexDamaged, IndexFull, UnknownVersion.
+    """
+    for name in (path, path + "-wal", path + "-shm"):
+        if os.path.exists(name):
+            os.unlink(name)
+    fresh = path + ".new"
+    for name in (fresh, fresh + "-wal", fresh + "-shm"):
+        if os.path.exists(name):
+            os.unlink(name)
+    index_module.create(fresh)
+    index = Index(fresh)
+    try:
+        count = _fill(index, root, backend)
+    finally:
+        index.close()
+    os.rename(fresh, path)
+    backend.sync_directory(root)
+    return count
+
+
+def _fill(index: Index, root: str, backend: Backend) -> int:
+    best: dict[tuple[bytes, bytes], _Found] = {}
+    models: dict[bytes, int] = {}
+    pending: list[Row] = []
+    for number in slab_numbers(root):
+        file = backend.open(slab_path(root, number))
+        try:
+            slab = _slab_header(file, number)
+            if slab is None:
+                continue
+            index.add_slab(SlabRow(slab.slab, slab.slot_bytes, slab.slots))
+            for slot in range(slab.slots):
+                header = _slot_header(file, slab, slot)
+                if header is None:
+                    continue
+                key = (header.fingerprint, header.block_id)
+                if key in best and best[key].created >= header.created:
+                    continue
+                best[key] = _Found(header.created, number, slot)
+                pending = [row for row in pending if row.block_id != header.block_id]
+                pending.append(_row(index, models, slab, slot, header))
+                if len(pending) == ROWS_PER_COMMIT:
+                    index.insert(pending)
+                    pending = []
+        finally:
+            file.close()
+    if pending:
+        index.insert(pending)
+    return len(best)
+
+
+def _row(
+    index: Index, models: dict[bytes, int], slab: SlabHeader, slot: int, header: SlotHeader
+) -> Row:
+    if header.fingerprint not in models:
+        models[header.fingerprint] = index.register_model(
+            header.fingerprint, RECOVERED_LABEL, (), slab.slot_bytes, header.created
+        )
+    return Row(
+        models[header.fingerprint],
+        header.block_id,
+        index.namespace(header.label),
+        slab.slab,
+        slot,
+        header.stripes,
+        header.residue,
+        header.created,
+        header.created,
+        0,
+    )
+
+
+def _slab_header(file: File, number: int) -> SlabHeader | None:
+    page = aligned_buffer(SLAB_HEADER_BYTES)
+    try:
+        file.read([page], 0)
+        header = SlabHeader.unpack(page)
+    except (FormatError, OSError) as error:
+        if isinstance(error, FormatError) and error.version is not None:
+            raise UnknownVersion(str(error.version)) from error  # never removed as an orphan
+        logger.warning("slab %d cannot be used: %s", number, error)
+        return None
+    return header if header.slab == number else None
+
+
+def _slot_header(file: File, slab: SlabHeader, slot: int) -> SlotHeader | None:
+    offset = slab.offset(slot)
+    try:
+        header = read_header(lambda buffers, at: file.read(buffers, offset + at))
+    except (Damaged, OSError):
+        return None  # free, torn or unreadable: nothing to serve
+    return header if header.names_its_tokens() else None

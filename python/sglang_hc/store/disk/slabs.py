@@ -1,0 +1,333 @@
+"""Slab files of one directory: which exist, which slots are taken, who is using them.
+
+A slot is free, taken (a row of the index owns it, or a write that has not published yet), or in
+quarantine (taken until the next start, because its bytes were found damaged). A lease keeps a taken
+slot from being reused while its bytes are read or written. Thread-safe; no lock is held over
+reading or writing of slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, SlabHeader
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.records import SlabRow
+
+logger = logging.getLogger(__name__)
+
+SLABS_PER_DIRECTORY = 64
+"""A slab is this share of the data budget, so that one model can hand a slab to another."""
+_MAX_SLOTS = 1 << 20
+_RETRY_GROWTH_S = 60.0
+
+Slot = tuple[int, int]
+"""(slab number, slot number)."""
+
+
+@dataclass
+class _Slab:
+    """One open slab. taken: one byte per slot, 1 when not free. cursor: where to look next."""
+
+    header: SlabHeader
+    file: File
+    taken: bytearray
+    used: int = 0
+    cursor: int = 0
+    leases: int = 0
+    retired: bool = False
+
+
+class SlabSet:
+    """The slabs of one directory within `data_bytes`."""
+
+    def __init__(
+        self,
+        root: str,
+        backend: Backend,
+        index: Index,
+        data_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root = root
+        self._backend = backend
+        self._index = index
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._grow_lock = threading.Lock()
+        self._slabs: dict[int, _Slab] = {}
+        self._leases: dict[Slot, int] = {}
+        self._doomed: set[Slot] = set()
+        self._growth_resumes = 0.0
+        self.data_bytes = data_bytes
+        self.quarantined = 0
+        self.growth_failures = 0
+
+    # -- opening ------------------------------------------------------------------------------
+
+    def open_all(self) -> tuple[int, int]:
+        """Open every slab of the index and tidy what a crash left.
+
+        Returns (files without a row that were removed, slabs of the index whose file is lost; their
+        rows are removed). Raises OSError and what Index raises.
+        """
+        known = {row.slab: row for row in self._index.slabs()}
+        orphans = [n for n in slab_numbers(self._root) if n not in known]
+        for number in orphans:
+            self._backend.unlink(slab_path(self._root, number))
+        there = set(slab_numbers(self._root))
+        lost = [number for number in known if number not in there]
+        for number in lost:
+            logger.warning("%s: slab %d is gone; its blocks are lost", self._root, number)
+            self._index.drop_slab(number)
+        for number in sorted(there & known.keys()):
+            self._slabs[number] = self._open(known[number])
+        return len(orphans), len(lost)
+
+    def _open(self, row: SlabRow) -> _Slab:
+        header = SlabHeader(row.slab, row.slot_bytes, row.slots, 0)
+        file = self._backend.open(slab_path(self._root, row.slab))
+        if file.size() < header.file_bytes:
+            logger.warning("%s: slab %d was cut short; extending it", self._root, row.slab)
+            try:
+                file.allocate(header.file_bytes)
+            except OSError as error:
+                logger.warning("%s: slab %d stays short: %s", self._root, row.slab, error)
+        return _Slab(header, file, bytearray(row.slots))
+
+    def adopt(self, places: npt.NDArray[np.int64]) -> None:
+        """Mark the slots of packed places (index.Place) as taken. Unknown slabs are ignored: what
+        points there is found out when it is read."""
+        numbers = places >> 32
+        for number in np.unique(numbers).tolist():
+            slab = self._slabs.get(number)
+            if slab is None:
+                continue
+            slots = (places[numbers == number] >> 8) & 0xFFFFFF
+            taken = np.frombuffer(slab.taken, dtype=np.uint8)
+            taken[slots[slots < slab.header.slots]] = 1
+            slab.used = int(taken.sum())
+
+    # -- allocation ---------------------------------------------------------------------------
+
+    def allocate(self, slot_bytes: int) -> Slot | None:
+        """Take a free slot of exactly this size, with a lease on it; None when there is none."""
+        with self._lock:
+            for number, slab in self._slabs.items():
+                if slab.header.slot_bytes != slot_bytes or slab.retired:
+                    continue
+                if slab.used >= slab.header.slots:
+                    continue
+                slot = slab.taken.find(0, slab.cursor)
+                if slot < 0:
+                    slot = slab.taken.find(0)
+                slab.taken[slot] = 1
+                slab.cursor = slot + 1
+                slab.used += 1
+                self._lease(number, slot, slab)
+                return number, slot
+        return None
+
+    def grow(self, slot_bytes: int) -> bool:
+        """Add a slab for this slot size. False when the budget or the disk has no room."""
+        with self._grow_lock:
+            now = self._clock()
+            if now < self._growth_resumes:
+                return False
+            room = self.data_bytes - self.file_bytes() - SLAB_HEADER_BYTES
+            target = max(1, self.data_bytes // SLABS_PER_DIRECTORY // slot_bytes)
+            slots = min(target, room // slot_bytes, _MAX_SLOTS)
+            if slots < 1:
+                return False
+            number = max(self._slabs, default=0) + 1
+            header = SlabHeader(number, slot_bytes, slots, int(now * 1e6))
+            try:
+                file = self._create(header)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                self.growth_failures += 1
+                self._growth_resumes = now + _RETRY_GROWTH_S
+                logger.warning(
+                    "%s: no room for another slab of %d bytes (%s); using the slabs there are",
+                    self._root,
+                    header.file_bytes,
+                    error,
+                )
+                return False
+            with self._lock:
+                self._slabs[number] = _Slab(header, file, bytearray(slots))
+            return True
+
+    def _create(self, header: SlabHeader) -> File:
+        path = slab_path(self._root, header.slab)
+        file = self._backend.open(path, create=True)
+        try:
+            file.allocate(header.file_bytes)
+            page = aligned_buffer(SLAB_HEADER_BYTES)
+            page[:] = header.pack()
+            file.write([page], 0)
+            file.sync()
+            self._backend.sync_directory(self._root)
+            self._index.add_slab(SlabRow(header.slab, header.slot_bytes, header.slots))
+        except BaseException:
+            file.close()
+            self._backend.unlink(path)
+            raise
+        return file
+
+    def release(self, slots: Iterable[Slot]) -> None:
+        """Free slots that no row owns any more; those under lease when the lease ends."""
+        with self._lock:
+            for slot in slots:
+                if slot in self._leases:
+                    self._doomed.add(slot)
+                else:
+                    self._free(slot)
+
+    def quarantine(self, slot: Slot) -> None:
+        """Keep a slot that no row owns any more out of use until the next start."""
+        with self._lock:
+            self.quarantined += 1
+            self._doomed.discard(slot)
+
+    def _free(self, slot: Slot) -> None:
+        slab = self._slabs.get(slot[0])
+        if slab is not None and slot[1] < slab.header.slots and slab.taken[slot[1]]:
+            slab.taken[slot[1]] = 0
+            slab.used -= 1
+
+    # -- use ----------------------------------------------------------------------------------
+
+    def lease(self, slot: Slot) -> bool:
+        """Keep a slot from being reused. False when there is no such slot."""
+        with self._lock:
+            slab = self._slabs.get(slot[0])
+            if slab is None or slab.retired or slot[1] >= slab.header.slots:
+                return False
+            self._lease(*slot, slab)
+            return True
+
+    def _lease(self, number: int, slot: int, slab: _Slab) -> None:
+        self._leases[number, slot] = self._leases.get((number, slot), 0) + 1
+        slab.leases += 1
+
+    def unlease(self, slots: Iterable[Slot]) -> None:
+        """End leases, one for each slot named."""
+        with self._lock:
+            for slot in slots:
+                left = self._leases[slot] - 1
+                self._slabs[slot[0]].leases -= 1
+                if left:
+                    self._leases[slot] = left
+                    continue
+                del self._leases[slot]
+                if slot in self._doomed:
+                    self._doomed.remove(slot)
+                    self._free(slot)
+
+    def read(self, slot: Slot, buffers: Sequence[memoryview], offset: int = 0) -> int:
+        """Read from a leased slot. Returns the bytes read, fewer where the file ends early."""
+        slab = self._slabs[slot[0]]
+        return slab.file.read(buffers, slab.header.offset(slot[1]) + offset)
+
+    def write(self, slot: Slot, buffers: Sequence[memoryview]) -> None:
+        """Write the start of a leased slot."""
+        slab = self._slabs[slot[0]]
+        slab.file.write(buffers, slab.header.offset(slot[1]))
+
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Make what was written to these slabs durable."""
+        for number in sorted(set(numbers)):
+            self._slabs[number].file.sync()
+
+    # -- whole slabs --------------------------------------------------------------------------
+
+    def drop(self, number: int) -> bool:
+        """Remove a slab with all its rows and its file. False while one of its slots is leased."""
+        with self._lock:
+            slab = self._slabs.get(number)
+            if slab is None or slab.leases or slab.retired:
+                return False
+            slab.retired = True
+        try:
+            self._index.drop_slab(number)
+        except BaseException:
+            slab.retired = False
+            raise
+        self._backend.unlink(slab_path(self._root, number))
+        self._backend.sync_directory(self._root)
+        with self._lock:
+            del self._slabs[number]
+        slab.file.close()
+        return True
+
+    def sizes(self) -> dict[int, int]:
+        """Slot size of each slab in use."""
+        with self._lock:
+            return {n: s.header.slot_bytes for n, s in self._slabs.items() if not s.retired}
+
+    def file_bytes(self) -> int:
+        """Sizes of all slab files."""
+        with self._lock:
+            return sum(slab.header.file_bytes for slab in self._slabs.values())
+
+    def usage(self, slot_bytes: int | None = None) -> tuple[int, int]:
+        """(slots taken, slots there are), of one size or of all."""
+        with self._lock:
+            chosen = [
+                slab
+                for slab in self._slabs.values()
+                if slot_bytes in (None, slab.header.slot_bytes)
+            ]
+            return sum(s.used for s in chosen), sum(s.header.slots for s in chosen)
+
+    def growable_slots(self, slot_bytes: int) -> int:
+        """Slots of this size that the budget still has room for."""
+        if self._clock() < self._growth_resumes:
+            return 0
+        return max(0, self.data_bytes - self.file_bytes() - SLAB_HEADER_BYTES) // slot_bytes
+
+    def leased(self) -> int:
+        """Leases held now; zero when nothing is in flight."""
+        with self._lock:
+            return sum(self._leases.values())
+
+    def taken_slots(self) -> dict[int, list[int]]:
+        """Slots that are not free, for each slab."""
+        with self._lock:
+            return {
+                number: [slot for slot, taken in enumerate(slab.taken) if taken]
+                for number, slab in self._slabs.items()
+            }
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for slab in self._slabs.values():
+                slab.file.close()
+            self._slabs.clear()
+
+
+def slab_path(root: str, number: int) -> str:
+    """Path of a slab file."""
+    return os.path.join(root, f"slab-{number:08d}.dat")
+
+
+def slab_numbers(root: str) -> list[int]:
+    """Numbers of the slab files in a directory."""
+    return sorted(
+        int(name[5:-4])
+        for name in os.listdir(root)
+        if name.startswith("slab-") and name.endswith(".dat") and name[5:-4].isdigit()
+    )

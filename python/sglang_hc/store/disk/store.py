@@ -1,0 +1,259 @@
+"""The disk store: blocks of one model over one or several directories.
+
+`contains`, `touch` and `drain_removed` are for the scheduler thread: they look into memory, never
+at a disk, and wait for nobody. `write_many`, `write`, `read` and `delete` are for any number of I/O
+threads at once. Nothing is believed that lies on a disk: every read proves identity and digests
+(HCache section 4.2 for the layout, docs/disk-format.md for the bytes). Once open, trouble is an
+answer and a counter, not an exception.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_hc.store.disk.backend import Backend
+from sglang_hc.store.disk.blockset import BlockSet
+from sglang_hc.store.disk.directory import (
+    Directory,
+    DirectoryError,
+    DirectorySpec,
+)
+from sglang_hc.store.disk.eviction import Evictor, VictimOrder, in_given_order
+from sglang_hc.store.disk.format import ID_BYTES, MAX_STRIPES, Chunk, Striping
+from sglang_hc.store.disk.maintenance import Maintenance
+from sglang_hc.store.disk.opening import Opening, open_directory
+from sglang_hc.store.disk.reader import BlockReader, ReadStatus
+from sglang_hc.store.disk.records import Row
+from sglang_hc.store.disk.writer import Block, BlockWriter, WriteStatus
+
+SlotBytes = memoryview | npt.NDArray[np.uint8]
+"""One block's bytes as `forms.BlockLayout` lays them out. Page-aligned memory is not copied."""
+
+HIGH_WATERMARK = 0.95
+LOW_WATERMARK = 0.90
+SCRUB_BYTES_PER_S = 16 << 20
+
+
+class DirectoryStats(NamedTuple):
+    """One directory. Bytes are sizes of files; slots are of all models."""
+
+    path: str
+    budget_bytes: int
+    file_bytes: int
+    slots_taken: int
+    slots: int
+    quarantined: int
+    direct_io: bool
+    failure: str | None
+
+
+class StoreStats(NamedTuple):
+    """State of the store. counters: sums since it was opened (counters.Counters)."""
+
+    blocks: int
+    usable: bool
+    pauses: int
+    directories: tuple[DirectoryStats, ...]
+    counters: dict[str, int]
+
+
+class DiskStore:
+    """See the module. Made by `open`; `close` it, so that the next start is quick."""
+
+    def __init__(
+        self, blocks: BlockSet, evictor: Evictor, maintenance: Maintenance, slot_bytes: int
+    ) -> None:
+        self._blocks = blocks
+        self._reader = BlockReader(blocks)
+        self._writer = BlockWriter(blocks, evictor)
+        self.maintenance = maintenance
+        self.slot_bytes = slot_bytes
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[DirectorySpec],
+        layout_chunks: Sequence[tuple[int, int, int]],
+        fingerprint: bytes,
+        model_label: str,
+        *,
+        ttl_s: float | None = None,
+        victim_order: VictimOrder = in_given_order,
+        watermarks: tuple[float, float] = (HIGH_WATERMARK, LOW_WATERMARK),
+        scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
+        background: bool = True,
+        backend: Backend | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> DiskStore:
+        """Open, and make where missing, the directories for one model.
+
+        layout_chunks: (layer, offset, length) of `BlockLayout.chunks()`. fingerprint: 16 bytes of
+        `BlockLayout.fingerprint`. model_label: for people. watermarks: (high, low) shares of a
+        directory's slots. background: run maintenance on a thread of its own; otherwise call
+        `maintenance.tick`. backend: None for the real disk. Raises DirectoryError with a message
+        for users; nothing stays open or locked then.
+        """
+        chunks = tuple(Chunk(*chunk) for chunk in layout_chunks)
+        _check_arguments(directories, chunks, fingerprint)
+        striping = Striping(chunks, len(directories))
+        opened: list[Directory] = []
+        try:
+            for spec in directories:
+                opening = Opening(spec, striping, fingerprint, model_label, backend, clock)
+                opened.append(open_directory(opening))
+            blocks = BlockSet(opened, striping, fingerprint, clock)
+            blocks.settle()
+            evictor = Evictor(blocks, victim_order, *watermarks)
+            maintenance = Maintenance(blocks, evictor, ttl_s, scrub_bytes_per_s)
+            if ttl_s is not None:
+                evictor.expire(clock() - ttl_s)
+                blocks.removed.clear()
+        except BaseException:
+            for directory in opened:
+                directory.close()
+            raise
+        if background:
+            maintenance.start()
+        slot_bytes = max(chunk.offset + chunk.length for chunk in chunks)
+        return cls(blocks, evictor, maintenance, slot_bytes)
+
+    # -- scheduler thread ---------------------------------------------------------------------
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first identities are here without a gap. 0 while the disks are not asked
+        because they keep failing. A yes is no promise: the read proves it."""
+        return self._blocks.leading(block_ids)
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """Note that a prefix path was used, wherever it was served from; identities in path order.
+        Blocks that are not here are ignored. The sequence must not change afterwards."""
+        self._blocks.touch(block_ids)
+
+    def drain_removed(self) -> list[bytes]:
+        """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
+        For whoever mirrors what is on disk; a block may have been written again meanwhile."""
+        gone = []
+        while self._blocks.removed:
+            gone.append(self._blocks.removed.popleft())
+        return gone
+
+    def block_ids(self) -> list[bytes]:
+        """Identities of all blocks here, for whoever mirrors them from the start."""
+        return self._blocks.ids()
+
+    # -- I/O threads --------------------------------------------------------------------------
+
+    def write_many(self, items: Sequence[tuple[Block, SlotBytes]]) -> list[WriteStatus]:
+        """Store blocks with one sync and one commit for every 32; one answer per item.
+
+        The bytes must not change meanwhile. Evicts when there is no room. After OK a block survives
+        a power cut; before, no lookup sees it.
+        """
+        views = [(block, self._view(data)) for block, data in items]
+        return self._writer.write_many(views)
+
+    def write(self, block: Block, data: SlotBytes) -> WriteStatus:
+        """Store one block. Prefer `write_many`."""
+        return self.write_many([(block, data)])[0]
+
+    def read(
+        self,
+        block_id: bytes,
+        into: SlotBytes,
+        layers: Collection[int] | None = None,
+        deadline: float | None = None,
+    ) -> ReadStatus:
+        """Fetch chunks of a block to their places in `into` and verify them.
+
+        layers: which, all by default. deadline: on `time.monotonic`; checked between pieces of at
+        most 4 MiB or one chunk, so a call outlives it by one piece. A block that is damaged or
+        cannot be read is removed, its slot is not used again before a restart.
+        """
+        return self._reader.read(block_id, self._view(into), layers, deadline)
+
+    def delete(self, block_ids: Sequence[bytes]) -> int:
+        """Remove blocks; returns how many were here. Their bytes stay until the slot is reused."""
+        count = self._blocks.remove(block_ids)
+        self._blocks.counters.add("deleted_blocks", count)
+        return count
+
+    def flush(self) -> None:
+        """Write noted access times to the index."""
+        self._blocks.flush_touches()
+
+    def stats(self) -> StoreStats:
+        """State and counters. Looks at file sizes: not for the scheduler thread."""
+        return StoreStats(
+            len(self._blocks),
+            self._blocks.usable(),
+            self._blocks.breaker.trips,
+            tuple(_directory_stats(d) for d in self._blocks.directories),
+            self._blocks.counters.snapshot(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when slots, leases and lookups disagree. For a quiet moment."""
+        for directory in self._blocks.directories:
+            slabs = directory.slabs
+            assert slabs.leased() == 0, "leases without an operation"
+            taken = {(n, s) for n, slots in slabs.taken_slots().items() for s in slots}
+            mine = [(p >> 32, p >> 8 & 0xFFFFFF) for p in directory.catalog.values()]
+            assert len(mine) == len(set(mine)), "two blocks own one slot"
+            owned = {(row.slab, row.slot) for row in _all_rows(directory)}
+            assert set(mine) <= owned, "a block without a row"
+            assert owned <= taken, "a row whose slot is free"
+            assert len(taken) == len(owned) + slabs.quarantined, "a taken slot without a row"
+
+    def close(self) -> None:
+        """Finish maintenance, write access times, close, unlock. No other call may be running."""
+        self.maintenance.stop()
+        self._blocks.flush_touches()
+        for directory in self._blocks.directories:
+            directory.close()
+
+    def _view(self, data: SlotBytes) -> memoryview:
+        view = memoryview(data)  # type: ignore[arg-type]
+        view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        if len(view) < self.slot_bytes:
+            raise ValueError(f"{len(view)} bytes for a block of {self.slot_bytes}")
+        return view
+
+
+def _check_arguments(
+    directories: Sequence[DirectorySpec], chunks: Sequence[Chunk], fingerprint: bytes
+) -> None:
+    if len(fingerprint) != ID_BYTES:
+        raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
+    layers = {chunk.layer for chunk in chunks}
+    most = min(MAX_STRIPES, len({layer % max(1, len(directories)) for layer in layers}))
+    if not directories or len(directories) > most:
+        raise DirectoryError(
+            f"--hc-disk: {len(directories)} directories for {len(layers)} stored layers; give at "
+            "least one, and not more than there are stored layers to deal out"
+        )
+
+
+def _directory_stats(directory: Directory) -> DirectoryStats:
+    taken, slots = directory.slabs.usage()
+    return DirectoryStats(
+        directory.root,
+        directory.budget,
+        directory.file_bytes(),
+        taken,
+        slots,
+        directory.slabs.quarantined,
+        directory.direct,
+        directory.failure,
+    )
+
+
+def _all_rows(directory: Directory) -> Iterator[Row]:
+    after = (-1, -1)
+    while rows := directory.index.rows(after):
+        yield from rows
+        after = (rows[-1].slab, rows[-1].slot)

@@ -1,0 +1,414 @@
+"""The disk store seen from outside: what is written comes back, elsewhere and later too."""
+
+from __future__ import annotations
+
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_support import (
+    FINGERPRINT,
+    LAYOUT,
+    SMALL,
+    data_of,
+    make_path,
+    open_store,
+    put,
+    read_bytes,
+    total_bytes,
+)
+
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
+from sglang_hc.store.disk.reader import ReadStatus
+from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk.writer import WriteStatus
+
+
+class Clock:
+    """Time that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def folders(root: Path, count: int) -> list[Path]:
+    return [root / f"disk{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize("directories", [1, 2, 3])
+def test_what_is_written_is_read_back_whole_and_by_layer(tmp_path: Path, directories: int) -> None:
+    store = open_store(*folders(tmp_path, directories))
+    blocks = make_path(7)
+    assert put(store, blocks) == [WriteStatus.OK] * 7
+    for block in blocks:
+        status, got = read_bytes(store, block.block_id)
+        assert status is ReadStatus.OK
+        assert np.array_equal(got, data_of(block))
+    into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
+    assert store.read(blocks[2].block_id, into, layers=[2, 5]) is ReadStatus.OK
+    expected = np.zeros_like(into)
+    for layer in (2, 5):
+        offset, length = LAYOUT.chunk(layer)
+        expected[offset : offset + length] = data_of(blocks[2])[offset : offset + length]
+    assert np.array_equal(into, expected), "only the wanted layers are touched"
+    store.check_integrity()
+    store.close()
+
+
+def test_aligned_memory_goes_to_the_disk_directly(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    block = make_path(1)[0]
+    slot = aligned_buffer(LAYOUT.slot_bytes)
+    slot[:] = data_of(block).tobytes()
+    assert store.write(block, slot) is WriteStatus.OK
+    into = aligned_buffer(LAYOUT.slot_bytes)
+    assert store.read(block.block_id, into) is ReadStatus.OK
+    assert into == slot
+    store.close()
+
+
+def test_contains_counts_the_leading_blocks(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    blocks = make_path(5)
+    names = [block.block_id for block in blocks]
+    put(store, blocks[:2] + blocks[3:])
+    assert store.contains(names) == 2
+    assert store.contains(names[3:]) == 2
+    assert store.contains([]) == 0
+    assert read_bytes(store, names[2])[0] is ReadStatus.MISSING
+    store.close()
+
+
+@pytest.mark.parametrize("directories", [1, 2])
+def test_a_restart_finds_everything_by_identity(tmp_path: Path, directories: int) -> None:
+    paths = folders(tmp_path, directories)
+    blocks = make_path(20)
+    store = open_store(*paths)
+    put(store, blocks)
+    store.close()
+    again = open_store(*reversed(paths))
+    assert again.contains([block.block_id for block in blocks]) == 20
+    for block in blocks:
+        status, got = read_bytes(again, block.block_id)
+        assert status is ReadStatus.OK and np.array_equal(got, data_of(block))
+    again.check_integrity()
+    again.close()
+
+
+def test_a_second_disk_does_not_lose_what_the_first_holds(tmp_path: Path) -> None:
+    first, second = folders(tmp_path, 2)
+    old, new = make_path(6, seed=1), make_path(6, seed=2)
+    store = open_store(first)
+    put(store, old)
+    store.close()
+    store = open_store(first, second)
+    put(store, new)
+    for block in old + new:
+        status, got = read_bytes(store, block.block_id)
+        assert status is ReadStatus.OK and np.array_equal(got, data_of(block))
+    store.check_integrity()
+    store.close()
+    alone = open_store(first)
+    assert alone.contains([block.block_id for block in old]) == 6
+    assert alone.contains([new[0].block_id]) == 0, "half a block is no block"
+    alone.close()
+
+
+def test_chunks_of_a_layer_lie_in_all_directories(tmp_path: Path) -> None:
+    """Layer i of block p goes to directory (p + i) mod N (HCache section 4.2.1)."""
+    store = open_store(*folders(tmp_path, 2))
+    blocks = make_path(4)
+    put(store, blocks)
+    for block in blocks:
+        shares = store._blocks.acquire(block.block_id)
+        for number, share in enumerate(shares):
+            for chunk in share.chunks:
+                assert (block.position + chunk.layer) % 2 == number
+        store._blocks.release(shares)
+    store.close()
+
+
+def test_a_duplicate_is_not_written_twice(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    blocks = make_path(2)
+    assert put(store, [blocks[0], blocks[0]]) == [WriteStatus.OK, WriteStatus.DUPLICATE]
+    assert put(store, blocks) == [WriteStatus.DUPLICATE, WriteStatus.OK]
+    assert store.stats().directories[0].slots_taken == 2
+    store.close()
+
+
+def test_delete_frees_the_slot_and_is_reported(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    blocks = make_path(3)
+    names = [block.block_id for block in blocks]
+    put(store, blocks)
+    assert store.delete([names[1], b"x" * 16]) == 1
+    assert store.contains(names) == 1
+    assert store.drain_removed() == [names[1]] and store.drain_removed() == []
+    store.check_integrity()
+    store.close()
+    store = open_store(tmp_path)
+    assert store.contains(names) == 1
+    store.close()
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    old, kept = make_path(8, seed=1), make_path(8, seed=2)
+    put(store, old)
+    put(store, kept)
+    seed = 3
+    while store.stats().counters["evicted_blocks"] == 0:
+        clock.now += 60
+        store.touch([block.block_id for block in kept])
+        assert set(put(store, make_path(8, seed=seed))) == {WriteStatus.OK}
+        seed += 1
+    assert store.contains([block.block_id for block in kept]) == 8
+    assert store.contains([old[-1].block_id]) == 0
+    store.check_integrity()
+    store.close()
+
+
+def test_a_prefix_ages_from_its_end(tmp_path: Path) -> None:
+    """Evicting a parent before its child would leave the child unreachable."""
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    path = make_path(10)
+    put(store, path)
+    store.touch([block.block_id for block in path])
+    store.flush()
+    directory = store._blocks.directories[0]
+    order = [resident.block_id for resident in directory.index.oldest(10)]
+    assert order == [block.block_id for block in reversed(path)]
+    store.close()
+
+
+def test_the_callers_victim_order_is_obeyed(tmp_path: Path) -> None:
+    protected = {block.block_id for block in make_path(8, seed=1)}
+    store = open_store(
+        tmp_path, victim_order=lambda page: [r for r in page if r.block_id not in protected]
+    )
+    put(store, make_path(8, seed=1))
+    for seed in range(2, 14):
+        put(store, make_path(8, seed=seed))
+    assert store.stats().counters["evicted_blocks"] > 0
+    assert store.contains([block.block_id for block in make_path(8, seed=1)]) == 8
+    store.close()
+
+
+def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
+    store = open_store(tmp_path, victim_order=lambda page: [])
+    answers = {status for seed in range(14) for status in put(store, make_path(8, seed=seed))}
+    assert answers == {WriteStatus.OK, WriteStatus.NO_SPACE}
+    assert store.stats().counters["write_no_space"] > 0
+    store.check_integrity()
+    store.close()
+
+
+def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
+    store = open_store(tmp_path, watermarks=(0.6, 0.5))
+    for seed in range(12):
+        put(store, make_path(4, seed=seed))
+        store.maintenance.tick()
+    stats = store.stats().directories[0]
+    slots = store._blocks.directories[0].slabs
+    there = stats.slots + slots.growable_slots(store._blocks.striping.slot_bytes)
+    assert stats.slots_taken <= 0.6 * there + 1
+    store.check_integrity()
+    store.close()
+
+
+def test_blocks_expire(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, ttl_s=3600, clock=clock)
+    old, used = make_path(3, seed=1), make_path(3, seed=2)
+    put(store, old + used)
+    clock.now += 3000
+    store.touch([block.block_id for block in used])
+    clock.now += 1000
+    store.maintenance.tick()
+    assert store.contains([old[0].block_id]) == 0
+    assert store.contains([block.block_id for block in used]) == 3
+    assert store.stats().counters["expired_blocks"] == 3
+    store.close()
+    clock.now += 4000
+    store = open_store(tmp_path, ttl_s=3600, clock=clock)
+    assert store.contains([used[0].block_id]) == 0, "expired while nothing was running"
+    store.close()
+
+
+def test_hits_survive_in_the_index(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    blocks = make_path(2)
+    put(store, blocks)
+    for _ in range(3):
+        read_bytes(store, blocks[0].block_id)
+    store.close()
+    store = open_store(tmp_path)
+    hits = {row.block_id: row.hits for row in store._blocks.directories[0].index.rows()}
+    assert hits == {blocks[0].block_id: 3, blocks[1].block_id: 0}
+    store.close()
+
+
+def test_models_share_a_directory_one_after_the_other(tmp_path: Path) -> None:
+    """Another slot size: slabs go from the old model to the new one, the oldest first."""
+    clock = Clock()
+    store = open_store(tmp_path, clock=clock)
+    for seed in range(12):
+        put(store, make_path(8, seed=seed))
+    store.close()
+    clock.now += 1000
+    other = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
+    fingerprint = other.fingerprint("other")
+    store = open_store(tmp_path, layout=other, fingerprint=fingerprint, clock=clock)
+    blocks = make_path(6, seed=50, fingerprint=fingerprint)
+    sized = [(block, data_of(block, other.slot_bytes)) for block in blocks]
+    assert store.write_many(sized) == [WriteStatus.OK] * 6
+    assert total_bytes(tmp_path) <= SMALL
+    store.check_integrity()
+    store.close()
+    store = open_store(tmp_path, clock=clock)
+    found = sum(store.contains([b.block_id]) for seed in range(12) for b in make_path(8, seed=seed))
+    assert found > 0, "what was not in the way is still there"
+    assert store.contains([blocks[0].block_id]) == 0, "another model's blocks are never served"
+    store.check_integrity()
+    store.close()
+
+
+def test_a_smaller_budget_holds_at_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path, size=7_000_000)
+    for seed in range(15):
+        put(store, make_path(8, seed=seed))
+    store.close()
+    store = open_store(tmp_path, size=5_500_000)
+    assert total_bytes(tmp_path) <= 5_500_000
+    assert len(store.block_ids()) > 0
+    store.check_integrity()
+    store.close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "new")
+    put(store, make_path(1))
+    root = tmp_path / "new" / "sglang-hc"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in root.iterdir()} == {0o600}
+    store.close()
+
+
+def test_a_second_server_is_told_who_has_the_directory(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(DirectoryError, match=r"in use by process \d+; stop it"):
+        open_store(tmp_path)
+    store.close()
+    open_store(tmp_path).close()
+
+
+def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="too small"):
+        open_store(tmp_path, size=1_000_000)
+    open_store(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "size"),
+    [
+        ("/mnt/ssd", "/mnt/ssd", None),
+        ("/mnt/ssd:200", "/mnt/ssd", 200 * 10**9),
+        ("/mnt/ssd:0.5", "/mnt/ssd", 5 * 10**8),
+        ("/a:b", "/a:b", None),
+        ("/a:b:3", "/a:b", 3 * 10**9),
+    ],
+)
+def test_directory_specs(text: str, path: str, size: int | None) -> None:
+    assert DirectorySpec.parse(text) == DirectorySpec(path, size)
+
+
+@pytest.mark.parametrize("text", ["", "/mnt:", "/mnt:-1", "/mnt:0", "/mnt:1.2.3"])
+def test_bad_directory_specs_name_the_option(text: str) -> None:
+    with pytest.raises(DirectoryError, match="--hc-disk"):
+        DirectorySpec.parse(text)
+
+
+def test_more_directories_than_layers_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="stored layers"):
+        open_store(*folders(tmp_path, 6))
+
+
+def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
+    """Whatever is served while slots change owners under the readers is what was written."""
+    store = open_store(*folders(tmp_path, 2), size=5_700_000)
+    paths = [make_path(6, seed=seed) for seed in range(40)]
+    wrong: list[str] = []
+
+    def work(start: int) -> None:
+        for turn in range(3):
+            for number in range(start, 40, 4):
+                put(store, paths[number])
+                for block in paths[(number + turn) % 40]:
+                    status, got = read_bytes(store, block.block_id)
+                    if status is ReadStatus.OK and not np.array_equal(got, data_of(block)):
+                        wrong.append(block.block_id.hex())
+                    if status in (ReadStatus.DAMAGED, ReadStatus.IO_ERROR):
+                        wrong.append(status.value)
+                if number % 3 == 0:
+                    store.delete([paths[number][-1].block_id])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert store.stats().counters["evicted_blocks"] > 0
+    store.check_integrity()
+    store.close()
+
+
+def test_background_maintenance_runs_and_stops(tmp_path: Path) -> None:
+    store = open_store(tmp_path, background=True, scrub_bytes_per_s=10_000_000)
+    put(store, make_path(3))
+    store.maintenance.tick()
+    assert store.stats().counters["scrubbed_bytes"] > 0
+    store.close()
+    assert not any(thread.name == "hc-disk-maintenance" for thread in threading.enumerate())
+
+
+def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
+    store = open_store(tmp_path, scrub_bytes_per_s=10_000_000)
+    blocks = make_path(4)
+    put(store, blocks)
+    packed = store._blocks.directories[0].catalog[blocks[1].block_id]
+    slab, slot = packed >> 32, packed >> 8 & 0xFFFFFF
+    path = tmp_path / "sglang-hc" / f"slab-{slab:08d}.dat"
+    with path.open("r+b") as file:
+        file.seek(4096 + slot * store._blocks.striping.slot_bytes + 9000)
+        file.write(b"flipped")
+    store.maintenance.tick()
+    assert store.contains([block.block_id for block in blocks]) == 1
+    counters = store.stats().counters
+    assert counters["scrub_damaged"] == 1 and counters["maintenance_errors"] == 0
+    assert store.drain_removed() == [blocks[1].block_id]
+    assert store.stats().directories[0].quarantined == 1
+    store.check_integrity()
+    store.close()
+
+
+def test_a_block_too_short_is_a_programming_error(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(ValueError, match="bytes for a block of"):
+        store.write(make_path(1)[0], np.zeros(10, dtype=np.uint8))
+    with pytest.raises(ValueError, match="fingerprint"):
+        DiskStore.open([DirectorySpec(str(tmp_path))], LAYOUT.chunks(), FINGERPRINT[:8], "x")
+    store.close()
