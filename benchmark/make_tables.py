@@ -1,0 +1,127 @@
+"""Puts tables made from committed results into the Markdown files that publish them.
+
+    python benchmark/make_tables.py           # rewrite every table
+    python benchmark/make_tables.py --check   # exit 1 and name the file when one is stale
+
+A table stands between two comments; FILE is in benchmark/results, NAME one of the names below:
+
+    <!-- table: FILE NAME -->
+    <!-- /table -->
+
+Results of `sglang-hc bench` have: about (machine, commit, command), groups (TTFT by turn or label),
+summary, ratios, agreement, disagreements, cxs, gain, losses. Other result files bring their own
+tables: {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))
+
+from sglang_hc.bench import machine, report  # noqa: E402 (a source tree works uninstalled)
+
+_MARK = re.compile(
+    r"(<!-- table: (?P<file>\S+) (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL
+)
+
+
+class TableError(ValueError):
+    """A mark that asks for something that is not there. The message names both."""
+
+
+def _about(result: dict[str, Any]) -> str:
+    return (
+        f"{result['created'][:10]}, {machine.one_line(result['machine'])}. "
+        f"Command: `{result['command']}`"
+    )
+
+
+def _bullets(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _of(table: Callable[[dict[str, Any]], report.Table]) -> Callable[[dict[str, Any]], str]:
+    return lambda result: table(result).markdown()
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "about": _about,
+    "groups": _of(report.group_table),
+    "summary": _of(report.summary_table),
+    "ratios": _of(report.ratio_table),
+    "agreement": _of(report.agreement_table),
+    "disagreements": _of(report.disagreement_table),
+    "cxs": _of(report.cxs_table),
+    "gain": _of(report.gain_table),
+    "losses": lambda result: _bullets(report.loss_lines(result)),
+    "varied": lambda result: _bullets(report.varied_lines(result)),
+}
+
+
+def render(result: dict[str, Any], name: str) -> str:
+    """Markdown of one table of a result. Raises TableError for a name it does not have."""
+    own = result.get("tables", {})
+    if name in own:
+        columns, rows = own[name]["columns"], own[name]["rows"]
+        text = tuple(tuple(str(cell) for cell in row) for row in rows)
+        return report.Table(name, tuple(columns), text).markdown()
+    if "runs" not in result or name not in RENDERERS:
+        raise TableError(f"no table {name!r}; it has {', '.join(own) or ', '.join(RENDERERS)}")
+    return RENDERERS[name](result)
+
+
+def updated(text: str, results: Path) -> str:
+    """The Markdown text with all its tables rewritten. Raises TableError."""
+
+    def fill(match: re.Match[str]) -> str:
+        path = results / match["file"]
+        try:
+            body = render(json.loads(path.read_text()), match["name"])
+        except (OSError, ValueError, KeyError) as error:
+            raise TableError(f"{path.name} {match['name']}: {error}") from error
+        return f"{match[1]}\n{body}\n\n{match[5]}"
+
+    return _MARK.sub(fill, text)
+
+
+def pages(root: Path) -> list[Path]:
+    """Markdown files that may hold tables."""
+    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmark/**/*.md")])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="tree to work on")
+    args = parser.parse_args()
+    stale = []
+    for path in pages(args.root):
+        before = path.read_text(encoding="utf-8")
+        try:
+            after = updated(before, args.root / "benchmark" / "results")
+        except TableError as error:
+            print(f"{path.relative_to(args.root)}: {error}", file=sys.stderr)
+            return 1
+        if after != before:
+            stale.append(str(path.relative_to(args.root)))
+            if not args.check:
+                path.write_text(after, encoding="utf-8")
+    if args.check and stale:
+        print(f"stale tables in {', '.join(stale)}; run python benchmark/make_tables.py")
+        return 1
+    print(f"{'would change' if args.check else 'rewrote'}: {', '.join(stale) or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
