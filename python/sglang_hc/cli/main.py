@@ -11,6 +11,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with configure(parser) and run(args) -> exit status, one-line help)
     "plan": ("sglang_hc.cli.plan", "layer plan and restore times for a model and hardware"),
     "bench": ("sglang_hc.cli.bench", "benchmarks against plain SGLang and HiCache"),
+    "simulate": ("sglang_hc.cli.simulate", "hit rates of a load on tiers of given sizes"),
+    "capacity": ("sglang_hc.cli.capacity", "DRAM and SSD that a load needs for a hit rate"),
 }
 
 

@@ -54,13 +54,18 @@ class NextUse(Protocol):
     def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
 
 
-class _Entry(Generic[B]):
-    """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none."""
+class Entry(Generic[B]):
+    """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
-    __slots__ = ("block", "born", "stamp", "used", "worth")
+    grown: it has or had a child. here: it has not left the tier.
+    """
+
+    __slots__ = ("block", "born", "grown", "here", "stamp", "used", "worth")
 
     def __init__(self, block: B) -> None:
         self.block = block
+        self.here = True
+        self.grown = False
         self.stamp = 0
         self.used = 0
         self.born = 0
@@ -77,16 +82,20 @@ class EvictionPolicy(ABC, Generic[B]):
     def __init__(self, exempt: Callable[[B], bool] | None = None) -> None:
         """`exempt`: blocks that must stay for now (see `SessionPins`); asked at each choice."""
         self._exempt = exempt
-        self._entries: dict[bytes, _Entry[B]] = {}
-        self._heap: list[tuple[Key, int, _Entry[B]]] = []
+        self._entries: dict[bytes, Entry[B]] = {}
+        self._heap: list[tuple[Key, int, Entry[B]]] = []
+        self._fresh: list[Entry[B]] = []
         self._ticks = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, block_id: bytes) -> bool:
+        return block_id in self._entries
+
     def insert(self, block: B, now: float) -> None:
         """A block has come into the tier, below its parent."""
-        entry = _Entry(block)
+        entry = Entry(block)
         self._ticks += 1
         entry.used = entry.born = self._ticks
         self._entries[block.block_id] = entry
@@ -94,9 +103,9 @@ class EvictionPolicy(ABC, Generic[B]):
         above = self._entries.get(parent.block_id) if parent is not None else None
         self._entered(entry, above)
         if above is not None:
+            above.grown = True
             above.stamp = 0  # no leaf any more; comes back when its last child leaves
-        if block.is_leaf:
-            self._push(entry)
+        self._fresh.append(entry)
 
     def access(self, path: Sequence[B], now: float) -> None:
         """Blocks of one path were used, root first."""
@@ -111,12 +120,13 @@ class EvictionPolicy(ABC, Generic[B]):
 
     def remove(self, block: B) -> None:
         """A block has left the tier, already taken out of the tree. KeyError if it was not here."""
-        self._entries.pop(block.block_id).stamp = 0
+        entry = self._entries.pop(block.block_id)
+        entry.here, entry.stamp = False, 0
         parent = block.parent
         if parent is not None and parent.is_leaf:
-            entry = self._entries.get(parent.block_id)
-            if entry is not None:
-                self._push(entry)
+            above = self._entries.get(parent.block_id)
+            if above is not None:
+                self._push(above)
 
     def victims(self) -> Iterator[B]:
         """Leaves in the order they should leave.
@@ -124,7 +134,8 @@ class EvictionPolicy(ABC, Generic[B]):
         The caller may take each one out before it asks for the next: the parent it uncovers is then
         in the running too. Blocks that are not taken out stay where they were.
         """
-        aside: list[tuple[Key, int, _Entry[B]]] = []
+        self._sort_in()
+        aside: list[tuple[Key, int, Entry[B]]] = []
         heap = self._heap
         try:
             while heap:
@@ -143,23 +154,30 @@ class EvictionPolicy(ABC, Generic[B]):
                 if item[2].stamp == item[1]:
                     heappush(heap, item)
 
-    def gives_way(self, rank: float) -> bool:
-        """Whether the next victim may leave in favour of a waiting request with this rank."""
-        return any(True for _ in self.victims())
+    def yields(self, block: B, rank: float) -> bool:
+        """Whether this victim may leave in favour of a waiting request with this rank."""
+        return True
 
     @abstractmethod
-    def _key(self, entry: _Entry[B]) -> Key: ...
+    def _key(self, entry: Entry[B]) -> Key: ...
 
-    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
+    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
         """A subclass' own note on a new block below `above`."""
 
-    def _used(self, entry: _Entry[B]) -> None:
+    def _used(self, entry: Entry[B]) -> None:
         """A subclass' own note on a use."""
 
-    def _chosen(self, entry: _Entry[B], key: Key) -> None:
+    def _chosen(self, entry: Entry[B], key: Key) -> None:
         """A subclass' own note on a block offered as victim."""
 
-    def _push(self, entry: _Entry[B]) -> None:
+    def _sort_in(self) -> None:
+        """New leaves join the order. Late, because most new blocks get a child at once."""
+        for entry in self._fresh:
+            if entry.here and entry.block.is_leaf:
+                self._push(entry)
+        self._fresh.clear()
+
+    def _push(self, entry: Entry[B]) -> None:
         self._ticks += 1
         entry.stamp = self._ticks
         heap = self._heap
@@ -172,7 +190,7 @@ class EvictionPolicy(ABC, Generic[B]):
 class LruPolicy(EvictionPolicy[B]):
     """Least recently used first."""
 
-    def _key(self, entry: _Entry[B]) -> Key:
+    def _key(self, entry: Entry[B]) -> Key:
         return (entry.used,)
 
 
@@ -182,18 +200,18 @@ class FifoPolicy(EvictionPolicy[B]):
     Otherwise every turn would renew a conversation's age at its leaf, and the policy would be LRU.
     """
 
-    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
-        if above is not None and above.stamp:  # was a leaf until now: the same conversation
+    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
+        if above is not None and not above.grown:  # the path goes on: the same conversation
             entry.born = above.born
 
-    def _key(self, entry: _Entry[B]) -> Key:
+    def _key(self, entry: Entry[B]) -> Key:
         return (entry.born, entry.used)
 
 
 class LfuPolicy(EvictionPolicy[B]):
     """Fewest uses first (`hits` of the block, kept by its tier), then least recently used."""
 
-    def _key(self, entry: _Entry[B]) -> Key:
+    def _key(self, entry: Entry[B]) -> Key:
         return (entry.block.hits, entry.used)
 
 
@@ -224,12 +242,10 @@ class QueuePolicy(EvictionPolicy[B]):
         self._inflation = 0.0
         window.subscribe(self._need_changed)
 
-    def gives_way(self, rank: float) -> bool:
-        """The next victim is needed by nobody, or later than by the request with this rank."""
-        for block in self.victims():
-            use = self._window.next_use(block.block_id)
-            return use is None or use > rank
-        return False
+    def yields(self, block: B, rank: float) -> bool:
+        """The victim is needed by nobody, or later than by the request with this rank."""
+        use = self._window.next_use(block.block_id)
+        return use is None or use > rank
 
     def order_key(self, block_ids: Sequence[bytes], used: float) -> Key:
         """Key of a node of several blocks elsewhere, e.g. in the device tree: least leaves first.
@@ -239,17 +255,17 @@ class QueuePolicy(EvictionPolicy[B]):
         uses = [u for u in map(self._window.next_use, block_ids) if u is not None]
         return (1.0, -min(uses)) if uses else (0.0, used)
 
-    def _entered(self, entry: _Entry[B], above: _Entry[B] | None) -> None:
+    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
         self._used(entry)
 
-    def _used(self, entry: _Entry[B]) -> None:
+    def _used(self, entry: Entry[B]) -> None:
         entry.worth = self._inflation + self._worth(entry.block)
 
-    def _chosen(self, entry: _Entry[B], key: Key) -> None:
+    def _chosen(self, entry: Entry[B], key: Key) -> None:
         if key[0] == 0.0:
             self._inflation = max(self._inflation, entry.worth)
 
-    def _key(self, entry: _Entry[B]) -> Key:
+    def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
         return (0.0, entry.worth, entry.used) if use is None else (1.0, -use, 0.0)
 

@@ -1,0 +1,108 @@
+"""The disk tier of a simulation: full blocks by identity, under the server's policy objects."""
+
+from __future__ import annotations
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import EvictionPolicy
+
+
+class DiskBlock:
+    """One block on disk; what a policy sees of it. ready_at: when its write is through."""
+
+    __slots__ = ("block_id", "children", "hits", "parent", "ready_at")
+
+    pins = 0
+    num_tokens = BLOCK_TOKENS
+
+    def __init__(self, block_id: bytes, parent: DiskBlock | None, ready_at: float) -> None:
+        self.block_id = block_id
+        self.parent = parent
+        self.ready_at = ready_at
+        self.children = 0
+        self.hits = 0
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+
+class DiskTier:
+    """Which blocks are on disk. One whose parent is not there is not taken: it is unreachable."""
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy[DiskBlock]) -> None:
+        self.num_slots = num_slots
+        self._policy = policy
+        self._blocks: dict[bytes, DiskBlock] = {}
+        self.evicted_blocks = 0
+        self.written_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def readable(self, block_id: bytes, now: float) -> bool:
+        block = self._blocks.get(block_id)
+        return block is not None and block.ready_at <= now
+
+    def holds(self, block_id: bytes) -> bool:
+        return block_id in self._blocks
+
+    def write(self, parent: bytes | None, block_id: bytes, now: float, ready_at: float) -> bool:
+        """Take a block that is not here yet. False when its parent is missing.
+
+        Makes room afterwards, so that the policy can turn the newcomer itself away.
+        """
+        above = None
+        if parent is not None:
+            above = self._blocks.get(parent)
+            if above is None:
+                return False
+        block = DiskBlock(block_id, above, ready_at)
+        if above is not None:
+            above.children += 1
+        self._blocks[block_id] = block
+        self._policy.insert(block, now)
+        self.written_blocks += 1
+        if len(self._blocks) > self.num_slots:
+            for victim in self._policy.victims():
+                self._take_out(victim)
+                self.evicted_blocks += 1
+                break
+        return True
+
+    def access(self, chain: list[bytes], now: float) -> None:
+        """The leading blocks of a path were used, wherever they were read."""
+        path = []
+        for block_id in chain:
+            block = self._blocks.get(block_id)
+            if block is None:
+                break
+            block.hits += 1
+            path.append(block)
+        self._policy.access(path, now)
+
+    def drop(self, chain: list[bytes]) -> None:
+        """Forget a path from its end up to the first block that others continue."""
+        for block_id in reversed(chain):
+            block = self._blocks.get(block_id)
+            if block is None:
+                continue
+            if not block.is_leaf:
+                break
+            self._take_out(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every parent is here and children are counted."""
+        children: dict[bytes, int] = {}
+        for block in self._blocks.values():
+            if block.parent is not None:
+                assert self._blocks[block.parent.block_id] is block.parent
+                children[block.parent.block_id] = children.get(block.parent.block_id, 0) + 1
+        assert all(b.children == children.get(i, 0) for i, b in self._blocks.items())
+        assert len(self._blocks) <= self.num_slots
+        assert len(self._policy) == len(self._blocks)
+
+    def _take_out(self, block: DiskBlock) -> None:
+        del self._blocks[block.block_id]
+        if block.parent is not None:
+            block.parent.children -= 1
+        self._policy.remove(block)

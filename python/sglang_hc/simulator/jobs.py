@@ -1,0 +1,146 @@
+"""Requests of a simulation and their tokens: histories, truncation, block identities."""
+
+from __future__ import annotations
+
+import array
+import sys
+from dataclasses import dataclass, field
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.simulator.workloads import TOKEN_IDS, Session, Span, Turn
+from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+
+FINGERPRINT = b"sglang-hc simulator"[:16]
+ROOT = root_id(FINGERPRINT, None)
+
+
+def pack_span(span: Span) -> bytes:
+    """Token ids of a span, packed as the tree wants them."""
+    start = span.start % TOKEN_IDS
+    if start + span.length <= TOKEN_IDS:
+        ids = array.array("i", range(start, start + span.length))
+    else:
+        ids = array.array("i", ((start + i) % TOKEN_IDS for i in range(span.length)))
+    if sys.byteorder == "little":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+@dataclass
+class Job:
+    """One request.
+
+    prompt: packed tokens. chain: identities of its full blocks. needs: the chain, and the tail that
+    the turn before has left behind, if any. known_tokens: of the conversation before this turn.
+    output: packed answer. deepest: last block of the chain that was stored anywhere when the
+    request was last looked at for prefetch.
+    """
+
+    number: int
+    session: int
+    turn: int
+    prompt: bytes
+    chain: list[bytes]
+    needs: list[bytes]
+    output: bytes
+    arrived: float = 0.0
+    known_tokens: int = 0
+    deepest: bytes | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output) // TOKEN_BYTES
+
+
+def extend_chain(chain: list[bytes], tokens: bytes) -> list[bytes]:
+    """Identities of the full blocks of `tokens`, given those of a prefix of it."""
+    out = list(chain)
+    parent = out[-1] if out else ROOT
+    for start in range(len(out) * BLOCK_BYTES, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        parent = block_id(FINGERPRINT, parent, tokens[start : start + BLOCK_BYTES])
+        out.append(parent)
+    return out
+
+
+def tail_identity(chain: list[bytes], tokens: bytes) -> bytes | None:
+    """Identity of the partial last block of `tokens`; None if there is none."""
+    rest = tokens[len(chain) * BLOCK_BYTES :]
+    if not rest:
+        return None
+    return block_id(FINGERPRINT, chain[-1] if chain else ROOT, rest)
+
+
+@dataclass
+class Conversation:
+    """A session in progress: what its next request looks like.
+
+    history: packed tokens so far, after truncation. chain: its full blocks.
+    """
+
+    index: int
+    session: Session
+    context: int
+    turn: int = 0
+    history: bytes = b""
+    chain: list[bytes] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.turn >= len(self.session.turns)
+
+    def next_job(self, number: int) -> Job:
+        """The request of the current turn; prompt and answer fit the context window."""
+        turn = self.session.turns[self.turn]
+        answer = self._answer(turn)
+        asked = b"".join(pack_span(span) for span in turn.spans)
+        limit = (self.context - len(answer) // TOKEN_BYTES) * TOKEN_BYTES
+        if self.session.whole:
+            prompt, known = asked[:limit], []
+        else:
+            prompt, known = (self.history + asked)[:limit], self.chain
+        chain = extend_chain(known, prompt)
+        needs = list(chain)
+        tail = None if self.session.whole else tail_identity(self.chain, self.history)
+        if tail is not None:
+            needs.append(tail)
+        job = Job(number, self.index, self.turn, prompt, chain, needs, answer)
+        job.known_tokens = 0 if self.session.whole else len(self.history) // TOKEN_BYTES
+        return job
+
+    def answered(self, job: Job) -> int:
+        """Append the answer. Returns the tokens cut from the front so that the next turn fits.
+
+        AttentionStore section 3.4: an overflow drops the earlier half of the window, here in whole
+        blocks. The cut is made as soon as the turn ends, while all state is on the device.
+        """
+        self.turn += 1
+        if self.session.whole or self.done:
+            self.history = job.prompt + job.output
+            self.chain = extend_chain(job.chain, self.history)
+            return 0
+        self.history = job.prompt + job.output
+        following = self.session.turns[self.turn]
+        coming = following.new_tokens + len(self._answer(following)) // TOKEN_BYTES
+        step = max(BLOCK_TOKENS, self.context // 2 // BLOCK_TOKENS * BLOCK_TOKENS)
+        total = len(self.history) // TOKEN_BYTES
+        cut = 0
+        while total - cut + coming > self.context and cut + step <= total:
+            cut += step
+        if total - cut + coming > self.context:
+            cut = total // BLOCK_TOKENS * BLOCK_TOKENS
+        if cut:
+            self.history = self.history[cut * TOKEN_BYTES :]
+            self.chain = extend_chain([], self.history)
+        else:
+            self.chain = extend_chain(job.chain, self.history)
+        return cut
+
+    def _answer(self, turn: Turn) -> bytes:
+        """An answer is cut at half the window, so that its prompt has room."""
+        length = min(turn.output.length, self.context // 2)
+        return pack_span(Span(turn.output.start, length))

@@ -1,0 +1,220 @@
+"""Models and machines of a simulation: bytes per block, context window, seconds of GPU work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
+from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+
+
+class ModelError(ValueError):
+    """A model that is neither known nor readable. The message is for users."""
+
+
+_LLAMA = {"model_type": "llama", "torch_dtype": "float16"}
+_SHIPPED: dict[str, tuple[dict[str, Any], int, int]] = {
+    # name: (config, context window, GPUs), as AttentionStore section 4.1 runs them
+    "llama-13b": (
+        {
+            **_LLAMA,
+            "num_hidden_layers": 40,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "intermediate_size": 13824,
+        },
+        4096,
+        2,
+    ),
+    "llama-65b": (
+        {
+            **_LLAMA,
+            "num_hidden_layers": 80,
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "intermediate_size": 22016,
+        },
+        2048,
+        4,
+    ),
+    "llama-70b": (
+        {
+            **_LLAMA,
+            "num_hidden_layers": 80,
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "intermediate_size": 28672,
+        },
+        4096,
+        4,
+    ),
+    "falcon-40b": (
+        {
+            "model_type": "falcon",
+            "torch_dtype": "float16",
+            "num_hidden_layers": 60,
+            "hidden_size": 8192,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+        },
+        2048,
+        4,
+    ),
+}
+MODEL_NAMES = tuple(_SHIPPED)
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True)
+class SimulatedModel:
+    """One model in one layer plan.
+
+    context: window in tokens. layer_overhead: seconds of host work per layer and step.
+    """
+
+    name: str
+    shape: ModelShape
+    layout: BlockLayout
+    context: int
+    gpus: int
+    layer_overhead: float
+
+    @property
+    def slot_bytes(self) -> int:
+        """Stored bytes of one block, padding included."""
+        return self.layout.slot_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        return self.layout.slot_bytes / BLOCK_TOKENS
+
+
+PAPER_LAYER_OVERHEAD = 0.85e-3
+"""Seconds of host work per layer and decode step of the paper's Transformers-based executor.
+
+Not in the paper. Assumed: eager launches of about 0.85 ms a layer; docs/simulator.md shows the
+sensitivity. A server with CUDA graphs has next to none.
+"""
+SERVER_LAYER_OVERHEAD = 20e-6
+
+
+def load_model(
+    name_or_path: str, forms: str = "kv", gpus: int | None = None, context: int | None = None
+) -> SimulatedModel:
+    """A shipped model by name, or any other from its config.json or the folder that holds one.
+
+    Raises ModelError with the known names, or with what is wrong with the file or the plan.
+    """
+    config: Mapping[str, Any]
+    if name_or_path in _SHIPPED:
+        config, window, cards = _SHIPPED[name_or_path]
+        overhead, where = PAPER_LAYER_OVERHEAD, name_or_path
+    else:
+        config, where = _read(name_or_path)
+        window = context or _window(config, where)
+        cards, overhead = 1, SERVER_LAYER_OVERHEAD
+    try:
+        shape = ModelShape.from_config(config, where=where)
+        plan = LayerPlan.parse(forms, shape.num_layers)
+        layout = BlockLayout(plan, shape.state_shape())
+    except (ModelConfigError, PlanError) as cause:
+        raise ModelError(str(cause)) from cause
+    if not layout.slot_bytes:
+        raise ModelError(f"forms {forms!r} stores nothing; give a plan with hidden or kv layers")
+    return SimulatedModel(
+        Path(where).name, shape, layout, context or window, gpus or cards, overhead
+    )
+
+
+def _read(text: str) -> tuple[Mapping[str, Any], str]:
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"unknown model {text!r}: give one of {', '.join(MODEL_NAMES)}, or a config.json"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as cause:
+        raise ModelError(f"{path}: not a readable config.json ({cause})") from cause
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: must be a JSON object")
+    return data, str(path)
+
+
+def _window(config: Mapping[str, Any], where: str) -> int:
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in _CONTEXT:
+            value = source.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    raise ModelError(f"{where}: has no max_position_embeddings; give --context")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates per second. flops, memory_bandwidth: of one GPU. link, disk: bytes, each way."""
+
+    flops: float = 185e12
+    memory_bandwidth: float = 1.6e12
+    link: float = 26e9
+    disk: float = 5e9
+
+
+ATTENTIONSTORE_MACHINE = Machine()
+"""AttentionStore section 2.4: 26 GB/s of link, disks of "less than 5 GB/s"; prefilling 2K tokens of
+LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidth: A100, 80 % of the
+data sheet (assumed); disks write as fast as they read (assumed)."""
+
+
+@dataclass(frozen=True)
+class GpuCosts:
+    """Seconds of one model on one machine; linear in tokens, with the attention's quadratic term.
+
+    Serves as `policy.prefetch.FetchCosts`.
+    """
+
+    model: SimulatedModel
+    machine: Machine = ATTENTIONSTORE_MACHINE
+
+    def prefill_seconds(self, tokens: int, context: int) -> float:
+        """Prefill of `tokens` new tokens after `context`; 0 for none."""
+        if tokens <= 0:
+            return 0.0
+        shape = self.model.shape
+        pairs = tokens * (context + tokens / 2)
+        work = 2 * shape.layer_params * tokens + shape.attention_flops_per_pair * pairs
+        compute = shape.num_layers * work / (self.machine.flops * self.model.gpus)
+        return max(self._step_floor(), compute)
+
+    def step_seconds(self, batch: int, context: int) -> float:
+        """One decode step of `batch` requests that attend to `context` tokens together."""
+        kv_bytes = self.model.shape.state_shape().kv_bytes * self.model.shape.num_layers
+        moved = context * kv_bytes / (self.machine.memory_bandwidth * self.model.gpus)
+        return self._step_floor() + moved
+
+    def restore_seconds(self, tokens: int) -> float:
+        """Host to device."""
+        return tokens * self.model.token_bytes / self.machine.link
+
+    def fetch_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.machine.disk
+
+    def recompute_seconds(self, tokens: int, context: int) -> float:
+        return self.prefill_seconds(tokens, context)
+
+    def _step_floor(self) -> float:
+        """Reading every weight once, and launching."""
+        shape = self.model.shape
+        weights = shape.layer_params * shape.num_layers * shape.element_bytes
+        read = weights / (self.machine.memory_bandwidth * self.model.gpus)
+        return read + shape.num_layers * self.model.layer_overhead

@@ -1,0 +1,311 @@
+"""Seeded workloads: who asks what, when, and which tokens are shared with whom.
+
+Pure Python, importable alone. Contents are spans of token ids, so that a workload of a hundred
+million tokens stays small; equal spans are equal text.
+
+The published data sets are not redistributed and in part not public. What a generator fits and what
+it assumes is in its docstring; docs/simulator.md shows how much the assumptions matter.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+TOKEN_IDS = 1 << 31
+"""Token ids are drawn from [0, TOKEN_IDS), what the tree can pack."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """`length` consecutive token ids from `start`, modulo TOKEN_IDS. Same start, same text."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session.
+
+    spans: new tokens, appended to the conversation; with `Session.whole` the entire prompt.
+    output: what the model answers. at: earliest arrival in seconds on the workload's clock; None
+    for "when the turn before has been answered". think: seconds between that answer and this turn.
+    """
+
+    spans: tuple[Span, ...]
+    output: Span
+    think: float = 0.0
+    at: float | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Turns in order. arrival: of the first one, in seconds."""
+
+    arrival: float
+    turns: tuple[Turn, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """warmup_turns: requests served before counting starts."""
+
+    name: str
+    sessions: tuple[Session, ...]
+    warmup_turns: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+
+@dataclass
+class _Ids:
+    """Hands out fresh token ids, so that different contents share no block."""
+
+    next_id: int = 0
+
+    def span(self, length: int) -> Span:
+        span = Span(self.next_id % TOKEN_IDS, length)
+        self.next_id += length
+        return span
+
+
+@dataclass(frozen=True)
+class ConversationShape:
+    """Statistics of multi-turn conversations.
+
+    multi_turn_share: sessions with two turns or more; they have 2 + a geometric number of turns.
+    session_sigma, turn_sigma: standard deviations of the logarithm of a turn's length, common to a
+    session and of its own. prompt_share: of a turn's tokens, what the user wrote.
+    """
+
+    mean_turns: float
+    multi_turn_share: float
+    tokens_per_turn: float
+    session_sigma: float
+    turn_sigma: float
+    prompt_share: float
+
+
+ATTENTIONSTORE_SHAPE = ConversationShape(
+    mean_turns=5.75,
+    multi_turn_share=0.73,
+    tokens_per_turn=865.0,
+    session_sigma=1.0,
+    turn_sigma=0.6,
+    prompt_share=0.3,
+)
+"""ShareGPT as AttentionStore describes it (sections 2.3, 2.4, 4.2).
+
+Stated: 5.75 turns in the mean, 73 % multi-turn, 47 % of sessions above 2K tokens, 30 % above 4K.
+Fitted to the two shares: tokens_per_turn and session_sigma. Assumed: geometric turns, lognormal
+lengths, turn_sigma, and prompt_share (the paper gives no split; HCache's ShareGPT4 has 0.16).
+"""
+
+
+def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
+    """Arrival times in seconds at `rate` per second, from 0."""
+    now = 0.0
+    while True:
+        now += rng.expovariate(rate)
+        yield now
+
+
+def conversations(
+    shape: ConversationShape,
+    *,
+    sessions: int,
+    rate: float,
+    think: float,
+    seed: int,
+    name: str,
+    warmup_turns: int = 0,
+) -> Workload:
+    """Independent conversations with Poisson arrivals; nothing is shared between sessions."""
+    rng = random.Random(seed)
+    ids = _Ids()
+    arrivals = poisson_arrivals(rng, rate)
+    rest = (shape.mean_turns - (1 - shape.multi_turn_share)) / shape.multi_turn_share - 2
+    stop = 1 / (1 + rest)
+    made = []
+    for _ in range(sessions):
+        count = 1
+        if rng.random() < shape.multi_turn_share:
+            count = 2 + int(math.log(1.0 - rng.random()) / math.log(1.0 - stop))
+        common = rng.gauss(-(shape.session_sigma**2) / 2, shape.session_sigma)
+        turns = []
+        for index in range(count):
+            own = rng.gauss(-(shape.turn_sigma**2) / 2, shape.turn_sigma)
+            tokens = max(2, round(shape.tokens_per_turn * math.exp(common + own)))
+            asked = max(1, round(tokens * shape.prompt_share))
+            spans = (ids.span(asked),)
+            turns.append(Turn(spans, ids.span(tokens - asked), think if index else 0.0))
+        made.append(Session(next(arrivals), tuple(turns)))
+    return Workload(name, tuple(made), warmup_turns)
+
+
+def shuffled(workload: Workload, rate: float, seed: int) -> Workload:
+    """The same turns in random order, Poisson at `rate` turns per second.
+
+    Every order of the turns that keeps each session's own order is equally likely. A turn whose
+    predecessor is not answered at its time arrives when it is.
+    """
+    rng = random.Random(seed)
+    slots = [i for i, session in enumerate(workload.sessions) for _ in session.turns]
+    rng.shuffle(slots)
+    times: list[list[float]] = [[] for _ in workload.sessions]
+    for index, time in zip(slots, poisson_arrivals(rng, rate), strict=False):
+        times[index].append(time)
+    sessions = []
+    for session, own in zip(workload.sessions, times, strict=True):
+        turns = tuple(replace(t, at=at) for t, at in zip(session.turns, own, strict=True))
+        sessions.append(replace(session, arrival=own[0] if own else 0.0, turns=turns))
+    return replace(workload, sessions=tuple(sessions))
+
+
+def attentionstore(
+    seed: int = 0, sessions: int = 9000, rate: float = 1.0, think: float | None = None
+) -> Workload:
+    """AttentionStore section 4.1: 9K sessions at lambda = 1.0; the first 10K of 52K turns warm up.
+
+    The paper does not say when the later turns of a session arrive. Default: all turns shuffled,
+    `rate` turns per second, the reading under which its numbers come out (docs/simulator.md). With
+    `think`: `rate` sessions per second, and each turn that many seconds after the answer before.
+    With fewer sessions the warm-up shrinks in proportion.
+    """
+    talks = conversations(
+        ATTENTIONSTORE_SHAPE,
+        sessions=sessions,
+        rate=rate,
+        think=think or 0.0,
+        seed=seed,
+        name="attentionstore",
+        warmup_turns=round(10_000 * sessions / 9000),
+    )
+    return talks if think is not None else shuffled(talks, rate, seed)
+
+
+SHAREGPT4_SHAPE = ConversationShape(
+    mean_turns=9.5,
+    multi_turn_share=0.9,
+    tokens_per_turn=66.8 + 358.8,
+    session_sigma=0.5,
+    turn_sigma=0.6,
+    prompt_share=66.8 / (66.8 + 358.8),
+)
+"""ShareGPT4 as HCache describes it (section 2.3): 66.8 tokens in and 358.8 out per round.
+
+Fitted: mean_turns, so that half of the conversations reach 2.5K tokens. Assumed: the spreads.
+"""
+
+
+def sharegpt4(
+    seed: int = 0, sessions: int = 2000, rate: float = 0.5, think: float = 30.0
+) -> Workload:
+    """HCache section 6.1.1: Poisson sessions, 30 s between the rounds of one."""
+    return conversations(
+        SHAREGPT4_SHAPE,
+        sessions=sessions,
+        rate=rate,
+        think=think,
+        seed=seed,
+        name="sharegpt4",
+        warmup_turns=sessions // 2,
+    )
+
+
+@dataclass(frozen=True)
+class ContextTask:
+    """A sub-task of L-Eval: mean tokens of context, instruction and answer (HCache Table 1)."""
+
+    name: str
+    context: float
+    asked: float
+    answer: float
+
+
+L_EVAL_TASKS = (
+    ContextTask("paper assistant", 10603.5, 142.7, 404.8),
+    ContextTask("gsm-100", 5451.7, 77.4, 4.3),
+    ContextTask("quality", 7053.9, 92.4, 19.2),
+)
+
+
+def l_eval(
+    seed: int = 0,
+    sessions: int = 4000,
+    rate: float = 0.5,
+    *,
+    alpha: float = 1.0,
+    contexts: int = 200,
+    tasks: Sequence[ContextTask] = L_EVAL_TASKS,
+) -> Workload:
+    """HCache section 6.4: long contexts drawn again and again with Zipf skewness `alpha`.
+
+    Context lengths are lognormal (sigma 0.3, assumed) around the task's mean and capped at 15,000
+    tokens, below the 16K to which the paper extends its models. Each session is one request.
+    """
+    rng = random.Random(seed)
+    ids = _Ids()
+    documents = []
+    for index in range(contexts):
+        task = tasks[index % len(tasks)]
+        length = min(15_000, max(64, round(task.context * rng.lognormvariate(-0.045, 0.3))))
+        documents.append((task, ids.span(length)))
+    rng.shuffle(documents)
+    weights = [(rank + 1) ** -alpha for rank in range(contexts)]
+    arrivals = poisson_arrivals(rng, rate)
+    made = []
+    for task, document in rng.choices(documents, weights, k=sessions):
+        asked = max(1, round(rng.expovariate(1 / task.asked)))
+        answer = max(1, round(rng.expovariate(1 / task.answer)))
+        turn = Turn((document, ids.span(asked)), ids.span(answer))
+        made.append(Session(next(arrivals), (turn,), whole=True))
+    return Workload("l-eval", tuple(made), sessions // 10)
+
+
+@dataclass
+class LengthSummary:
+    """What a workload looks like, for tables and for checking a fit. Lengths in tokens."""
+
+    sessions: int = 0
+    turns: int = 0
+    multi_turn_share: float = 0.0
+    over_2k: float = 0.0
+    over_4k: float = 0.0
+    mean_session: float = 0.0
+    mean_prompt: float = 0.0
+    mean_output: float = 0.0
+    session_tokens: list[int] = field(default_factory=list, repr=False)
+
+
+def summarize(workload: Workload) -> LengthSummary:
+    """Statistics of a workload's sessions before any truncation."""
+    count = max(1, len(workload.sessions))
+    turns = max(1, workload.num_turns)
+    asked = [[turn.new_tokens for turn in s.turns] for s in workload.sessions]
+    answered = [[turn.output.length for turn in s.turns] for s in workload.sessions]
+    lengths = [
+        (a[-1] + o[-1] if s.whole else sum(a) + sum(o)) if s.turns else 0
+        for s, a, o in zip(workload.sessions, asked, answered, strict=True)
+    ]
+    return LengthSummary(
+        sessions=len(workload.sessions),
+        turns=workload.num_turns,
+        multi_turn_share=sum(len(s.turns) > 1 for s in workload.sessions) / count,
+        over_2k=sum(length > 2048 for length in lengths) / count,
+        over_4k=sum(length > 4096 for length in lengths) / count,
+        mean_session=sum(lengths) / count,
+        mean_prompt=sum(map(sum, asked)) / turns,
+        mean_output=sum(map(sum, answered)) / turns,
+        session_tokens=lengths,
+    )
