@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 16
 
 
-def pack_tokens(tokens: Sequence[int] | np.ndarray) -> bytes:  # type: ignore[type-arg]
+def pack_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Token ids as big-endian int32, so that byte order is token order.
 
     Raises OverflowError for an id outside [0, 2**31).
