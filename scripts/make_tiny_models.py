@@ -2,7 +2,7 @@
 
     python scripts/make_tiny_models.py --output models [--only demo,llama-mha] [--list]
 
-The weights are random, so the text means nothing; they are scaled so that it is useful all the same:
+The weights are random, so the text means nothing; they are scaled so that it is useful:
 
 - greedy decoding wanders through the vocabulary and depends on the whole prompt, so a cache that
   returns wrong state changes the output;
@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,11 @@ father let night following picture being study second eyes soon times story boys
 ever paper hard near sentence better best across during today others however sure means knew try
 told young miles sun ways thing whole hear example heard several change answer room sea against top
 turned learn point city play toward five using himself usually memory cache token model layer server
-""".split()
+"""
 
-ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl pr qu r s sh st t tr v w".split()
-NUCLEI = "a e i o u ai ea io ou".split()
-CODAS = "n r l s t nd rk st m ck".split()
+ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl pr qu r s sh st t tr v w"
+NUCLEI = "a e i o u ai ea io ou"
+CODAS = "n r l s t nd rk st m ck"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,12 @@ class Family:
     arguments: dict[str, Any]
     about: str
     vocab_size: int = 1024
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the model."""
+        names = ("max_position_embeddings", "n_positions")
+        return int(next(self.arguments[name] for name in names if name in self.arguments))
 
 
 def _rope_model(config_class: str, about: str, **arguments: Any) -> Family:
@@ -197,11 +203,13 @@ class UsageError(Exception):
 
 def training_text() -> Iterator[str]:
     """Lines to train the tokenizer on: common words, invented words, digits and punctuation."""
-    syllables = ["".join(parts) for parts in itertools.product(ONSETS, NUCLEI, CODAS)]
+    common = COMMON_WORDS.split()
+    parts = (ONSETS.split(), NUCLEI.split(), CODAS.split())
+    syllables = ["".join(syllable) for syllable in itertools.product(*parts)]
     invented = [
         first + second for first, second in zip(syllables, syllables[7::3] * 3, strict=False)
     ]
-    for start, words in [(i, COMMON_WORDS) for i in range(96)] + [(i, invented) for i in range(12)]:
+    for start, words in [(i, common) for i in range(96)] + [(i, invented) for i in range(12)]:
         step = 2 * start + 1
         order = [words[(start + step * i) % len(words)] for i in range(len(words))]
         for i in range(0, len(order), 12):
@@ -267,8 +275,7 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
             full_name = f"{module_name}.{name}"
             rng = np.random.default_rng([seed, zlib.crc32(f"{family}/{full_name}".encode())])
             if parameter.ndim == 1:
-                centre = 1.0 if _is_norm_weight(module, name) else 0.0
-                values = centre + 0.1 * _normal(rng, parameter.shape)
+                values = _centre(module_name, module, name) + 0.1 * _normal(rng, parameter.shape)
             elif isinstance(module, nn.Embedding):
                 values = _embedding_std(model) * _normal(rng, parameter.shape)
             else:
@@ -284,13 +291,19 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.standard_normal(tuple(shape), dtype="float32")
+    import numpy as np
+
+    return np.asarray(rng.standard_normal(tuple(shape), dtype="float32"))
 
 
-def _is_norm_weight(module: nn.Module, name: str) -> bool:
-    """Whether 1 means "leave as it is"; Gemma stores its norm weights minus one."""
+def _centre(module_name: str, module: nn.Module, name: str) -> float:
+    """Mean of a vector: 0 for a bias, about 1 for the weight of a norm."""
     kind = type(module).__name__
-    return name == "weight" and "Norm" in kind and not kind.startswith("Gemma")
+    if name != "weight" or "Norm" not in kind:
+        return 0.0
+    if kind.startswith("Gemma"):  # stores its norm weights minus one
+        return 0.0
+    return 2.0 if module_name.endswith(("q_norm", "k_norm")) else 1.0  # see _gain: query and key
 
 
 def _embedding_std(model: nn.Module) -> float:
@@ -312,7 +325,7 @@ def _gain(module_name: str) -> float:
     attention_output = last in {"o_proj", "dense", "out_proj"} or module_name.endswith(
         "attn.c_proj"
     )
-    return 4.0 if attention_output else 1.0
+    return 8.0 if attention_output else 1.0
 
 
 def recipe(name: str, seed: int) -> dict[str, Any]:
@@ -384,9 +397,7 @@ def make_models(names: list[str], output: Path, seed: int, force: bool) -> None:
             print(f"{folder}: complete, kept")
             continue
         start = time.monotonic()
-        arguments = FAMILIES[name].arguments
-        length = arguments.get("max_position_embeddings", arguments.get("n_positions"))
-        key = (FAMILIES[name].vocab_size, length)
+        key = (FAMILIES[name].vocab_size, FAMILIES[name].max_length)
         if key not in tokenizers:
             tokenizers[key] = build_tokenizer(*key)
         count = make_model(name, folder, seed, tokenizers[key])
