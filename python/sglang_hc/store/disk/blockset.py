@@ -19,7 +19,8 @@ from sglang_hc.store.disk.breaker import Breaker
 from sglang_hc.store.disk.counters import Counters
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.format import Chunk, Striping
-from sglang_hc.store.disk.records import Place
+from sglang_hc.store.disk.index import ROWS_PER_COMMIT
+from sglang_hc.store.disk.records import IndexFull, Place
 from sglang_hc.store.disk.slabs import Slot
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class BlockSet:
         self.removed: deque[bytes] = deque()
         self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
         self._legacy: dict[bytes, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        self._undeleted: list[deque[tuple[bytes, Place]]] = [deque() for _ in directories]
         self._striping_of = lru_cache(maxsize=16)(lambda n: Striping(striping.chunks, n))
 
     # -- start --------------------------------------------------------------------------------
@@ -167,8 +169,6 @@ class BlockSet:
     def remove(self, block_ids: Iterable[bytes]) -> int:
         """Remove blocks from every directory and free their slots. Returns how many this call
         removed: of two that remove the same block at once only one gets it.
-
-        A row that its index cannot delete now stays, with its slot, until the next start.
         """
         taken: list[list[tuple[bytes, Place]]] = [[] for _ in self.directories]
         count = 0
@@ -182,11 +182,32 @@ class BlockSet:
             if places:
                 count += 1
                 self.removed.append(block_id)
-        for directory, shares in zip(self.directories, taken, strict=True):
-            with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
-                freed = directory.index.delete_at(directory.model, shares)
-                directory.slabs.release(place[:2] for place in freed)
+        for number, shares in enumerate(taken):
+            self._delete(number, shares)
         return count
+
+    def _delete(self, number: int, shares: list[tuple[bytes, Place]]) -> None:
+        """Delete rows and free their slots; what the index refuses is left to `retry_removals`."""
+        directory = self.directories[number]
+        for start in range(0, len(shares), ROWS_PER_COMMIT):
+            some = shares[start : start + ROWS_PER_COMMIT]
+            with suppress(DirectoryFailed), directory.guarded():
+                try:
+                    freed = directory.index.delete_at(directory.model, some)
+                except IndexFull:
+                    self.counters.add("index_refused")
+                    self._undeleted[number].extend(some)
+                    continue
+                directory.slabs.release(place[:2] for place in freed)
+
+    def retry_removals(self) -> bool:
+        """Delete rows of removed blocks that an index had refused to. True when some are gone."""
+        done = False
+        for number, waiting in enumerate(self._undeleted):
+            shares = [waiting.popleft() for _ in range(len(waiting))]
+            self._delete(number, shares)
+            done = done or len(waiting) < len(shares)
+        return done
 
     def _pop(self, block_id: bytes) -> tuple[tuple[int, int], ...]:
         first = self.directories[0].catalog.pop(block_id, None)
@@ -203,10 +224,12 @@ class BlockSet:
         model's, or incomplete ones at start. Returns how many rows went."""
         count = 0
         for directory in self.directories:
-            with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
-                places = directory.index.delete(fingerprint, block_ids)
-                directory.slabs.release(place[:2] for place in places)
-                count += len(places)
+            for start in range(0, len(block_ids), ROWS_PER_COMMIT):
+                some = block_ids[start : start + ROWS_PER_COMMIT]
+                with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
+                    places = directory.index.delete(fingerprint, some)
+                    directory.slabs.release(place[:2] for place in places)
+                    count += len(places)
         return count
 
     def drop_damaged(self, block_id: bytes, bad: Share | None) -> bool:

@@ -85,6 +85,8 @@ class Evictor:
                 return True
             if self._take_foreign_slab(directory) and directory.slabs.grow(self._slot_bytes):
                 return True
+        if self._blocks.retry_removals():
+            return True
         _, there = directory.slabs.usage(self._slot_bytes)
         return self._evict(directory, max(1, there // _BATCH_SHARE)) > 0
 

@@ -257,32 +257,27 @@ class Index:
         return [Place(*row) for row in replaced]
 
     def delete(self, fingerprint: bytes, block_ids: Sequence[bytes]) -> list[Place]:
-        """Remove rows; the places they held are free when this returns."""
-        places: list[Place] = []
-        for start in range(0, len(block_ids), ROWS_PER_COMMIT):
-            some = block_ids[start : start + ROWS_PER_COMMIT]
-            with self._transaction(durable=False) as connection:
-                marks = ",".join("?" * len(some))
-                found = connection.execute(
-                    "DELETE FROM blocks WHERE model=(SELECT model FROM models WHERE fingerprint=?)"
-                    f" AND block_id IN ({marks}) RETURNING slab, slot, residue",
-                    (fingerprint, *some),
-                ).fetchall()
-            places += [Place(*row) for row in found]
-        return places
+        """Remove at most ROWS_PER_COMMIT rows; the places they held are free when this returns."""
+        marks = ",".join("?" * len(block_ids))
+        with self._transaction(durable=False) as connection:
+            found = connection.execute(
+                "DELETE FROM blocks WHERE model=(SELECT model FROM models WHERE fingerprint=?)"
+                f" AND block_id IN ({marks}) RETURNING slab, slot, residue",
+                (fingerprint, *block_ids),
+            ).fetchall()
+        return [Place(*row) for row in found]
 
     def delete_at(self, model: int, shares: Sequence[tuple[bytes, Place]]) -> list[Place]:
-        """Remove rows, but only those that still name these places; see `delete`."""
+        """Remove at most ROWS_PER_COMMIT rows, but only those that still name these places."""
         places: list[Place] = []
-        for start in range(0, len(shares), ROWS_PER_COMMIT):
-            with self._transaction(durable=False) as connection:
-                for block_id, place in shares[start : start + ROWS_PER_COMMIT]:
-                    done = connection.execute(
-                        "DELETE FROM blocks WHERE model=? AND block_id=? AND slab=? AND slot=?",
-                        (model, block_id, place.slab, place.slot),
-                    )
-                    if done.rowcount:
-                        places.append(place)
+        with self._transaction(durable=False) as connection:
+            for block_id, place in shares:
+                done = connection.execute(
+                    "DELETE FROM blocks WHERE model=? AND block_id=? AND slab=? AND slot=?",
+                    (model, block_id, place.slab, place.slot),
+                )
+                if done.rowcount:
+                    places.append(place)
         return places
 
     def touch(self, model: int, uses: Mapping[bytes, tuple[int, int]]) -> None:

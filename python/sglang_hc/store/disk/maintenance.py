@@ -136,6 +136,7 @@ class Maintenance:
         if not self._blocks.usable():
             return
         self._blocks.flush_touches()
+        self._blocks.retry_removals()
         now = self._blocks.clock()
         if self._ttl is not None and now >= self._next_expiry:
             self._next_expiry = now + min(60.0, self._ttl / 10)

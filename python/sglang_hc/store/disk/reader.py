@@ -52,7 +52,7 @@ class BlockReader:
         """See DiskStore.read."""
         blocks = self._blocks
         if not blocks.usable():
-            return self._count(ReadStatus.IO_ERROR if block_id in blocks else ReadStatus.MISSING)
+            return self._count(ReadStatus.IO_ERROR)
         shares = blocks.acquire(block_id)
         if shares is None:
             if block_id in blocks:  # its slab is gone: say so once, not at every lookup

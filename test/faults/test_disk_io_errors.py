@@ -1,0 +1,261 @@
+"""Full disks, I/O errors, short reads, slow disks and places that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
+from disk_support import (
+    EIO,
+    ENOSPC,
+    LAYOUT,
+    Faults,
+    FaultyBackend,
+    data_of,
+    make_path,
+    open_store,
+    put,
+    read_bytes,
+    slow_backend,
+    total_bytes,
+)
+
+from sglang_hc.store.disk.breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.reader import ReadStatus
+from sglang_hc.store.disk.writer import WriteStatus
+
+
+def nothing(path: str) -> None:
+    """A hook that lets everything through."""
+
+
+def test_an_unreadable_block_is_a_miss_once(scratch: Path) -> None:
+    """A block that could not be read was offered again and again in another store."""
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    blocks = make_path(3)
+    put(store, blocks)
+    faults.on_read = EIO
+    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.IO_ERROR
+    faults.on_read = nothing
+    assert store.contains([block.block_id for block in blocks]) == 1
+    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.MISSING
+    assert store.stats().counters["read_io_error"] == 1
+    assert store.stats().directories[0].quarantined == 1
+    assert put(store, [blocks[1]]) == [WriteStatus.OK], "in another slot"
+    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.OK
+    store.check_integrity()
+    store.close()
+
+
+def test_a_failed_write_or_sync_is_not_visible(scratch: Path) -> None:
+    """A failed store that stayed visible gave gibberish later in another store."""
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    blocks = make_path(4)
+    put(store, blocks[:1])
+    for hook in ("on_write", "on_sync"):
+        setattr(faults, hook, EIO)
+        assert put(store, blocks[1:]) == [WriteStatus.IO_ERROR] * 3
+        setattr(faults, hook, nothing)
+        assert store.contains([block.block_id for block in blocks]) == 1
+        store.check_integrity()
+    assert put(store, blocks[1:]) == [WriteStatus.OK] * 3
+    store.check_integrity()
+    store.close()
+
+
+def test_one_failed_share_of_two_is_taken_back(scratch: Path) -> None:
+    faults = Faults()
+    store = open_store(scratch / "a", scratch / "b", backend=FaultyBackend(faults))
+    blocks = make_path(4)
+
+    def fail_second(path: str) -> None:
+        if "/b/" in path:
+            EIO(path)
+
+    faults.on_sync = fail_second
+    assert put(store, blocks) == [WriteStatus.IO_ERROR] * 4
+    faults.on_sync = nothing
+    store.check_integrity()
+    assert all(d.slots_taken == 0 for d in store.stats().directories)
+    assert put(store, blocks) == [WriteStatus.OK] * 4
+    store.close()
+
+
+def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    put(store, make_path(6, seed=1))
+    slots = store.stats().directories[0].slots
+    faults.on_allocate = ENOSPC
+    for seed in range(2, 8):
+        assert set(put(store, make_path(4, seed=seed))) == {WriteStatus.OK}
+    stats = store.stats()
+    assert stats.directories[0].slots == slots and stats.counters["evicted_blocks"] > 0
+    store.check_integrity()
+    store.close()
+
+
+def test_a_disk_full_from_the_start_drops_saves(scratch: Path) -> None:
+    faults = Faults(on_allocate=ENOSPC)
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    assert put(store, make_path(3)) == [WriteStatus.NO_SPACE] * 3
+    faults.on_allocate, faults.on_write = nothing, ENOSPC
+    store._blocks.directories[0].slabs._growth_resumes = 0.0
+    assert put(store, make_path(3)) == [WriteStatus.NO_SPACE] * 3
+    assert store.stats().counters["write_no_space"] == 6
+    store.check_integrity()
+    store.close()
+
+
+def test_short_reads_are_damage(scratch: Path) -> None:
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    blocks = make_path(2)
+    put(store, blocks)
+    faults.short = 512
+    assert read_bytes(store, blocks[0].block_id)[0] is ReadStatus.DAMAGED
+    faults.short = 0
+    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.OK
+    store.close()
+
+
+def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> None:
+    faults = Faults()
+    now = [1e9]
+    store = open_store(scratch, backend=FaultyBackend(faults), clock=lambda: now[0])
+    blocks = make_path(FAILURES_TO_OPEN + 4)
+    put(store, blocks)
+    asked = []
+
+    def count(path: str) -> None:
+        asked.append(path)
+        EIO(path)
+
+    faults.on_read = count
+    for block in blocks:
+        assert read_bytes(store, block.block_id)[0] is ReadStatus.IO_ERROR
+    assert len(asked) == FAILURES_TO_OPEN, "not asked any more"
+    last = [blocks[-1].block_id]
+    assert store.contains(last) == 0 and put(store, make_path(1, seed=5)) == [WriteStatus.IO_ERROR]
+    assert store.stats().pauses == 1
+    now[0] += 6
+    assert store.contains(last) == 1, "asked again after the pause"
+    assert read_bytes(store, blocks[-2].block_id)[0] is ReadStatus.IO_ERROR
+    assert store.contains(last) == 0, "one failure is enough for the next, longer pause"
+    now[0] += 6
+    assert store.contains(last) == 0
+    now[0] += 6
+    faults.on_read = nothing
+    assert read_bytes(store, blocks[-1].block_id)[0] is ReadStatus.OK
+    assert store.stats().usable
+    store.close()
+
+
+def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
+    """At 1 MB/s: lookups stay in memory, and a deadline ends a read between two pieces."""
+    store = open_store(scratch, backend=slow_backend(1e6))
+    blocks = make_path(4)
+    writer = threading.Thread(target=put, args=(store, blocks))
+    writer.start()
+    started = time.monotonic()
+    looked = 0
+    while writer.is_alive():
+        store.contains([block.block_id for block in blocks])
+        looked += 1
+        time.sleep(0.001)
+    assert looked > 20, "lookups waited for the disk"
+    writer.join()
+    assert time.monotonic() - started >= 4 * LAYOUT.slot_bytes / 1e6
+    into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
+    late = time.monotonic() - 1
+    assert store.read(blocks[0].block_id, into, deadline=late) is ReadStatus.TIMED_OUT
+    assert store.contains([blocks[0].block_id]) == 1, "slow is not damaged"
+    assert store.read(blocks[0].block_id, into) is ReadStatus.OK
+    assert np.array_equal(into, data_of(blocks[0]))
+    assert store.stats().counters["read_timed_out"] == 1
+    store.check_integrity()
+    store.close()
+
+
+def test_a_failing_maintenance_round_is_counted_and_tried_again(scratch: Path) -> None:
+    """One exception ended the backup thread for good in another store."""
+    store = open_store(scratch, background=True, scrub_bytes_per_s=1 << 20)
+    put(store, make_path(2))
+    real = store.maintenance._evictor.trim
+    failed = threading.Event()
+
+    def trim() -> int:
+        failed.set()
+        raise RuntimeError("injected")
+
+    store.maintenance._evictor.trim = trim
+    assert failed.wait(10)
+    store.maintenance._evictor.trim = real
+    before = store.stats().counters["scrubbed_bytes"]
+    deadline = time.monotonic() + 10
+    while store.stats().counters["scrubbed_bytes"] == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    counters = store.stats().counters
+    assert counters["maintenance_errors"] >= 1 and counters["scrubbed_bytes"] > before
+    store.close()
+
+
+def test_a_directory_removed_under_the_store_loses_cache_not_requests(scratch: Path) -> None:
+    folder = scratch / "disk"
+    store = open_store(folder)
+    blocks = make_path(4)
+    put(store, blocks)
+    shutil.rmtree(folder)
+    for seed in range(3):
+        for answer in put(store, make_path(4, seed=50 + seed)):
+            assert answer in (WriteStatus.OK, WriteStatus.IO_ERROR, WriteStatus.NO_SPACE)
+    for block in blocks:
+        status, got = read_bytes(store, block.block_id)
+        assert status is not ReadStatus.OK or np.array_equal(got, data_of(block))
+    store.maintenance.tick()
+    store.close()
+    open_store(folder).close()
+
+
+def test_a_missing_parent_is_one_clear_sentence(scratch: Path) -> None:
+    with pytest.raises(DirectoryError, match=r"--hc-disk .*/no/such: cannot be used \(No such"):
+        open_store(scratch / "no" / "such")
+
+
+def test_a_file_in_place_of_the_directory_is_one_clear_sentence(scratch: Path) -> None:
+    (scratch / "file").write_text("x")
+    with pytest.raises(DirectoryError, match=r"cannot be used \((Not a directory|File exists)\)"):
+        open_store(scratch / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root reads all")
+def test_a_read_only_directory_is_one_clear_sentence(scratch: Path) -> None:
+    """Root may write anywhere, so the attempt runs in a child without privileges."""
+    folder = scratch / "disk"
+    folder.mkdir()
+    folder.chmod(0o555)
+    os.chmod(scratch, 0o755)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            open_store(folder)
+        except DirectoryError as error:
+            code = 0 if "Permission denied" in str(error) and "--hc-disk" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert total_bytes(folder) == 0

@@ -1,0 +1,145 @@
+"""The byte budget and the ownership of slots under random workloads."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_support import data_of, make_path, open_store, put, read_bytes, total_bytes
+
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.reader import ReadStatus
+from sglang_hc.store.disk.writer import WriteStatus
+
+OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
+PATHS = st.integers(0, 30)
+BUDGETS = st.sampled_from([5_400_000, 5_700_000, 6_300_000])
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+class RandomWorkload(RuleBasedStateMachine):
+    """Two models take turns on two directories while everything that can happen happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir=MEMORY))
+        self.disks = [self.folder / "a", self.folder / "b"]
+        self.now = 1.7e9
+        self.store = None
+        self.other = False
+        self.budget = 5_700_000
+        self.stripes = 2
+        self.start(5_700_000, False, 2)
+
+    def start(self, budget: int, other: bool, stripes: int) -> None:
+        self.budget, self.other, self.stripes = budget, other, stripes
+        self.layout = {"layout": OTHER, "fingerprint": OTHER.fingerprint()} if other else {}
+        self.store = open_store(
+            *self.disks[:stripes],
+            size=budget,
+            backend=DirectBackend(direct=False),
+            clock=lambda: self.now,
+            ttl_s=100_000,
+            **self.layout,
+        )
+
+    def path(self, seed: int) -> list:
+        names = {"fingerprint": OTHER.fingerprint()} if self.other else {}
+        return make_path(4, seed=seed, **names)
+
+    @rule(seed=PATHS)
+    def write(self, seed: int) -> None:
+        blocks = self.path(seed)
+        if self.other:
+            answers = self.store.write_many([(b, data_of(b, OTHER.slot_bytes)) for b in blocks])
+        else:
+            answers = put(self.store, blocks)
+        assert WriteStatus.IO_ERROR not in answers
+
+    @rule(seed=PATHS)
+    @precondition(lambda self: not self.other)
+    def read(self, seed: int) -> None:
+        for block in self.path(seed):
+            known = self.store.contains([block.block_id])
+            status, got = read_bytes(self.store, block.block_id)
+            assert status is (ReadStatus.OK if known else ReadStatus.MISSING)
+            assert not known or np.array_equal(got, data_of(block))
+
+    @rule(seed=PATHS)
+    def delete(self, seed: int) -> None:
+        self.store.delete([block.block_id for block in self.path(seed)][2:])
+
+    @rule(seed=PATHS)
+    def touch(self, seed: int) -> None:
+        self.store.touch([block.block_id for block in self.path(seed)])
+
+    @rule(seconds=st.sampled_from([1, 60, 30_000]))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.store.maintenance.tick()
+
+    @rule(budget=BUDGETS, other=st.booleans(), stripes=st.sampled_from([1, 2]))
+    def restart(self, budget: int, other: bool, stripes: int) -> None:
+        self.store.close()
+        self.start(budget, other, stripes)
+
+    @invariant()
+    def no_byte_above_the_budget(self) -> None:
+        for disk in self.disks[: self.stripes]:
+            assert total_bytes(disk) <= self.budget
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.store.check_integrity()
+
+    def teardown(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+
+TestRandomWorkload = RandomWorkload.TestCase
+TestRandomWorkload.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_the_log_stays_in_its_share_while_somebody_reads(scratch: Path) -> None:
+    """An open reader keeps SQLite from truncating the log: writes are refused before it grows past
+    its share, and go on when the reader is gone."""
+    store = open_store(scratch, size=5_300_000, backend=DirectBackend(direct=False))
+    blocks = make_path(4)
+    put(store, blocks)
+    index = Index(str(scratch / "sglang-hc" / "index.sqlite"), read_only=True)
+    index._connection.execute("BEGIN")
+    index._connection.execute("SELECT count(*) FROM blocks").fetchall()
+    refused = False
+    for seed in range(1, 400):
+        refused |= WriteStatus.NO_SPACE in put(store, make_path(4, seed=seed))
+        assert total_bytes(scratch) <= 5_300_000
+        if refused:
+            break
+    assert refused and store.stats().counters["index_refused"] > 0
+    index._connection.execute("ROLLBACK")
+    index.close()
+    assert put(store, make_path(1, seed=999)) == [WriteStatus.OK]
+    store.close()
+
+
+def test_a_transaction_fits_what_is_kept_free_in_the_log() -> None:
+    """32 rows in three trees; a page each at every level, with neighbours when it splits."""
+    pages = index_module.ROWS_PER_COMMIT * 3 * 5
+    assert pages * (4096 + 24) <= index_module.WAL_MAX_BYTES - index_module._WAL_TRUNCATE_AT
