@@ -1,0 +1,48 @@
+"""The rooms import downwards only: the contracts of import-linter, checked with the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from importlinter import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def contracts_hold(config: Path, cache: Path) -> bool:
+    status = cli.lint_imports(
+        config_filename=str(config), cache_dir=str(cache), is_debug_mode=False
+    )
+    return status == cli.EXIT_STATUS_SUCCESS
+
+
+def test_imports_go_downwards_and_only_srt_knows_sglang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "python"))
+    assert contracts_hold(ROOT / "pyproject.toml", tmp_path), "run `make lint` to see the import"
+
+
+def test_an_upward_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kind of contract on a package that breaks it, so that the test above can fail."""
+    package = tmp_path / "upside_down"
+    (package / "low").mkdir(parents=True)
+    for file, text in {
+        "__init__.py": "",
+        "high.py": "",
+        "low/__init__.py": "from upside_down import high\n",
+    }.items():
+        (package / file).write_text(text)
+    config = tmp_path / "contracts.toml"
+    config.write_text(
+        "[tool.importlinter]\n"
+        'root_package = "upside_down"\n'
+        "[[tool.importlinter.contracts]]\n"
+        'name = "downwards"\n'
+        'type = "layers"\n'
+        'layers = ["upside_down.high", "upside_down.low"]\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not contracts_hold(config, tmp_path / "cache")
