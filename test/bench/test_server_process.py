@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 from sglang_hc.bench.server import ServerFailed, ServerProcess, free_port
 
 SERVER = """
-import argparse, http.server, os, subprocess, sys
+import argparse, http.server, os, subprocess, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--host"); parser.add_argument("--port", type=int)
 parser.add_argument("--children", default=""); parser.add_argument("--die", action="store_true")
+parser.add_argument("--hang", action="store_true")
 args = parser.parse_args()
 print("word from the server", os.environ.get("FAKE_WORD"), flush=True)
 if args.die:
@@ -29,7 +31,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
     def log_message(self, *_): pass
-http.server.HTTPServer((args.host, args.port), Handler).serve_forever()
+try:
+    server = http.server.HTTPServer((args.host, args.port), Handler)
+except OSError as error:
+    print("address already in use" if error.errno == 98 else error, flush=True)
+    time.sleep(600 if args.hang else 0)
+    raise
+server.serve_forever()
 """
 
 
@@ -93,3 +101,17 @@ def test_a_server_that_is_never_healthy_is_given_up(tmp_path: Path) -> None:
 
 def test_free_ports_can_be_bound() -> None:
     assert 0 < free_port() < 65536
+
+
+def test_a_port_lost_while_starting_is_replaced(
+    tmp_path: Path, module: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow start once lost its port to another process, and the launcher hung on for minutes."""
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    ports = iter([taken.getsockname()[1], free_port()])
+    monkeypatch.setattr("sglang_hc.bench.server.free_port", lambda: next(ports))
+    with taken, ServerProcess("fake_launch", ["--hang"], module, tmp_path / "log") as server:
+        assert server.port != taken.getsockname()[1]
+        assert urllib.request.urlopen(f"{server.url}/health").status == 200
+    assert "address already in use" in (tmp_path / "log").read_text()

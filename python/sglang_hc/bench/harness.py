@@ -109,4 +109,4 @@ def _status(cells: Sequence[Cell], agreements: Sequence[Agreement]) -> int:
 
 def _terminate_like_interrupt() -> None:
     """Make SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

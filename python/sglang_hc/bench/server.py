@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,17 +18,30 @@ from types import TracebackType
 
 _LOG_TAIL_LINES = 15
 _STOP_GRACE_S = 10.0
+_PORT_ATTEMPTS = 3
+_PORT_WORDS = b"address already in use"
 
 
 class ServerFailed(RuntimeError):
     """The server ended or did not become healthy. The message holds the end of its log."""
 
 
+class _PortTaken(ServerFailed):
+    """Somebody else bound the port between its choice and the server's start."""
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on now.
+
+    It lies below the range from which the kernel takes ports for outgoing connections: a server
+    binds its port only after a start of seconds or minutes, and until then such a port is lost
+    easily.
+    """
+    for port in random.sample(range(10000, 28000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerFailed("no free port between 10000 and 28000 on 127.0.0.1")
 
 
 class ServerProcess:
@@ -47,17 +61,18 @@ class ServerProcess:
         log_path: str | os.PathLike[str] = os.devnull,
         timeout_s: float = 300.0,
     ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [
-            *(sys.executable, "-m", module, *args),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-        ]
+        self.port = 0
+        self._words = [sys.executable, "-m", module, *args]
         self.log_path = Path(log_path)
         self.start_s = 0.0
         self._env = dict(env or {})
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL; valid once started."""
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -68,10 +83,18 @@ class ServerProcess:
 
     def start(self) -> ServerProcess:
         """Start and wait for health. `start_s` is then the time it took."""
+        for _ in range(_PORT_ATTEMPTS - 1):
+            with contextlib.suppress(_PortTaken):
+                return self._start_once()
+        return self._start_once()
+
+    def _start_once(self) -> ServerProcess:
         begun = time.monotonic()
+        self.port = free_port()
         with open(self.log_path, "ab") as log:
+            log_begins = log.tell()
             self._process = subprocess.Popen(
-                self.command,
+                [*self._words, "--host", "127.0.0.1", "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -79,7 +102,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         try:
-            self._wait_healthy(begun + self._timeout_s)
+            self._wait_healthy(begun + self._timeout_s, log_begins)
         except BaseException:
             self.kill()
             raise
@@ -111,6 +134,13 @@ class ServerProcess:
             return ""
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
+    def _log_since(self, begins: int) -> bytes:
+        if not self.log_path.is_file():
+            return b""
+        with open(self.log_path, "rb") as log:
+            log.seek(begins)
+            return log.read()
+
     def __enter__(self) -> ServerProcess:
         return self.start()
 
@@ -122,10 +152,13 @@ class ServerProcess:
     ) -> None:
         self.kill()
 
-    def _wait_healthy(self, deadline: float) -> None:
+    def _wait_healthy(self, deadline: float, log_begins: int) -> None:
         assert self._process is not None
         while time.monotonic() < deadline:
             status = self._process.poll()
+            if _PORT_WORDS in self._log_since(log_begins):
+                # The HTTP server has given up, but SGLang's other processes live on.
+                raise _PortTaken(f"port {self.port} was taken meanwhile; log {self.log_path}")
             if status is not None:
                 raise ServerFailed(
                     f"the server ended with status {status} while starting; "
