@@ -54,17 +54,3 @@ def smallest_reaching(
         else:
             low = middle + 1
     return found
-
-
-def interpolate(curve: Sequence[CapacityPoint], num_bytes: float) -> float:
-    """Hit rate at a capacity between measured points, ascending; flat outside them."""
-    if not curve:
-        raise ValueError("an empty curve has no hit rate")
-    below = curve[0]
-    for above in curve:
-        if above.num_bytes >= num_bytes:
-            span = above.num_bytes - below.num_bytes
-            share = (num_bytes - below.num_bytes) / span if span > 0 else 1.0
-            return below.hit_rate + max(0.0, share) * (above.hit_rate - below.hit_rate)
-        below = above
-    return below.hit_rate

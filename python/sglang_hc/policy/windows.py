@@ -20,6 +20,13 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
 
+EVICTION_STRETCH = 4.0
+"""Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
+
+Beyond the paper's window the queue still says what is needed last. With a longer queue, evicting by
+age there throws out first what enters the window next; see docs/decisions/queue-window.md.
+"""
+
 _MIN_GAP = 1e-6
 """Ranks closer than this are renumbered; far above the spacing of floats up to 1e9."""
 

@@ -28,11 +28,15 @@ MAX_PASSES_OVER = 32
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request, for `replay`. kind: arrive, admit or finish."""
+    """What happened to a request, for `replay`. kind: arrive, admit or finish.
+
+    loaded: at an admission, whether blocks were read from disk for it.
+    """
 
     time: float
     kind: str
     session: int
+    loaded: bool = False
 
 
 @dataclass
@@ -197,8 +201,10 @@ class Engine:
             seconds = max(wait, self.costs.prefill_seconds(prompt - depth, depth))
             if depth and seconds <= best:
                 best, restored, from_disk = seconds, depth, disk
-        self.cache.admit(job, found, self.now, load=from_disk)
-        if from_disk and found.disk_blocks:
+        loaded = from_disk and bool(found.disk_blocks)
+        self.cache.admit(job, found, self.now, load=loaded)
+        self.events.append(Event(self.now, "admit", job.session, loaded))
+        if loaded:
             self._disk_free = self.now + load
         self.now += best
         self._served += 1
@@ -206,7 +212,6 @@ class Engine:
             self.measures.admitted(job, found, reusable, restored, self.now - job.arrived)
         if self.on_served is not None:
             self.on_served(self._served)
-        self.events.append(Event(self.now, "admit", job.session))
         context = prompt + job.output_tokens // 2
         self._running[job.number] = _Running(job, context)
         self._context += context

@@ -37,7 +37,8 @@ class Measures:
         blocks, tokens = reusable
         self.turns += 1
         self.prompt_tokens += job.prompt_tokens
-        self.reusable += tokens
+        # Rows of a block that is equal only in part are found too, but counted by no block.
+        self.reusable += max(tokens, found.tokens)
         self.device += found.device
         self.host += found.host
         self.disk += found.disk

@@ -105,7 +105,7 @@ def replay(
             reusable, found = cache.reusable(job), cache.find(job, event.time)
             if served > workload.warmup_turns:
                 measures.admitted(job, found, reusable, found.tokens, event.time - job.arrived)
-            cache.admit(job, found, event.time, load=bool(found.disk_blocks))
+            cache.admit(job, found, event.time, load=event.loaded and bool(found.disk_blocks))
             cache.turns.admitted(1, event.time)
             queue.remove(job.number)
         else:

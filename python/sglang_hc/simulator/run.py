@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.windows import EVICTION_STRETCH
 from sglang_hc.simulator.engine import Engine, Event
 from sglang_hc.simulator.measures import Measures
 from sglang_hc.simulator.models import ATTENTIONSTORE_MACHINE, GpuCosts, Machine, SimulatedModel
@@ -25,7 +26,8 @@ class Setup:
     """A server and its load.
 
     policy: one of SIMULATED_POLICIES. prefetch: None for the policy's own, queue for `queue` and
-    `belady`, off for the others (AttentionStore section 4.3.3). Sizes in bytes.
+    `belady`, off for the others (AttentionStore section 4.3.3). stretch: eviction window over the
+    paper's. Sizes in bytes.
     """
 
     workload: Workload
@@ -39,6 +41,7 @@ class Setup:
     max_batch: int = 24
     ready_first: bool = False
     keep_truncated: bool = True
+    stretch: float = EVICTION_STRETCH
 
     @property
     def prefetch_mode(self) -> str:
@@ -70,6 +73,7 @@ class Result:
             "seconds": self.seconds,
             "policy": setup.policy,
             "prefetch": setup.prefetch_mode,
+            "window_stretch": setup.stretch,
             "workload": setup.workload.name,
             "model": setup.model.name,
             "layer_plan": str(setup.model.layout.plan),
@@ -113,7 +117,12 @@ def _live(
 ) -> tuple[Measures, TieredCache, list[Event]]:
     costs = GpuCosts(setup.model, setup.machine)
     cache = TieredCache(
-        setup.sizes, setup.model.slot_bytes, costs, policy=policy, prefetch=setup.prefetch_mode
+        setup.sizes,
+        setup.model.slot_bytes,
+        costs,
+        policy=policy,
+        prefetch=setup.prefetch_mode,
+        stretch=setup.stretch,
     )
     engine = Engine(
         setup.workload,

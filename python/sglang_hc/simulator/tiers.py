@@ -15,7 +15,7 @@ from sglang_hc.policy.prefetch import (
     missing_blocks,
     reserve_slots,
 )
-from sglang_hc.policy.windows import LookAhead, RunningMean, window_length
+from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 from sglang_hc.simulator.disk import DiskBlock, DiskTier
 from sglang_hc.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
@@ -76,7 +76,8 @@ DiskPolicies = Callable[[], EvictionPolicy[DiskBlock]]
 class TieredCache:
     """What a server keeps of its requests, and where.
 
-    `prefetch`: queue, on-arrival or off. `node_policy` and `disk_policy` replace the named policy,
+    `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
+    `node_policy` and `disk_policy` replace the named policy,
     e.g. by the clairvoyant one. Times come from the caller.
     """
 
@@ -88,6 +89,7 @@ class TieredCache:
         *,
         policy: str,
         prefetch: str,
+        stretch: float = EVICTION_STRETCH,
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class TieredCache:
         self._sizes = sizes
         self._slot_bytes = slot_bytes
         self._mode = prefetch
+        self._stretch = stretch
         self._planner: PrefetchPlanner[int] = PrefetchPlanner(costs, slot_bytes)
         self._mean = RunningMean()
         self._unfetched: dict[int, None] = {}
@@ -127,7 +130,7 @@ class TieredCache:
     def look_ahead(self, queue: Sequence[int]) -> None:
         """The waiting queue as the next pass sees it."""
         capacity = float(self._sizes.host + self._sizes.disk) * self._slot_bytes
-        length = window_length(capacity, self._mean.value)
+        length = int(self._stretch * window_length(capacity, self._mean.value))
         self.window.update(queue, length, lambda number: self.jobs[number].needs)
 
     def prefetch(self, now: float) -> list[Transfer]:

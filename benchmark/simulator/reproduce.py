@@ -1,0 +1,238 @@
+"""Run every simulation behind the tables of README.md and write their results as JSON.
+
+    python benchmark/simulator/reproduce.py [--full] [--only PART ...]
+
+One process, one run after the other. By default AttentionStore's experiment runs at a quarter of
+its size: sessions, arrival rate, batch and all tiers divided by four, which keeps the length of the
+queue over the capacity of the tiers. --full runs it whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_hc.policy.capacity import full_capacity
+from sglang_hc.simulator import workloads
+from sglang_hc.simulator.models import MODEL_NAMES, load_model
+from sglang_hc.simulator.run import Setup, simulate
+from sglang_hc.simulator.traces import Timing, read_trace
+from sglang_hc.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results"
+GB = 1e9
+
+Run = tuple[dict[str, Any], Setup]
+
+
+class Paper:
+    """AttentionStore's experiment (section 4.1); a session's next turn follows its answer at once."""
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+        self.load = self.closed()
+
+    def closed(self, think: float = 0.0) -> Workload:
+        return attentionstore(sessions=9000 // self.scale, rate=1 / self.scale, think=think)
+
+    def setup(self, model: str, disk: float, *, dram: float = 128.0, **options: Any) -> Setup:
+        options.setdefault("workload", self.load)
+        device = options.pop("device", 0.0)
+        return Setup(
+            model=load_model(model),
+            dram=dram * GB / self.scale,
+            disk=disk * GB / self.scale,
+            device=device * GB / self.scale,
+            max_batch=24 // self.scale,
+            **options,
+        )
+
+
+def models(paper: Paper) -> Iterator[Run]:
+    """Figure 13: hit rate of four models at 128 GB / 10 TB."""
+    for name in MODEL_NAMES:
+        for stretch in (1.0, 4.0):
+            yield {"model": name, "stretch": stretch}, paper.setup(name, 10_000, stretch=stretch)
+
+
+def policies(paper: Paper) -> Iterator[Run]:
+    """Figure 21: eviction policies by disk size, LLaMA-13B."""
+    for disk in (2_000, 10_000):
+        yield _arm("queue, paper's window", disk), paper.setup("llama-13b", disk, stretch=1.0)
+        for policy in ("queue", "lru", "fifo", "lfu", "belady"):
+            yield _arm(policy, disk), paper.setup("llama-13b", disk, policy=policy)
+    for disk in (3_000, 4_000, 5_000, 6_000):
+        for policy in ("queue", "lru", "fifo"):
+            yield _arm(policy, disk), paper.setup("llama-13b", disk, policy=policy)
+
+
+def _arm(policy: str, disk: float) -> dict[str, Any]:
+    return {"arm": policy, "disk": disk}
+
+
+def tiers(paper: Paper) -> Iterator[Run]:
+    """Figure 24: HBM alone (10 GB), with DRAM, with SSD."""
+    for name in MODEL_NAMES:
+        for label, dram, disk in (("hbm", 0, 0), ("hbm+dram", 128, 0), ("all", 128, 10_000)):
+            setup = paper.setup(name, disk, dram=dram, device=10.0)
+            yield {"model": name, "tiers": label}, setup
+
+
+def truncation(paper: Paper) -> Iterator[Run]:
+    """Figure 22: state that a context overflow invalidates."""
+    for name in MODEL_NAMES:
+        yield {"model": name}, paper.setup(name, 10_000, keep_truncated=False)
+
+
+def capacity(paper: Paper) -> Iterator[Run]:
+    """Figure 23: hit rate over RCC / CCpUT, at a load that the GPUs can carry.
+
+    Assumed: 0.115 sessions per second and 300 s between the turns of one, which keeps two A100 busy
+    for about 85 % of the time; distinct sessions per hour are counted in the load itself.
+    """
+    load = attentionstore(sessions=1500, rate=0.115, think=300.0)
+    model = load_model("llama-13b")
+    full = full_capacity(_sessions_per_hour(load), model.context * model.token_bytes)
+    for ratio in (0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0):
+        dram = min(128 * GB, ratio * full / 4)
+        setup = Setup(load, model, dram=dram, disk=ratio * full)
+        yield {"ratio": ratio, "ccput_gb": full / GB}, setup
+
+
+def _sessions_per_hour(load: Workload) -> int:
+    """Most distinct sessions with a turn in one hour, if every turn were answered at once."""
+    turns = sorted(
+        (session.arrival + index * session.turns[-1].think, number)
+        for number, session in enumerate(load.sessions)
+        for index in range(len(session.turns))
+    )
+    most, first = 0, 0
+    inside: dict[int, int] = {}
+    for time_, number in turns:
+        inside[number] = inside.get(number, 0) + 1
+        while turns[first][0] < time_ - 3600:
+            gone = turns[first][1]
+            inside[gone] -= 1
+            if not inside[gone]:
+                del inside[gone]
+            first += 1
+        most = max(most, len(inside))
+    return most
+
+
+def sensitivity(paper: Paper) -> Iterator[Run]:
+    """What the assumptions about ShareGPT and the server do to queue and LRU, LLaMA-13B."""
+    base = workloads.ATTENTIONSTORE_SHAPE
+    shapes = {
+        "prompt share 0.16 (0.3)": dataclasses.replace(base, prompt_share=0.16),
+        "equal turns (sigma 0.6)": dataclasses.replace(base, turn_sigma=0.0),
+        "sessions 1.5 times longer": dataclasses.replace(base, tokens_per_turn=1300.0),
+    }
+    variants: dict[str, dict[str, Any]] = {"as assumed": {}}
+    for label, shape in shapes.items():
+        talks = workloads.conversations(
+            shape,
+            sessions=9000 // paper.scale,
+            rate=1 / paper.scale,
+            think=0.0,
+            seed=0,
+            name="attentionstore",
+            warmup_turns=10_000 // paper.scale,
+        )
+        variants[label] = {"workload": talks}
+    variants["think time 300 s (0)"] = {"workload": paper.closed(think=300.0)}
+    shuffled = attentionstore(sessions=9000 // paper.scale, rate=1 / paper.scale)
+    variants["turns shuffled, 1 per second"] = {"workload": shuffled}
+    faster = dataclasses.replace(load_model("llama-13b"), layer_overhead=0.2e-3)
+    for label, options in variants.items():
+        for policy in ("queue", "lru"):
+            yield (
+                {"variant": label, "arm": policy},
+                paper.setup("llama-13b", 4_000, policy=policy, **options),
+            )
+    for policy in ("queue", "lru"):
+        setup = paper.setup("llama-13b", 4_000, policy=policy)
+        yield (
+            {"variant": "0.2 ms of host work per layer (0.85)", "arm": policy},
+            dataclasses.replace(setup, model=faster),
+        )
+
+
+def bound(paper: Paper) -> Iterator[Run]:
+    """Every workload against the clairvoyant policy on the same record."""
+    samples = HERE / "samples"
+    long = load_model("llama-13b", context=16_384)
+    chat = sharegpt4(sessions=600, rate=0.06)
+    documents = l_eval(sessions=1500, rate=0.4)
+    cases = {
+        "attentionstore, 2 TB": paper.setup("llama-13b", 2_000),
+        "attentionstore, 5 TB": paper.setup("llama-13b", 5_000),
+        "sharegpt4": Setup(chat, long, dram=32 * GB, disk=100 * GB),
+        "l-eval, Zipf 1": Setup(documents, long, dram=64 * GB, disk=400 * GB),
+        "l-eval, uniform": Setup(
+            l_eval(sessions=1500, rate=0.4, alpha=0.0), long, dram=64 * GB, disk=400 * GB
+        ),
+    }
+    for name, dram, disk in (
+        ("mooncake.jsonl", 20, 100),
+        ("bailian.jsonl", 3, 12),
+        ("burstgpt.csv", 4, 15),
+        ("sharegpt.json", 2, 5),
+    ):
+        trace = read_trace(samples / name, Timing(rate=2.0, think=20.0))
+        cases[name] = Setup(trace, long, dram=dram * GB, disk=disk * GB)
+    for label, setup in cases.items():
+        for policy in ("queue", "lru", "belady"):
+            yield {"case": label, "arm": policy}, dataclasses.replace(setup, policy=policy)
+
+
+PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
+    part.__name__: part
+    for part in (models, policies, tiers, truncation, capacity, bound, sensitivity)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="AttentionStore's experiment whole")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args()
+    paper = Paper(1 if args.full else 4)
+    RESULTS.mkdir(exist_ok=True)
+    for part in args.only:
+        rows = []
+        for label, setup in tqdm(list(PARTS[part](paper)), desc=part, unit="run"):
+            rows.append({**label, **simulate(setup).as_json()})
+        suffix = "-full" if args.full else ""
+        path = RESULTS / f"simulator-{part}{suffix}.json"
+        path.write_text(json.dumps(_report(part, paper.scale, rows), indent=1) + "\n")
+
+
+def _report(part: str, scale: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "part": part,
+        "command": f"python benchmark/simulator/reproduce.py --only {part}"
+        + ("" if scale > 1 else " --full"),
+        "scale": scale,
+        "commit": revision.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "runs": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
