@@ -72,7 +72,7 @@ def open_directory(opening: Opening) -> Directory:
         try:
             directory = _load(opening, root, backend, index, lock)
         except IndexDamaged as error:
-            index = _rebuild(root, backend, str(error))
+            index = replace_index(root, backend, str(error))
             directory = _load(opening, root, backend, index, lock)
         directory.direct = direct
         return directory
@@ -196,15 +196,15 @@ def take_lock(root: str) -> int:
 def _open_index(root: str, backend: Backend) -> Index:
     path = os.path.join(root, INDEX_NAME)
     if os.path.exists(os.path.join(root, DAMAGED_NAME)):
-        return _rebuild(root, backend, "marked as damaged")
+        return replace_index(root, backend, "marked as damaged")
     if not os.path.exists(path):
         if any(name.startswith("slab-") for name in os.listdir(root)):
-            return _rebuild(root, backend, "missing")
+            return replace_index(root, backend, "missing")
         index_module.create(path)
     try:
         return Index(path)
     except IndexDamaged as error:
-        return _rebuild(root, backend, str(error))
+        return replace_index(root, backend, str(error))
 
 
 def version_message(path: str, found: str) -> str:
@@ -215,7 +215,9 @@ def version_message(path: str, found: str) -> str:
     )
 
 
-def _rebuild(root: str, backend: Backend, reason: str) -> Index:
+def replace_index(root: str, backend: Backend, reason: str) -> Index:
+    """A new index made from the slots, in place of one that cannot be used. Raises OSError,
+    IndexDamaged, IndexFull, UnknownVersion."""
     logger.warning("%s: index %s; rebuilding it from the slots", root, reason)
     path = os.path.join(root, INDEX_NAME)
     count = rebuild_index(root, path, backend)

@@ -1,0 +1,285 @@
+"""fsck: is every slot, row and file of the given directories in order, and put what is not right.
+
+Reads everything. Repair never touches a byte of a block: it removes rows, removes or extends slab
+files, rewrites slab headers and rebuilds the index.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
+from sglang_hc.store.disk.records import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
+from sglang_hc.store.disk.slabs import slab_numbers, slab_path
+from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
+from sglang_hc.store.disk.verify import Damaged, check_slot
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, in words, and whether repair put it right.
+
+    kind: index, slab, block (damaged or not where its row says) or incomplete.
+    """
+
+    kind: str
+    detail: str
+    repaired: bool
+
+
+@dataclass
+class DirectoryReport:
+    """Result for one directory. blocks: shares that verify. free_slots: slots nobody owns."""
+
+    path: str
+    blocks: int = 0
+    bytes_verified: int = 0
+    slots: int = 0
+    free_slots: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    shares: dict[tuple[bytes, bytes], tuple[int, int]] = field(default_factory=dict)
+
+
+def check(paths: Sequence[str], repair: bool) -> list[DirectoryReport]:
+    """Check directories, all of one server together where it has several.
+
+    Blocks are only known to be incomplete when as many directories are given as they were dealt
+    over. Raises DirectoryError when a directory is in use, of another version, or no store.
+    """
+    checkers = [_Checker(path, repair) for path in paths]
+    try:
+        reports = [checker.run() for checker in checkers]
+        _check_shares(list(zip(checkers, reports, strict=True)))
+    finally:
+        for checker in checkers:
+            checker.close()
+    return reports
+
+
+def _check_shares(checked: Sequence[tuple[_Checker, DirectoryReport]]) -> None:
+    """Find blocks of which a share is missing."""
+    found: dict[tuple[bytes, bytes, int], set[int]] = {}
+    for _, report in checked:
+        for (fingerprint, block_id), (stripes, residue) in report.shares.items():
+            found.setdefault((fingerprint, block_id, stripes), set()).add(residue)
+    for checker, report in checked:
+        for (fingerprint, block_id), (stripes, _) in list(report.shares.items()):
+            if stripes > len(checked) or len(found[fingerprint, block_id, stripes]) == stripes:
+                continue
+            done = checker.remove(fingerprint, block_id)
+            report.findings.append(
+                Finding("incomplete", f"block {block_id.hex()} lacks a share", done)
+            )
+            report.blocks -= 1
+            report.free_slots += done
+
+
+class _Checker:
+    """Checks one directory; keeps its index and its lock until `close`."""
+
+    def __init__(self, path: str, repair: bool) -> None:
+        self._path = path
+        self._repair = repair
+        self._root = find_root(path)
+        self._backend: Backend = DirectBackend(direct=False)
+        self._held = ExitStack()
+        self._index: Index | None = None
+        self._report = DirectoryReport(path)
+
+    def run(self) -> DirectoryReport:
+        """Check everything but what other directories have to say."""
+        try:
+            self._index = self._open_repairing() if self._repair else self._open_reading()
+            self._check_files(self._index)
+            self._check_rows(self._index)
+        except UnknownVersion as error:
+            raise DirectoryError(version_message(self._path, str(error))) from error
+        except (IndexDamaged, IndexFull) as error:
+            self._say("index", f"cannot be read: {error}", False)
+        return self._report
+
+    def close(self) -> None:
+        """Let the directory go."""
+        self._held.close()
+
+    def remove(self, fingerprint: bytes, block_id: bytes) -> bool:
+        """Delete one row if this is a repair. Returns whether it did."""
+        if not self._repair or self._index is None:
+            return False
+        return bool(self._index.delete(fingerprint, [block_id]))
+
+    def _say(self, kind: str, detail: str, repaired: bool) -> None:
+        self._report.findings.append(Finding(kind, detail, repaired))
+
+    # -- index --------------------------------------------------------------------------------
+
+    def _open_reading(self) -> Index:
+        user = user_of(self._root)
+        if user is not None:
+            raise DirectoryError(
+                f"{self._path}: in use by process {user}; stop it first, a check needs the "
+                "directory at rest (sglang-hc inspect does not)"
+            )
+        if os.path.exists(os.path.join(self._root, DAMAGED_NAME)):
+            self._say("index", "marked as damaged by a server", False)
+        index = self._held.enter_context(open_for_reading(self._path, self._root))
+        for problem in index.problems():
+            self._say("index", problem, False)
+        return index
+
+    def _open_repairing(self) -> Index:
+        self._held.callback(os.close, take_lock(self._root))
+        index = self._sound_index()
+        self._held.callback(index.close)
+        return index
+
+    def _sound_index(self) -> Index:
+        """The index as it is, or a new one from the slots."""
+        path = os.path.join(self._root, INDEX_NAME)
+        problems = ["marked as damaged by a server"]
+        if not os.path.exists(os.path.join(self._root, DAMAGED_NAME)):
+            try:
+                if not os.path.exists(path):
+                    raise IndexDamaged("there is no index")
+                index = Index(path)
+            except IndexDamaged as error:
+                problems = [str(error)]
+            else:
+                problems = _problems(index)
+                if not problems:
+                    return index
+                index.close()
+        index = replace_index(self._root, self._backend, problems[0])
+        for problem in problems:
+            self._say("index", problem, True)
+        return index
+
+    # -- files --------------------------------------------------------------------------------
+
+    def _check_files(self, index: Index) -> None:
+        there = set(slab_numbers(self._root))
+        known = {row.slab: row for row in index.slabs()}
+        for number in sorted(there - known.keys()):
+            if self._repair:
+                self._backend.unlink(slab_path(self._root, number))
+            self._say("slab", f"slab {number} is not in the index", self._repair)
+        for number in sorted(known.keys() - there):
+            if self._repair:
+                index.drop_slab(number)
+            self._say("slab", f"slab {number} has no file", self._repair)
+        for number in sorted(there & known.keys()):
+            self._check_slab(known[number])
+            self._report.slots += known[number].slots
+        self._report.free_slots = self._report.slots
+
+    def _check_slab(self, row: SlabRow) -> None:
+        expected = SlabHeader(row.slab, row.slot_bytes, row.slots, 0)
+        file = self._backend.open(slab_path(self._root, row.slab))
+        try:
+            if file.size() != expected.file_bytes:
+                if self._repair and file.size() < expected.file_bytes:
+                    file.allocate(expected.file_bytes)
+                elif self._repair:
+                    os.truncate(slab_path(self._root, row.slab), expected.file_bytes)
+                self._say("slab", f"slab {row.slab} has a wrong length", self._repair)
+            problem = _header_problem(file, expected)
+            if problem is not None:
+                if self._repair:
+                    page = aligned_buffer(SLAB_HEADER_BYTES)
+                    page[:] = expected.pack()
+                    file.write([page], 0)
+                    file.sync()
+                self._say("slab", f"slab {row.slab}: {problem}", self._repair)
+        finally:
+            file.close()
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def _check_rows(self, index: Index) -> None:
+        fingerprints = {model.model: model.fingerprint for model in index.models()}
+        slabs = {row.slab: row for row in index.slabs()}
+        files: dict[int, File] = {}
+        after = (-1, -1)
+        try:
+            while rows := index.rows(after):
+                after = (rows[-1].slab, rows[-1].slot)
+                for row in rows:
+                    if row.slab not in files and row.slab in slabs:
+                        files = _reopen(files, self._backend, self._root, row.slab)
+                    self._check_row(row, fingerprints, slabs, files)
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _check_row(
+        self,
+        row: Row,
+        fingerprints: dict[int, bytes],
+        slabs: dict[int, SlabRow],
+        files: dict[int, File],
+    ) -> None:
+        fingerprint = fingerprints.get(row.model, b"")
+        try:
+            header = self._verify(row, slabs, files)
+            said = (header.block_id, header.fingerprint, header.stripes, header.residue)
+            if said != (row.block_id, fingerprint, row.stripes, row.residue):
+                raise Damaged("the slot holds another block than its row says")
+        except (Damaged, OSError) as problem:
+            where = f"slab {row.slab} slot {row.slot}"
+            done = self.remove(fingerprint, row.block_id)
+            self._say("block", f"{where}: {problem}", done)
+            self._report.free_slots -= not done
+            return
+        self._report.blocks += 1
+        self._report.free_slots -= 1
+        self._report.shares[fingerprint, row.block_id] = (row.stripes, row.residue)
+
+    def _verify(self, row: Row, slabs: dict[int, SlabRow], files: dict[int, File]) -> SlotHeader:
+        if row.slab not in files or not 0 <= row.slot < slabs[row.slab].slots:
+            raise Damaged("there is no such slot")
+        slab = slabs[row.slab]
+        offset = SlabHeader(slab.slab, slab.slot_bytes, slab.slots, 0).offset(row.slot)
+        file = files[row.slab]
+        steps = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
+        header, read = next(steps)
+        self._report.bytes_verified += read + sum(more for _, more in steps)
+        return header
+
+
+def _problems(index: Index) -> list[str]:
+    try:
+        return index.problems()
+    except IndexDamaged as error:
+        return [str(error)]
+
+
+def _header_problem(file: File, expected: SlabHeader) -> str | None:
+    page = aligned_buffer(SLAB_HEADER_BYTES)
+    try:
+        file.read([page], 0)
+        found = SlabHeader.unpack(page)
+    except FormatError as error:
+        if error.version is not None:
+            raise UnknownVersion(str(error.version)) from error
+        return str(error)
+    except OSError as error:
+        return str(error)
+    same = (found.slab, found.slot_bytes, found.slots)
+    if same != (expected.slab, expected.slot_bytes, expected.slots):
+        return "its header and the index disagree"
+    return None
+
+
+def _reopen(files: dict[int, File], backend: Backend, root: str, number: int) -> dict[int, File]:
+    """Close what was open, open this slab: rows come slab by slab."""
+    for file in files.values():
+        file.close()
+    path = slab_path(root, number)
+    return {number: backend.open(path)} if os.path.exists(path) else {}

@@ -1,0 +1,151 @@
+"""What is in a directory, read beside a running server or from a read-only copy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sglang_hc.store.disk.directory import INDEX_NAME, LOCK_NAME, DirectoryError, used_bytes
+from sglang_hc.store.disk.format import VERSION
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.opening import store_root, version_message
+from sglang_hc.store.disk.records import IndexDamaged, IndexFull, UnknownVersion
+
+
+@dataclass(frozen=True)
+class NamespaceSummary:
+    """Shares of one namespace of one model in one directory. Times in seconds since 1970."""
+
+    namespace: str
+    blocks: int
+    slot_bytes: int
+    oldest_write: float
+    newest_write: float
+    oldest_access: float
+    newest_access: float
+    hits: int
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """One fingerprint. layers: stored layers. slot_bytes: size of one share's slot."""
+
+    label: str
+    fingerprint: str
+    layers: int
+    slot_bytes: int
+    opened: float
+    namespaces: tuple[NamespaceSummary, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(namespace.blocks for namespace in self.namespaces)
+
+
+@dataclass(frozen=True)
+class DirectorySummary:
+    """One directory. used_by: process that has it open now. Bytes are sizes of files."""
+
+    path: str
+    format_version: int
+    used_by: str | None
+    file_bytes: int
+    slots: int
+    slots_used: int
+    models: tuple[ModelSummary, ...]
+
+
+def find_root(path: str) -> str:
+    """The store's folder in a directory a user names. Raises DirectoryError when there is none."""
+    root = store_root(path)
+    if not os.path.isdir(root):
+        raise DirectoryError(
+            f"{path}: no disk tier here (there is no folder {os.path.basename(root)} in it); give "
+            "the directory that was given to --hc-disk"
+        )
+    return root
+
+
+def user_of(root: str) -> str | None:
+    """Process id of whoever has the directory open; None when nobody has."""
+    try:
+        descriptor = os.open(os.path.join(root, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return os.read(descriptor, 32).decode("ascii", "replace").strip() or "?"
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_for_reading(path: str, root: str) -> Iterator[Index]:
+    """The index, without changing it or waiting for a server. Raises DirectoryError when it is
+    missing or of another version, and IndexDamaged."""
+    source = os.path.join(root, INDEX_NAME)
+    if not os.path.exists(source):
+        raise IndexDamaged("there is no index")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            try:
+                index = Index(source, read_only=True)
+            except (IndexDamaged, IndexFull):  # in a read-only place SQLite cannot share memory
+                index = Index(_copy(source, folder), read_only=True)
+        except UnknownVersion as error:
+            raise DirectoryError(version_message(path, str(error))) from error
+        except IndexFull as error:
+            raise IndexDamaged(str(error)) from error
+        try:
+            yield index
+        finally:
+            index.close()
+
+
+def _copy(source: str, folder: str) -> str:
+    target = os.path.join(folder, INDEX_NAME)
+    shutil.copyfile(source, target)
+    if os.path.exists(source + "-wal"):
+        shutil.copyfile(source + "-wal", target + "-wal")
+    return target
+
+
+def summarize(path: str) -> DirectorySummary:
+    """Raises DirectoryError when there is nothing to summarize."""
+    root = find_root(path)
+    try:
+        with open_for_reading(path, root) as index:
+            return _summarize(path, root, index)
+    except (IndexDamaged, IndexFull) as error:
+        raise DirectoryError(
+            f"{path}: the index is damaged ({error}); run: sglang-hc fsck {path} --repair"
+        ) from error
+
+
+def _summarize(path: str, root: str, index: Index) -> DirectorySummary:
+    by_model: dict[str, list[NamespaceSummary]] = {}
+    for fingerprint, label, blocks, size, first, last, old, new, hits in index.summary():
+        times = (first / 1e6, last / 1e6, old / 1e6, new / 1e6)
+        one = NamespaceSummary(label, blocks, size, *times, hits)
+        by_model.setdefault(fingerprint, []).append(one)
+    models = tuple(
+        ModelSummary(
+            model.label,
+            model.fingerprint.hex(),
+            len(model.chunks),
+            model.slot_bytes,
+            model.opened / 1e6,
+            tuple(by_model.get(model.fingerprint.hex(), ())),
+        )
+        for model in index.models()
+    )
+    slots = sum(slab.slots for slab in index.slabs())
+    used = sum(model.blocks for model in models)
+    return DirectorySummary(path, VERSION, user_of(root), used_bytes(root), slots, used, models)

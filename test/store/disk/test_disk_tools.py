@@ -1,0 +1,209 @@
+"""`sglang-hc inspect` and `sglang-hc fsck` on good, damaged, busy and foreign directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_support import FINGERPRINT, make_path, open_store, put, read_bytes
+
+from sglang_hc.cli.main import main
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.reader import ReadStatus
+from sglang_hc.store.disk.writer import Block
+
+BUFFERED = DirectBackend(direct=False)
+
+
+def fill(*folders: Path, count: int = 8) -> list[Block]:
+    store = open_store(*folders, backend=BUFFERED)
+    blocks = make_path(count) + make_path(3, seed=5, namespace="tenant-a")
+    put(store, blocks)
+    read_bytes(store, blocks[0].block_id)
+    store.close()
+    return blocks
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    status = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def fsck_json(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[dict]]:
+    status, text = call(capsys, "fsck", "--json", *words)
+    return status, json.loads(text)["directories"]
+
+
+def slabs(folder: Path) -> list[Path]:
+    return sorted((folder / "sglang-hc").glob("slab-*.dat"))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_inspect_counts_models_and_namespaces(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(scratch)
+    status, text = call(capsys, "inspect", scratch, "--json")
+    directory = json.loads(text)["directories"][0]
+    assert status == 0 and directory["used_by"] is None and directory["slots_used"] == 11
+    (model,) = directory["models"]
+    assert model["fingerprint"] == FINGERPRINT.hex() and model["layers"] == 5
+    counts = {one["namespace"]: (one["blocks"], one["hits"]) for one in model["namespaces"]}
+    assert counts == {"": (8, 1), "tenant-a": (3, 0)}
+    status, text = call(capsys, "inspect", scratch)
+    assert status == 0 and "tenant-a" in text and "model tiny" in text and "not in use" in text
+
+
+def test_inspect_beside_a_running_server(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(scratch, backend=BUFFERED)
+    put(store, make_path(2))
+    status, text = call(capsys, "inspect", scratch)
+    assert status == 0 and f"in use by process {os.getpid()}" in text and " 2 blocks" in text
+    status, text = call(capsys, "fsck", scratch)
+    assert status == 2 and "stop it first" in text
+    status, text = call(capsys, "fsck", scratch, "--repair")
+    assert status == 2 and "in use by process" in text
+    assert read_bytes(store, make_path(1)[0].block_id)[0] is ReadStatus.OK
+    store.close()
+
+
+def test_inspect_of_a_copy_without_write_permission(
+    scratch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where SQLite cannot make its shared memory file it reads a copy."""
+    store = open_store(scratch / "live", backend=BUFFERED)
+    put(store, make_path(2))
+    shutil.copytree(scratch / "live", scratch / "copy")
+    store.close()
+    folder = scratch / "copy" / "sglang-hc"
+    (folder / "index.sqlite-shm").unlink()
+    (folder / "index.sqlite-shm").mkdir()
+    status, text = call(capsys, "inspect", scratch / "copy")
+    assert status == 0 and "2 blocks" in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "fsck"])
+def test_a_directory_without_a_store_is_a_usage_error(
+    scratch: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    status, text = call(capsys, command, scratch)
+    assert status == 2 and "no disk tier here" in text and "--hc-disk" in text
+
+
+def test_fsck_of_a_good_store_finds_nothing_and_changes_nothing(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(scratch / "a", scratch / "b")
+    before = {path: path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
+    status, reports = fsck_json(capsys, scratch / "a", scratch / "b")
+    assert status == 0
+    for report in reports:
+        assert report["blocks"] == 11 and report["findings"] == []
+        assert report["blocks"] + report["free_slots"] == report["slots"]
+    assert before == {path: path.read_bytes() for path in before}
+    status, text = call(capsys, "fsck", scratch / "a", scratch / "b")
+    assert status == 0 and "nothing wrong" in text
+
+
+def test_fsck_finds_and_drops_damaged_blocks(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = fill(scratch)
+    flip(slabs(scratch)[2], 4096 + 9000)
+    flip(slabs(scratch)[4], 4096 + 20)
+    status, (report,) = fsck_json(capsys, scratch)
+    assert status == 1 and report["blocks"] == 9
+    assert [finding["kind"] for finding in report["findings"]] == ["block", "block"]
+    status, text = call(capsys, "fsck", scratch)
+    assert status == 1 and "NOT repaired" in text and "--repair" in text
+    status, (report,) = fsck_json(capsys, scratch, "--repair")
+    assert status == 0 and all(finding["repaired"] for finding in report["findings"])
+    status, (report,) = fsck_json(capsys, scratch)
+    assert status == 0 and report["blocks"] == 9
+    assert report["blocks"] + report["free_slots"] == report["slots"], "no orphan slot"
+    store = open_store(scratch, backend=BUFFERED)
+    found = [store.contains([block.block_id]) for block in blocks]
+    assert sum(found) == 9
+    store.check_integrity()
+    store.close()
+
+
+def test_fsck_tidies_slab_files(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(scratch)
+    files = slabs(scratch)
+    files[0].unlink()
+    os.truncate(files[1], 4096)
+    flip(files[2], 100)
+    files[3].write_bytes(files[3].read_bytes() + b"x" * 4096)
+    shutil.copy(files[4], files[4].with_name("slab-00000099.dat"))
+    status, (report,) = fsck_json(capsys, scratch)
+    kinds = [finding["kind"] for finding in report["findings"]]
+    assert status == 1 and kinds.count("slab") == 5
+    assert fsck_json(capsys, scratch, "--repair")[0] == 0
+    status, (report,) = fsck_json(capsys, scratch)
+    assert status == 0 and report["blocks"] == 9 and report["findings"] == []
+    assert not files[4].with_name("slab-00000099.dat").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "malformed", "row", "marked"])
+def test_fsck_rebuilds_a_damaged_index(
+    scratch: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    blocks = fill(scratch)
+    index = scratch / "sglang-hc" / "index.sqlite"
+    if damage == "missing":
+        index.unlink()
+    elif damage == "malformed":
+        content = bytearray(index.read_bytes())
+        content[4096:] = os.urandom(len(content) - 4096)
+        index.write_bytes(content)
+    elif damage == "row":
+        with sqlite3.connect(index) as connection:
+            connection.execute("UPDATE blocks SET slot=77 WHERE block_id=?", (blocks[3].block_id,))
+    else:
+        (index.parent / "index.damaged").touch()
+    assert call(capsys, "fsck", scratch)[0] == 1
+    status, (report,) = fsck_json(capsys, scratch, "--repair")
+    assert status == 0 and report["findings"]
+    assert report["blocks"] == (10 if damage == "row" else 11)
+    assert call(capsys, "fsck", scratch)[0] == 0
+
+
+def test_fsck_of_both_directories_drops_half_blocks(
+    scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = fill(scratch / "a", scratch / "b")
+    with sqlite3.connect(scratch / "b" / "sglang-hc" / "index.sqlite") as connection:
+        connection.execute("DELETE FROM blocks WHERE block_id=?", (blocks[2].block_id,))
+    assert call(capsys, "fsck", scratch / "a")[0] == 0, "one alone cannot know"
+    status, (first, second) = fsck_json(capsys, scratch / "a", scratch / "b")
+    assert status == 1 and second["findings"] == []
+    assert [finding["kind"] for finding in first["findings"]] == ["incomplete"]
+    assert fsck_json(capsys, scratch / "a", scratch / "b", "--repair")[0] == 0
+    status, (first, second) = fsck_json(capsys, scratch / "a", scratch / "b")
+    assert status == 0 and first["blocks"] == second["blocks"] == 10
+
+
+def test_fsck_refuses_an_unknown_version(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(scratch)
+    with sqlite3.connect(scratch / "sglang-hc" / "index.sqlite") as connection:
+        connection.execute("PRAGMA user_version=9")
+        connection.execute("UPDATE meta SET value='9'")
+    before = {path: path.read_bytes() for path in slabs(scratch)}
+    for words in (["fsck", scratch], ["fsck", scratch, "--repair"], ["inspect", scratch]):
+        status, text = call(capsys, *words)
+        assert status == 2 and "disk format 9" in text
+    assert before == {path: path.read_bytes() for path in slabs(scratch)}
