@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ HC_MODULE = "sglang_hc.launch_server"
 SGLANG_MODULE = "sglang.launch_server"
 NAMED = ("stock", "hicache", "kv", "hidden", "auto")
 
+_GIB = 1 << 30
 _HICACHE_SKIPPED = (
     "hicache: left out, SGLang's hierarchical cache pins host memory with CUDA and does not start "
     "without a GPU"
@@ -99,7 +101,8 @@ def _kind(name: str, settings: ServerSettings) -> tuple[str, list[str]]:
     if name == "stock":
         return HC_MODULE, ["--hc-disable"]
     if name == "hicache":
-        whole_gb = str(max(1, round(settings.host_size_gb)))
+        # Whole decimal GB there, GiB here: rounding up never gives HiCache less memory.
+        whole_gb = str(math.ceil(settings.host_size_gb * _GIB / 10**9))
         return SGLANG_MODULE, [
             *("--enable-hierarchical-cache", "--hicache-size", whole_gb),
             *("--hicache-write-policy", "write_through"),

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     setup = options.prepare(args)
     points, users = _points(args, setup)
     cxs = (users, args.ttft_bound) if users else None
-    words = "concurrent users" if users else "session arrivals per second (0: all at once)"
+    words = "concurrent users" if users else "session arrivals per second"
     return harness.execute(
         "multi-turn", setup, points, metrics.by_turn, extra={"sweep": words}, cxs=cxs
     )
@@ -141,7 +141,7 @@ def _points(args: argparse.Namespace, setup: Setup) -> tuple[list[Point], dict[s
     return [
         Point(
             f"rate={rate:g}",
-            0.0 if rate == float("inf") else rate,
+            None if rate == float("inf") else rate,
             maker.of(index, args.sessions, rate),
             pace,
         )

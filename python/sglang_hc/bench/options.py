@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     )
     servers.add_argument("--model", help="model folder (--model-path of the servers)")
     servers.add_argument("--max-total-tokens", type=_positive, help="KV pool size in tokens")
-    servers.add_argument("--host-size-gb", type=float, help="host tier in GB (default 4)")
+    servers.add_argument("--host-size-gb", type=float, help="host tier in GiB (default 4 or 16)")
     servers.add_argument("--server-args", help="further flags for every arm, one quoted word")
     servers.add_argument(
         "--arm-args",

@@ -39,6 +39,7 @@ def _save(path: Path, paint: Callable[[Any], None]) -> Path:
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=110)
     paint(axes)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
@@ -60,7 +61,7 @@ def _by_value(result: dict[str, Any], axes: Any) -> None:
         axes.plot(values, middle, marker="o", color=colour, label=arm)
     axes.set_xlabel(result["settings"].get("sweep", "value"))
     axes.set_ylabel("median TTFT (s)")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.legend()
 
 
@@ -134,7 +135,8 @@ def _hits(result: dict[str, Any], axes: Any) -> None:
         base += share
     axes.bar(names, 1 - base, bottom=base, label="computed", color="#dddddd")
     axes.set_ylabel("share of prompt tokens")
-    axes.legend()
+    axes.set_ylim(0, 1.15)
+    axes.legend(loc="upper center", ncol=len(tiers) + 1)
 
 
 def _tier_share(result: dict[str, Any], arm: str, tier: str) -> float:
