@@ -143,7 +143,12 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         tie_word_embeddings=True,
     ),
-    "phi": _rope_model("PhiConfig", "Phi-1/2, bias, partial rotary", partial_rotary_factor=0.5),
+    "phi": _rope_model(
+        "PhiConfig",
+        "Phi-1/2, bias, partial rotary",
+        intermediate_size=1024,  # SGLang takes four times the hidden size, whatever the config says
+        partial_rotary_factor=0.5,
+    ),
     "opt": Family(
         "OPTConfig",
         {
@@ -191,6 +196,17 @@ FAMILIES: dict[str, Family] = {
         num_experts_per_tok=2,
         n_shared_experts=1,
         moe_intermediate_size=128,
+        moe_layer_freq=1,
+        rope_parameters={  # the only rotary embedding that SGLang has for MLA on a CPU
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     ),
     "demo": _demo("the demo: Llama, multi-head attention, 12 layers, hidden 768", 12, 2048),
     "demo-gqa": _demo("sibling of the demo with 4 key-value heads of 12", 4, 2384),
@@ -284,10 +300,13 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(np.asarray(values, dtype=np.float32)))
     with torch.no_grad():
-        quiet = torch.ones(model.get_output_embeddings().weight.shape[0], 1)
-        quiet[:] = 0.1  # a tenth of the logit: the largest of hundreds of words always beats it
+        # A tenth of the logit: the largest of hundreds of words always beats it.
+        quiet = torch.full((model.config.vocab_size, 1), 0.1)
         quiet[words] = 1.0
-        model.get_output_embeddings().weight.mul_(quiet)
+        head = model.get_output_embeddings()
+        head.weight.mul_(quiet)
+        if head.bias is not None:
+            head.bias.zero_()  # SGLang does not add Phi's
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
