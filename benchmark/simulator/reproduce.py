@@ -1,10 +1,10 @@
 """Run every simulation behind the tables of README.md and write their results as JSON.
 
-    python benchmark/simulator/reproduce.py [--full] [--only PART ...]
+    python benchmark/simulator/reproduce.py [--scale N] [--only PART ...]
 
-One process, one run after the other. By default AttentionStore's experiment runs at a quarter of
-its size: sessions, arrival rate, batch and all tiers divided by four, which keeps the length of the
-queue over the capacity of the tiers. --full runs it whole.
+One process, one run after the other. AttentionStore's experiment runs at an eighth of its size:
+sessions, arrival rate, batch and all tiers divided by eight, which keeps the length of the queue
+over the capacity of the tiers. --scale 1 runs it whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = tuple[dict[str, Any], Setup]
 
 
 class Paper:
-    """AttentionStore's experiment (section 4.1); a session's next turn follows its answer at once."""
+    """AttentionStore's experiment (section 4.1), divided by `scale`."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
@@ -151,8 +151,8 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
         )
         variants[label] = {"workload": talks}
     variants["think time 300 s (0)"] = {"workload": paper.closed(think=300.0)}
-    shuffled = attentionstore(sessions=9000 // paper.scale, rate=1 / paper.scale)
-    variants["turns shuffled, 1 per second"] = {"workload": shuffled}
+    mixed = workloads.shuffled(paper.load, 1 / paper.scale, seed=0)
+    variants["turns shuffled, 1 per second"] = {"workload": mixed}
     faster = dataclasses.replace(load_model("llama-13b"), layer_overhead=0.2e-3)
     for label, options in variants.items():
         for policy in ("queue", "lru"):
@@ -204,16 +204,16 @@ PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="AttentionStore's experiment whole")
+    parser.add_argument("--scale", type=int, choices=(1, 2, 4, 8), default=8)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
-    paper = Paper(1 if args.full else 4)
+    paper = Paper(args.scale)
     RESULTS.mkdir(exist_ok=True)
     for part in args.only:
         rows = []
         for label, setup in tqdm(list(PARTS[part](paper)), desc=part, unit="run"):
             rows.append({**label, **simulate(setup).as_json()})
-        suffix = "-full" if args.full else ""
+        suffix = "" if args.scale == 8 else f"-scale{args.scale}"
         path = RESULTS / f"simulator-{part}{suffix}.json"
         path.write_text(json.dumps(_report(part, paper.scale, rows), indent=1) + "\n")
 
@@ -225,7 +225,7 @@ def _report(part: str, scale: int, rows: list[dict[str, Any]]) -> dict[str, Any]
     return {
         "part": part,
         "command": f"python benchmark/simulator/reproduce.py --only {part}"
-        + ("" if scale > 1 else " --full"),
+        + ("" if scale == 8 else f" --scale {scale}"),
         "scale": scale,
         "commit": revision.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),

@@ -9,11 +9,11 @@ from sglang_hc.policy.ready_first import ON_THE_WAY, AdmissionOrder
 def test_a_request_on_the_way_does_not_block_those_behind():
     order: AdmissionOrder[str] = AdmissionOrder(max_passes=2)
     ready = {"a": ON_THE_WAY, "b": 5.0, "c": 0.0}
-    assert order.order(["a", "b", "c"], ready.get) == ["b", "c"], "queue order by default"
+    assert list(order.order(["a", "b", "c"], ready.get)) == ["b", "c"], "queue order by default"
     order.admitted(["a", "b", "c"], ["b"])
     assert order.passed_over("a") == 1 and order.passed_over("c") == 0
     order.admitted(["a", "c"], ["c"])
-    assert order.order(["a", "d"], lambda r: ready.get(r, 0.0)) == ["a", "d"], "a is due"
+    assert list(order.order(["a", "d"], lambda r: ready.get(r, 0.0))) == ["a", "d"], "a is due"
     order.admitted(["a", "d"], ["a", "d"])
     assert order.passed_over("a") == 0
 
@@ -21,7 +21,7 @@ def test_a_request_on_the_way_does_not_block_those_behind():
 def test_ready_first_weighs_tiers_by_their_restore_cost():
     order: AdmissionOrder[str] = AdmissionOrder(max_passes=8, ready_first=True)
     cost = {"disk": 0.9, "host": 0.1, "new": 0.0, "device": 0.0, "coming": ON_THE_WAY}
-    assert order.order(["disk", "coming", "host", "new", "device"], cost.get) == [
+    assert list(order.order(["disk", "coming", "host", "new", "device"], cost.get)) == [
         "new",
         "device",
         "host",
@@ -63,7 +63,7 @@ def test_nobody_starves(history, bound, ready_first):
         newest += arrivals
         if abort < len(queue):
             order.forget(queue.pop(abort))
-        offered = order.order(queue, lambda r: readiness[r % 60])  # noqa: B023
+        offered = list(order.order(queue, lambda r: readiness[r % 60]))  # noqa: B023
         assert len(set(offered)) == len(offered) and set(offered) <= set(queue)
         chosen = offered[:fits]
         order.admitted(queue, chosen)

@@ -11,6 +11,7 @@ from sglang_hc.simulator.workloads import (
     attentionstore,
     l_eval,
     sharegpt4,
+    shuffled,
     summarize,
 )
 
@@ -51,7 +52,7 @@ def test_l_eval_reuses_contexts_more_the_more_skewed():
 
 
 def test_shuffled_turns_keep_their_session_in_order_and_the_rate():
-    workload = attentionstore(sessions=500, rate=2.0)
+    workload = shuffled(attentionstore(sessions=500), rate=2.0, seed=1)
     times = sorted(t.at for s in workload.sessions for t in s.turns if t.at is not None)
     assert len(times) == workload.num_turns
     assert workload.num_turns / times[-1] == pytest.approx(2.0, rel=0.1)

@@ -9,7 +9,7 @@ arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -31,32 +31,38 @@ class AdmissionOrder(Generic[K]):
         self._max_passes = max_passes
         self._ready_first = ready_first
         self._passed: dict[K, int] = {}
+        self._due: set[K] = set()
 
     def passed_over(self, request: K) -> int:
         """Passes so far in which a request behind this one was admitted before it."""
         return self._passed.get(request, 0)
 
     def is_due(self, request: K) -> bool:
-        return self._passed.get(request, 0) >= self._max_passes
+        return not self._max_passes or request in self._due
 
-    def order(self, queue: Sequence[K], readiness: Callable[[K], float | None]) -> list[K]:
+    def order(self, queue: Sequence[K], readiness: Callable[[K], float | None]) -> Iterator[K]:
         """Requests that may be admitted in this pass, first first. Changes nothing.
 
         `readiness`: seconds to restore what the request has (0: on the device or nothing to
-        restore), ON_THE_WAY while a fetch for it runs. O(n), with ready_first O(n log n).
+        restore), ON_THE_WAY while a fetch for it runs. Lazy: costs what is taken, and what is
+        passed over; with `ready_first` O(n log n).
         """
-        due: list[K] = []
-        ready: list[tuple[float, K]] = []
-        for request in queue:
-            if self.is_due(request):
-                due.append(request)
-                continue
-            cost = readiness(request)
-            if cost is not None:
-                ready.append((cost, request))
-        if self._ready_first:
-            ready.sort(key=lambda pair: pair[0])  # stable: queue order among equals
-        return due + [request for _, request in ready]
+        if not self._max_passes:
+            yield from queue
+            return
+        due = self._due
+        if due:
+            yield from (request for request in queue if request in due)
+        if not self._ready_first:
+            for request in queue:
+                if request not in due and readiness(request) is not ON_THE_WAY:
+                    yield request
+            return
+        costs = ((readiness(request), request) for request in queue if request not in due)
+        ready = [(cost, request) for cost, request in costs if cost is not None]
+        ready.sort(key=lambda pair: pair[0])  # stable: queue order among equals
+        for _, request in ready:
+            yield request
 
     def admitted(self, queue: Sequence[K], chosen: Iterable[K]) -> None:
         """The pass over `queue` has admitted `chosen`, a prefix of its order."""
@@ -67,10 +73,14 @@ class AdmissionOrder(Generic[K]):
                 break
             if request in gone:
                 remaining -= 1
-                self._passed.pop(request, None)
+                self.forget(request)
             else:
-                self._passed[request] = self._passed.get(request, 0) + 1
+                count = self._passed.get(request, 0) + 1
+                self._passed[request] = count
+                if count >= self._max_passes:
+                    self._due.add(request)
 
     def forget(self, request: K) -> None:
         """The request was aborted. Nothing happens if it is unknown."""
         self._passed.pop(request, None)
+        self._due.discard(request)

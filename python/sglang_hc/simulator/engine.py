@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 
 from sglang_hc.policy.ready_first import ON_THE_WAY, AdmissionOrder
 from sglang_hc.simulator.jobs import Conversation, Job
@@ -148,7 +149,7 @@ class Engine:
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
-            chosen = self._order.order(considered, self._readiness)[:free]
+            chosen = list(islice(self._order.order(considered, self._readiness), free))
             self._order.admitted(considered, chosen)
             self.cache.turns.admitted(len(chosen), self.now)
             for number in chosen:

@@ -173,25 +173,22 @@ def shuffled(workload: Workload, rate: float, seed: int) -> Workload:
 
 
 def attentionstore(
-    seed: int = 0, sessions: int = 9000, rate: float = 1.0, think: float | None = None
+    seed: int = 0, sessions: int = 9000, rate: float = 1.0, think: float = 0.0
 ) -> Workload:
     """AttentionStore section 4.1: 9K sessions at lambda = 1.0; the first 10K of 52K turns warm up.
 
-    The paper does not say when the later turns of a session arrive. Default: all turns shuffled,
-    `rate` turns per second, the reading under which its numbers come out (docs/simulator.md). With
-    `think`: `rate` sessions per second, and each turn that many seconds after the answer before.
-    With fewer sessions the warm-up shrinks in proportion.
+    The paper does not say when the later turns of a session arrive. Assumed: `think` seconds after
+    the answer before, at once by default. With fewer sessions the warm-up shrinks in proportion.
     """
-    talks = conversations(
+    return conversations(
         ATTENTIONSTORE_SHAPE,
         sessions=sessions,
         rate=rate,
-        think=think or 0.0,
+        think=think,
         seed=seed,
         name="attentionstore",
         warmup_turns=round(10_000 * sessions / 9000),
     )
-    return talks if think is not None else shuffled(talks, rate, seed)
 
 
 SHAREGPT4_SHAPE = ConversationShape(

@@ -1,0 +1,227 @@
+"""Write the tables of README.md from the committed results.
+
+    python benchmark/simulator/tables.py [--check]
+
+--check changes nothing and exits with 1 if the page does not show what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results"
+PAGE = HERE / "README.md"
+
+Rows = list[dict[str, Any]]
+
+
+def load(part: str) -> Rows:
+    runs: Rows = json.loads((RESULTS / f"simulator-{part}.json").read_text())["runs"]
+    return runs
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(header)]
+    lines += [["---"] * len(lines[0]), *map(list, rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def find(rows: Rows, **wanted: Any) -> dict[str, Any]:
+    (row,) = (r for r in rows if all(r[k] == v for k, v in wanted.items()))
+    return row
+
+
+def models() -> str:
+    paper = {"llama-13b": 86, "llama-65b": 71, "llama-70b": 89, "falcon-40b": 90}
+    runs = load("models")
+    rows = []
+    for name, said in paper.items():
+        ours, own = find(runs, model=name, stretch=4.0), find(runs, model=name, stretch=1.0)
+        rows.append(
+            [
+                name,
+                str(said),
+                percent(own["turn_hit_rate"]),
+                percent(ours["turn_hit_rate"]),
+                f"{100 * ours['turn_hit_rate'] - said:+.1f}",
+                percent(ours["hit_rate"]),
+                percent(ours["returning_turns"] / ours["turns"]),
+                percent(ours["dram_share_of_hits"]),
+            ]
+        )
+    return table(
+        [
+            "model",
+            "paper %",
+            "turns, paper's window %",
+            "turns %",
+            "off by (points)",
+            "tokens %",
+            "ceiling %",
+            "in DRAM %",
+        ],
+        rows,
+    )
+
+
+def policies() -> str:
+    paper = {
+        (2_000, "queue"): "39.9 / -",
+        (2_000, "lru"): "12.9 / 0.5",
+        (2_000, "fifo"): "9.5 / 0.5",
+        (10_000, "queue"): "86 / 99.6 of hits",
+        (10_000, "lru"): "58 / 0.6",
+        (10_000, "fifo"): "48 / 0.5",
+    }
+    rows = [
+        [
+            f"{run['disk'] / 1000:g} TB",
+            run["arm"],
+            paper.get((run["disk"], run["arm"]), ""),
+            percent(run["turn_hit_rate"]),
+            percent(run["hit_rate"]),
+            percent(run["dram_share_of_hits"]),
+        ]
+        for run in sorted(load("policies"), key=lambda r: r["disk"])
+    ]
+    return table(
+        ["SSD", "policy", "paper: all / DRAM %", "turns %", "tokens %", "of hits in DRAM %"], rows
+    )
+
+
+def tiers() -> str:
+    paper = {
+        "llama-13b": ("0", "3.4", "86"),
+        "llama-65b": ("0", "1.7", "71"),
+        "llama-70b": ("0", "7.7", "89"),
+        "falcon-40b": ("0", "19.1", "90"),
+    }
+    runs = load("tiers")
+    rows = []
+    for name, said in paper.items():
+        cells = [name]
+        for label, value in zip(("hbm", "hbm+dram", "all"), said, strict=True):
+            run = find(runs, model=name, tiers=label)
+            cells += [value, f"{percent(run['turn_hit_rate'])} / {percent(run['hit_rate'])}"]
+        rows.append(cells)
+    return table(
+        ["model", "HBM: paper", "turns / tokens", "+ DRAM: paper", "", "+ SSD: paper", ""], rows
+    )
+
+
+def truncation() -> str:
+    paper = {"llama-13b": 17.6, "llama-65b": 41.5, "llama-70b": 18.1, "falcon-40b": 18.4}
+    kept, lost = load("models"), load("truncation")
+    rows = []
+    for name, said in paper.items():
+        with_it = find(kept, model=name, stretch=4.0)
+        without = find(lost, model=name)
+        rows.append(
+            [
+                name,
+                str(said),
+                f"{100 * (with_it['turn_hit_rate'] - without['turn_hit_rate']):.1f}",
+                f"{100 * (with_it['hit_rate'] - without['hit_rate']):.1f}",
+            ]
+        )
+    return table(["model", "paper: points lost", "turns: points lost", "tokens"], rows)
+
+
+def capacity() -> str:
+    paper = {0.1: "51", 0.25: "98"}
+    rows = [
+        [
+            f"{run['ratio']:g}",
+            f"{run['ratio'] * run['ccput_gb']:.0f}",
+            paper.get(run["ratio"], ""),
+            percent(run["returning_turn_hit_rate"]),
+            percent(run["reusable_hit_rate"]),
+        ]
+        for run in load("capacity")
+    ]
+    return table(["RCC / CCpUT", "GB", "paper %", "returning turns %", "reusable tokens %"], rows)
+
+
+def bound() -> str:
+    runs = load("bound")
+    rows = []
+    for case in dict.fromkeys(run["case"] for run in runs):
+        rate = {arm: find(runs, case=case, arm=arm) for arm in ("queue", "lru", "belady")}
+        share = {arm: run["hit_rate"] for arm, run in rate.items()}
+        rows.append(
+            [
+                case,
+                f"{rate['queue']['dram_gb']:g} / {rate['queue']['disk_gb']:g}",
+                percent(share["lru"]),
+                percent(share["queue"]),
+                percent(share["belady"]),
+                f"{100 * (share['belady'] - share['queue']):.1f}",
+                percent(rate["queue"]["reusable_share"]),
+            ]
+        )
+    return table(
+        [
+            "workload",
+            "DRAM / SSD GB",
+            "lru %",
+            "queue %",
+            "clairvoyant %",
+            "gap (points)",
+            "endless cache %",
+        ],
+        rows,
+    )
+
+
+def sensitivity() -> str:
+    runs = load("sensitivity")
+    rows = []
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        cells = [variant]
+        for arm in ("queue", "lru"):
+            run = find(runs, variant=variant, arm=arm)
+            cells.append(f"{percent(run['turn_hit_rate'])} / {percent(run['hit_rate'])}")
+        cells.append(percent(find(runs, variant=variant, arm="queue")["reusable_share"]))
+        rows.append(cells)
+    return table(
+        ["assumption", "queue: turns / tokens %", "lru: turns / tokens %", "endless cache %"], rows
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    made.__name__: made
+    for made in (models, policies, tiers, truncation, capacity, bound, sensitivity)
+}
+
+
+def render(page: str) -> str:
+    """The page with every table between its markers made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- table: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    made = render(page)
+    if "--check" in sys.argv[1:]:
+        return int(made != page)
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
