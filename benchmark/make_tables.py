@@ -19,7 +19,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,14 @@ def pages(root: Path) -> list[Path]:
     return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmark/**/*.md")])
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite or check. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when stale")
     parser.add_argument("--root", type=Path, default=ROOT, help="tree to work on")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     stale = []
     for path in pages(args.root):
         before = path.read_text(encoding="utf-8")

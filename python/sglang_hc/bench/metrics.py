@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from sglang_hc.bench.driver import Record, Run
-from sglang_hc.bench.suite import Cell
+if TYPE_CHECKING:  # tables are made from JSON alone, without the HTTP client
+    from sglang_hc.bench.driver import Record, Run
+    from sglang_hc.bench.suite import Cell
 
-Groups = Callable[[Record], tuple[str, ...]]
+Groups: TypeAlias = "Callable[[Record], tuple[str, ...]]"
 """Names under which a record is counted, e.g. ("turn 3", "turns 1+")."""
 
 LATER_TURNS = "turns 1+"
