@@ -1,0 +1,25 @@
+"""Kernels of sglang-hc: K/V from hidden states into a paged pool, and row copies.
+
+Use `sglang_hc_kernels.ops`. Without the package the main project does the same with torch.
+"""
+
+from sglang_hc_kernels.contracts import ArgumentError, Epilogue, KNorm, Rotary
+from sglang_hc_kernels.ops import (
+    append_ring,
+    gather_rows,
+    kv_epilogue,
+    project_kv,
+    scatter_rows,
+)
+
+__all__ = [
+    "ArgumentError",
+    "Epilogue",
+    "KNorm",
+    "Rotary",
+    "append_ring",
+    "gather_rows",
+    "kv_epilogue",
+    "project_kv",
+    "scatter_rows",
+]

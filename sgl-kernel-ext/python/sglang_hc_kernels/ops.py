@@ -1,0 +1,182 @@
+"""The dispatch: Triton for CUDA tensors, the torch reference otherwise.
+
+Every function returns nothing, writes only the pool, staging or ring it is given, and on CUDA only
+enqueues on the current stream: no synchronisation and no host read, so CUDA graphs can hold it
+(for row copies: with pointer tables made beforehand, see `PointerTable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from sglang_hc_kernels import reference
+from sglang_hc_kernels.contracts import (
+    Epilogue,
+    check_epilogue,
+    check_index,
+    check_rows,
+    require,
+    row_bytes,
+)
+
+_PLAIN = Epilogue()
+
+
+def kv_epilogue(
+    kv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    *,
+    epilogue: Epilogue = _PLAIN,
+) -> None:
+    """Bias, k-norm, RoPE and the scatter of K and V into the pool (HCache section 4.1 restore).
+
+    kv: [n, Hkv * Dk + Hkv * Dv], K first, rows may be strided, not modified.
+    positions, slots: int64 [n]; a row with a negative slot is skipped, its position is not read.
+    k_pool: [slots, Hkv, Dk], v_pool: [slots, Hkv, Dv]; dtype of `kv` or float8_e4m3fn.
+    A slot given twice holds either row. Raises ArgumentError. A slot or position past the end
+    raises IndexError on CPU; a kernel cannot raise and leaves that row unwritten.
+    """
+    require(kv.dim() == 2 and kv.stride(1) == 1, "kv: must be [n, width] with unit column stride")
+    check_epilogue(kv.shape[1], kv, positions, slots, k_pool, v_pool, epilogue)
+    if not kv.is_cuda:
+        reference.kv_epilogue(kv, positions, slots, k_pool, v_pool, epilogue)
+        return
+    from sglang_hc_kernels import triton_kv
+
+    triton_kv.kv_epilogue(kv, positions, slots, k_pool, v_pool, epilogue)
+
+
+def project_kv(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    *,
+    epilogue: Epilogue = _PLAIN,
+) -> None:
+    """`hidden` [n, D] times `weight` [Hkv * Dk + Hkv * Dv, D] transposed, then `kv_epilogue`.
+
+    Products are summed in float32; the bias joins the sum, as in a GEMM with bias, and the result
+    is rounded once to the dtype of `hidden` before the k-norm. Raises as `kv_epilogue` does.
+    """
+    require(hidden.dim() == 2 and hidden.stride(1) == 1, "hidden: must be [n, D], unit stride")
+    require(
+        weight.dim() == 2 and weight.shape[1] == hidden.shape[1] and weight.stride(1) == 1,
+        f"weight: must be [width, {hidden.shape[1]}] with unit column stride",
+    )
+    require(
+        weight.dtype == hidden.dtype and weight.device == hidden.device,
+        "weight: dtype and device must be those of hidden",
+    )
+    check_epilogue(weight.shape[0], hidden, positions, slots, k_pool, v_pool, epilogue)
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        from sglang_hc_kernels import triton_project
+
+        triton_project.project_kv(hidden, weight, positions, slots, k_pool, v_pool, epilogue)
+        return
+    # float32 takes the library GEMM: tensor cores would round its inputs to TF32.
+    kv = F.linear(hidden, weight, epilogue.bias)
+    rest = Epilogue(
+        k_norm=epilogue.k_norm,
+        rotary=epilogue.rotary,
+        k_scale=epilogue.k_scale,
+        v_scale=epilogue.v_scale,
+    )
+    kv_epilogue(kv, positions, slots, k_pool, v_pool, epilogue=rest)
+
+
+class PointerTable:
+    """Buffers of several layers and, on CUDA, the device table of their addresses.
+
+    buffers: [rows, ...] tensors of one shape, dtype and stride with contiguous rows. Holds them
+    alive. Build it once per pool: building copies to the device, using it does not.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        check_rows("buffers", buffers)
+        self.buffers = tuple(buffers)
+        self.row_bytes = row_bytes(buffers[0])
+        self.rows = buffers[0].shape[0]
+        self.stride_bytes = buffers[0].stride(0) * buffers[0].element_size()
+        self.device = buffers[0].device
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        self.alignment_bits = self.stride_bytes | self.row_bytes
+        for address in addresses:
+            self.alignment_bits |= address
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+
+Buffers = PointerTable | Sequence[torch.Tensor]
+
+
+def _table(buffers: Buffers) -> PointerTable:
+    return buffers if isinstance(buffers, PointerTable) else PointerTable(buffers)
+
+
+def _copy(
+    source: PointerTable, source_rows: torch.Tensor, target: PointerTable, target_rows: torch.Tensor
+) -> None:
+    require(
+        len(source.buffers) == len(target.buffers) and source.row_bytes == target.row_bytes,
+        f"{len(source.buffers)} buffers of {source.row_bytes} bytes a row cannot go to "
+        f"{len(target.buffers)} of {target.row_bytes}",
+    )
+    require(
+        source.device == target.device == source_rows.device == target_rows.device,
+        "buffers and row indices must be on one device",
+    )
+    if not source.device.type == "cuda":
+        reference.copy_rows(source.buffers, source_rows, target.buffers, target_rows)
+        return
+    from sglang_hc_kernels import triton_rows
+
+    triton_rows.copy_rows(source, source_rows, target, target_rows)
+
+
+def _identity(staging: PointerTable, count: int) -> torch.Tensor:
+    require(staging.rows >= count, f"staging: {staging.rows} rows cannot hold {count}")
+    return torch.arange(count, dtype=torch.int64, device=staging.device)
+
+
+def gather_rows(pool: Buffers, slots: torch.Tensor, staging: Buffers) -> None:
+    """Row `slots[i]` of every pool buffer to row i of its staging buffer, in one launch.
+
+    slots: int64 [n]; a negative one leaves its staging row as it is. Staging may be one stacked
+    [layers, rows, ...] tensor: iterating it gives the layers. Row sizes are compared in bytes.
+    Raises ArgumentError; a slot past the end raises IndexError on CPU and is skipped on CUDA.
+    """
+    check_index("slots", slots)
+    target = _table(staging)
+    _copy(_table(pool), slots, target, _identity(target, slots.shape[0]))
+
+
+def scatter_rows(staging: Buffers, slots: torch.Tensor, pool: Buffers) -> None:
+    """Row i of every staging buffer to row `slots[i]` of its pool buffer; contract as above."""
+    check_index("slots", slots)
+    source = _table(staging)
+    _copy(source, _identity(source, slots.shape[0]), _table(pool), slots)
+
+
+def append_ring(taps: Buffers, rows: torch.Tensor, ring: Buffers, cursor: torch.Tensor) -> None:
+    """Tapped hidden rows to a ring: `taps[layer][rows[i]]` to row (cursor + i) mod ring rows.
+
+    rows: int64 [n], n at most the ring's rows; a negative one is padding: nothing is written and
+    its place in the ring is left as it is. cursor: int64 tensor of one element, not advanced, so
+    that a CUDA graph can replay with a new value.
+    """
+    check_index("rows", rows)
+    target = _table(ring)
+    require(rows.shape[0] <= target.rows, f"ring: {target.rows} rows cannot hold {rows.shape[0]}")
+    require(
+        cursor.dtype == torch.int64 and cursor.numel() == 1, "cursor: must be one int64 element"
+    )
+    places = (cursor.reshape(1) + _identity(target, rows.shape[0])) % target.rows
+    _copy(_table(taps), rows, target, places)
