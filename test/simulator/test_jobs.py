@@ -53,7 +53,7 @@ def test_every_turn_fits_the_window_and_continues_what_was_kept(pairs, context):
         assert job.chain == extend_chain([], job.prompt)
         before = job.prompt + job.output
         cut = talk.answered(job)
-        assert cut % 64 == 0
+        assert cut % 64 == 0 or not talk.history
         assert before.endswith(talk.history) and len(before) - len(talk.history) == 4 * cut
         number += 1
     assert number == len(pairs)

@@ -115,32 +115,25 @@ class Conversation:
     def answered(self, job: Job) -> int:
         """Append the answer. Returns the tokens cut from the front so that the next turn fits.
 
-        AttentionStore section 3.4: an overflow drops the earlier half of the window, here in whole
-        blocks. The cut is made as soon as the turn ends, while all state is on the device.
+        AttentionStore sections 3.4 and 4.1: an overflow drops the earlier half of the history, here
+        in whole blocks, and again until it fits. The cut is made as soon as the turn ends, while
+        all state is on the device.
         """
         self.turn += 1
-        if self.session.whole or self.done:
-            self.history = job.prompt + job.output
-            self.chain = extend_chain(job.chain, self.history)
-            return 0
         self.history = job.prompt + job.output
-        following = self.session.turns[self.turn]
-        coming = following.new_tokens + len(self._answer(following)) // TOKEN_BYTES
-        step = max(BLOCK_TOKENS, self.context // 2 // BLOCK_TOKENS * BLOCK_TOKENS)
-        total = len(self.history) // TOKEN_BYTES
-        cut = 0
-        while total - cut + coming > self.context and cut + step <= total:
-            cut += step
-        if total - cut + coming > self.context:
-            cut = total // BLOCK_TOKENS * BLOCK_TOKENS
-        if cut:
-            self.history = self.history[cut * TOKEN_BYTES :]
-            self.chain = extend_chain([], self.history)
-        else:
-            self.chain = extend_chain(job.chain, self.history)
+        total = kept = len(self.history) // TOKEN_BYTES
+        if not self.session.whole and not self.done:
+            following = self.session.turns[self.turn]
+            coming = following.new_tokens + len(self._answer(following)) // TOKEN_BYTES
+            while kept and kept + coming > self.context:
+                kept = total - -(-(total - kept // 2) // BLOCK_TOKENS) * BLOCK_TOKENS
+                kept = max(kept, 0)
+        cut = total - kept
+        self.history = self.history[cut * TOKEN_BYTES :]
+        self.chain = extend_chain([] if cut else job.chain, self.history)
         return cut
 
     def _answer(self, turn: Turn) -> bytes:
-        """An answer is cut at half the window, so that its prompt has room."""
-        length = min(turn.output.length, self.context // 2)
+        """An answer is cut at a quarter of the window, so that its prompt has room."""
+        length = min(turn.output.length, self.context // 4)
         return pack_span(Span(turn.output.start, length))
