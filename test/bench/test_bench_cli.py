@@ -209,6 +209,7 @@ def test_overhead_never_repeats_a_prompt(fake_server: Start, tmp_path: Path) -> 
         (["multi-turn", "--base-url", "http://127.0.0.1:9"], "no server answers"),
         (["multi-turn", "--request-timeout", "0"], "--request-timeout"),
         (["multi-turn", "--host-size-gb", "-1"], "--host-size-gb"),
+        (["multi-turn", "--seed", "-1"], "--seed"),
         (["long-context", "--tasks", "poems"], "--tasks"),
         (["long-context", "--zipf", "-1"], "--zipf"),
         (["long-context", "--tasks", "", "--zipf", ""], "both empty"),

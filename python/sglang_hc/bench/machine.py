@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 def commit() -> str:
     """Commit of the source tree this package runs from, `-dirty` when files differ."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     head = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"

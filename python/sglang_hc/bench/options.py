@@ -133,6 +133,9 @@ def prepare(args: argparse.Namespace) -> Setup:
     """Resolve the shared flags after the preset was applied. Raises UsageError."""
     if args.request_timeout <= 0:
         raise UsageError("--request-timeout must be positive")
+    for name in ("warmup", "seed"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} must not be negative")
     if args.host_size_gb <= 0:
         raise UsageError("--host-size-gb must be positive")
     if args.base_url:

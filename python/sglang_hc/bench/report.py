@@ -240,6 +240,7 @@ def varied_lines(result: dict[str, Any]) -> list[str]:
             lines.append(f"{arm['name']} started in {times}")
     if not all(run["flushed"] for run in result["runs"]):
         lines.append("a server has no /flush_cache: its cache was not emptied between points")
+    lines += _without_restores(result)
     cold = [
         run["arm"]
         for run in result["runs"]
@@ -250,6 +251,22 @@ def varied_lines(result: dict[str, Any]) -> list[str]:
             f"first turns found cached tokens ({', '.join(dict.fromkeys(cold))}): system prompts "
             "are shared, or the trace repeats itself"
         )
+    return lines
+
+
+def _without_restores(result: dict[str, Any]) -> list[str]:
+    """A tier that brought nothing back was not measured; its numbers are recomputation."""
+    if result["experiment"] == "overhead":
+        return []
+    lines = []
+    for arm in result["arms"]:
+        tiers = [run["summary"]["hits"] for run in result["runs"] if run["arm"] == arm["name"]]
+        below = sum(hits.get("host", 0) + hits.get("storage", 0) for hits in tiers)
+        if arm["name"] != result["reference"] and not below:
+            lines.append(
+                f"{arm['name']} brought nothing back from host or storage: its times are those of "
+                "the device cache and of recomputation (is the KV pool too large to overflow?)"
+            )
     return lines
 
 

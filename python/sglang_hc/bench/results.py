@@ -40,7 +40,7 @@ def build(
         "schema": SCHEMA,
         "experiment": experiment,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["sglang-hc", *sys.argv[1:]]),
+        "command": _command(),
         "machine": machine.describe(),
         "settings": settings,
         "reference": reference,
@@ -55,6 +55,14 @@ def build(
         "losses": metrics.losses(ratios),
         "agreement": [agreement.to_json() for agreement in agreements],
     }
+
+
+def _command() -> str:
+    """What was typed: the command line tool, or a script of the source tree such as the demo."""
+    script = Path(sys.argv[0])
+    known = script.parent.name == "scripts" and script.suffix == ".py"
+    program = ["python", f"scripts/{script.name}"] if known else ["sglang-hc"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _point(point: Point) -> dict[str, Any]:

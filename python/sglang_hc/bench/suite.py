@@ -134,7 +134,7 @@ class Suite:
     def _cell(self, arm: Arm, point: Point, repeat: int) -> Cell:
         trace = point.trace(repeat)
         words = f"{arm.name} {point.name} repeat {repeat + 1}/{self._settings.repeat}"
-        with tqdm(total=trace.num_requests, desc=words, unit="req") as bar:
+        with tqdm(total=trace.num_requests, desc=words, unit="req", mininterval=0.5) as bar:
             return asyncio.run(self._cell_async(arm, point, repeat, trace, bar.update))
 
     async def _cell_async(
