@@ -45,6 +45,9 @@ def facts(kernel: Any, arguments: dict[str, Any], **options: int) -> dict[str, i
             divisible = True
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
+        elif value == 1:  # a launch makes it a constant
+            constants[parameter.name] = value
+            signature[parameter.name] = "constexpr"
         else:
             signature[parameter.name] = "i32"
             divisible = value % 16 == 0
@@ -136,7 +139,7 @@ def main() -> None:
         "epilogue-mha-neox": epilogue(32, 128, 128, False, False, bf16),
         "epilogue-gqa-interleaved-partial-bias-norm-fp8": epilogue(8, 128, 64, True, True, bf16),
         "project-mha-neox-large": projection(4096, 32, 128, 128, False, False, bf16),
-        "project-gqa-partial-bias-norm-fp8-small": projection(64, 8, 128, 64, False, True, bf16),
+        "project-gqa-partial-bias-norm-fp8-one-token": projection(1, 8, 128, 64, False, True, bf16),
         "project-fp16-interleaved-head-80": projection(1024, 32, 80, 80, True, False, fp16),
         "rows-wide": rows(tl.int64, True),
         "rows-odd-bytes": rows(tl.int8, False),

@@ -133,7 +133,7 @@ def _copy(
         source.device == target.device == source_rows.device == target_rows.device,
         "buffers and row indices must be on one device",
     )
-    if not source.device.type == "cuda":
+    if source.device.type != "cuda":
         reference.copy_rows(source.buffers, source_rows, target.buffers, target_rows)
         return
     from sglang_hc_kernels import triton_rows
