@@ -200,8 +200,8 @@ FAMILIES: dict[str, Family] = {
         rope_parameters={  # the only rotary embedding that SGLang has for MLA on a CPU
             "rope_type": "yarn",
             "rope_theta": 10000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": 2048,
+            "factor": 1.0,
+            "original_max_position_embeddings": 4096,
             "beta_fast": 32,
             "beta_slow": 1,
             "mscale": 1.0,
