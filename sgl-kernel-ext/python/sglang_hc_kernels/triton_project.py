@@ -31,9 +31,10 @@ class Tile:
 
 def default_tile(count: int, head_size: int, element_size: int = 2) -> Tile:
     """Tile by number of tokens: small batches read weights once, large ones fill tensor cores."""
-    tokens = 16 if count <= 16 else 64 if count <= 512 else 128
-    depth = 64
     lanes = max(32, triton.next_power_of_2(head_size))
+    # 128 rows of a 256-wide head spill registers on sm_90.
+    tokens = 16 if count <= 16 else 64 if count <= 512 or lanes > 128 else 128
+    depth = 64
     stage = (tokens + lanes) * depth * element_size
     stages = max(2, min(4, _SHARED_BYTES // stage))
     return Tile(tokens, depth, 8 if tokens * lanes >= 128 * 128 else 4, stages)
