@@ -108,14 +108,16 @@ class BlockSet:
         """How many of the first identities are present, without a gap."""
         if not self.usable():
             return 0
-        first, *rest = [directory.catalog for directory in self.directories]
-        count = 0
-        for block_id in block_ids:
-            here = block_id in first and all(block_id in catalog for catalog in rest)
-            if not here and block_id not in self._legacy:
-                break
-            count += 1
+        count = len(block_ids)
+        for directory in self.directories:
+            count = _run(directory.catalog, block_ids, count)
+        if self._legacy and count < len(block_ids):
+            while count < len(block_ids) and self._known(block_ids[count]):
+                count += 1
         return count
+
+    def _known(self, block_id: bytes) -> bool:
+        return block_id in self._legacy or all(block_id in d.catalog for d in self.directories)
 
     def __contains__(self, block_id: bytes) -> bool:
         return self.leading((block_id,)) == 1
@@ -283,3 +285,11 @@ class BlockSet:
         for directory in self.directories:
             with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
                 directory.index.touch(directory.model, uses)
+
+
+def _run(catalog: dict[bytes, int], block_ids: Sequence[bytes], most: int) -> int:
+    """How many of the first `most` identities are in the catalog without a gap."""
+    for count, block_id in enumerate(block_ids):
+        if count == most or block_id not in catalog:
+            return count
+    return most

@@ -55,6 +55,12 @@ class Evictor:
             slot = slot or directory.slabs.allocate(self._slot_bytes)
         return slot
 
+    def prepare(self) -> None:
+        """Let directories grow ahead of need. Raises OSError, DirectoryFailed."""
+        for directory in self._blocks.directories:
+            with directory.guarded():
+                directory.slabs.prepare(self._slot_bytes)
+
     def trim(self) -> int:
         """Evict down to the low watermark where the high one is passed. Returns blocks evicted."""
         count = 0

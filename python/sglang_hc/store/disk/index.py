@@ -72,6 +72,7 @@ class Index:
     def __init__(self, path: str, read_only: bool = False) -> None:
         self.path = path
         self._lock = threading.RLock()
+        _read_ahead(path)
         with _translated():
             self._connection = sqlite3.connect(
                 f"file:{_quoted(path)}?mode={'ro' if read_only else 'rw'}",
@@ -301,6 +302,10 @@ class Index:
                 )
             )
 
+    def count(self) -> int:
+        """Number of rows of all models."""
+        return self._number("SELECT count(*) FROM blocks")
+
     def other_places(self, model: int, stripes: int) -> list[tuple[int, bytes, int, int]]:
         """(model, identity, packed place, stripes) of every share `places` leaves out."""
         return self._query(  # type: ignore[return-value]
@@ -374,6 +379,18 @@ class Index:
         """What SQLite's own full check finds; empty when the file is sound."""
         found = self._query("PRAGMA integrity_check(20)")
         return [str(row[0]) for row in found if row[0] != "ok"]
+
+
+def _read_ahead(path: str) -> None:
+    """Ask for the whole file at once: SQLite would fetch it page by page."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # whoever opens it next says why
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -142,5 +142,6 @@ class Maintenance:
             self._next_expiry = now + min(60.0, self._ttl / 10)
             self._evictor.expire(now - self._ttl)
         self._evictor.trim()
+        self._evictor.prepare()
         if self._pace and not self._stop.is_set():
             self._scrubber.step(int(self._pace * TICK_S))

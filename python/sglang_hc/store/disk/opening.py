@@ -125,7 +125,9 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
 
 def _load_rows(directory: Directory, stripes: int) -> None:
     catalog = directory.index.places(directory.model, stripes)
-    others = directory.index.other_places(directory.model, stripes)
+    others = []
+    if directory.index.count() != len(catalog):  # a second pass over the table only if it gives
+        others = directory.index.other_places(directory.model, stripes)
     taken = [*catalog.values(), *(packed for _, _, packed, _ in others)]
     try:
         places = np.fromiter(taken, dtype=np.int64, count=len(taken))

@@ -26,8 +26,9 @@ from sglang_hc.store.disk.records import SlabRow
 
 logger = logging.getLogger(__name__)
 
-SLABS_PER_DIRECTORY = 64
-"""A slab is this share of the data budget, so that one model can hand a slab to another."""
+_SLABS = 64
+_LEAST_SLABS = 16
+_LEAST_BYTES = 256 << 20
 _MAX_SLOTS = 1 << 20
 _RETRY_GROWTH_S = 60.0
 
@@ -108,12 +109,15 @@ class SlabSet:
     def adopt(self, places: npt.NDArray[np.int64]) -> None:
         """Mark the slots of packed places (index.Place) as taken. Unknown slabs are ignored: what
         points there is found out when it is read."""
-        numbers = places >> 32
-        for number in np.unique(numbers).tolist():
+        if not len(places):
+            return
+        places = np.sort(places)
+        numbers, starts = np.unique(places >> 32, return_index=True)
+        for number, some in zip(numbers.tolist(), np.split(places, starts[1:]), strict=True):
             slab = self._slabs.get(number)
             if slab is None:
                 continue
-            slots = (places[numbers == number] >> 8) & 0xFFFFFF
+            slots = (some >> 8) & 0xFFFFFF
             taken = np.frombuffer(slab.taken, dtype=np.uint8)
             taken[slots[slots < slab.header.slots]] = 1
             slab.used = int(taken.sum())
@@ -145,8 +149,7 @@ class SlabSet:
             if now < self._growth_resumes:
                 return False
             room = self.data_bytes - self.file_bytes() - SLAB_HEADER_BYTES
-            target = max(1, self.data_bytes // SLABS_PER_DIRECTORY // slot_bytes)
-            slots = min(target, room // slot_bytes, _MAX_SLOTS)
+            slots = min(self._slab_slots(slot_bytes), room // slot_bytes)
             if slots < 1:
                 return False
             number = max(self._slabs, default=0) + 1
@@ -168,6 +171,19 @@ class SlabSet:
             with self._lock:
                 self._slabs[number] = _Slab(header, file, bytearray(slots))
             return True
+
+    def _slab_slots(self, slot_bytes: int) -> int:
+        """Slots of a new slab: a small share of the data, but not so small that a batch of blocks
+        is spread over many files that must all be synced."""
+        size = max(self.data_bytes // _SLABS, min(_LEAST_BYTES, self.data_bytes // _LEAST_SLABS))
+        return min(max(1, size // slot_bytes), _MAX_SLOTS)
+
+    def prepare(self, slot_bytes: int) -> None:
+        """Add a slab ahead of need when less than half of one is free, so that writers do not wait
+        for its creation. Raises OSError."""
+        used, there = self.usage(slot_bytes)
+        if used and there - used < self._slab_slots(slot_bytes) // 2:
+            self.grow(slot_bytes)
 
     def _create(self, header: SlabHeader) -> File:
         path = slab_path(self._root, header.slab)

@@ -1,0 +1,362 @@
+"""The disk store against fio on the same file system in the same run, and its other costs.
+
+Named workloads (all by default, or `--only NAME`):
+  write      blocks into a new directory, slabs preallocated on the way; fio: a new file
+  rewrite    blocks into slots that were used before; fio: over the same file
+  read       the blocks in the order they were written, verified; fio: the same file
+  scheduler  microseconds on the calling thread of contains, touch and drain_removed
+  restart    time from opening an index of a million synthetic rows to the first verified read
+
+fio runs psync with O_DIRECT and as many jobs as the store has threads, requests as long as the
+store's, one fdatasync per batch where the store syncs once per batch. The arms take turns; ratios
+are medians over the rounds. Needs fio: apt-get install fio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.format import Chunk, Striping
+
+WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
+BATCH = 32
+LAYOUT = BlockLayout(LayerPlan(0, 32, 0), StateShape(32, 1024, (1024, 1024), "bfloat16"))
+"""32 chunks of 64 KiB: blocks of 2 MiB, as of a small model kept as hidden states."""
+FINGERPRINT = LAYOUT.fingerprint("benchmark")
+
+
+def make_blocks(count: int, seed: int) -> list[Block]:
+    """Blocks with random identities; the bytes on disk do not depend on them."""
+    root = seed.to_bytes(8, "big")
+    names = [root + number.to_bytes(8, "big") for number in range(count)]
+    return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
+
+
+def open_store(folders: Sequence[Path], size: int) -> DiskStore:
+    specs = [DirectorySpec(str(folder), size) for folder in folders]
+    return DiskStore.open(
+        specs, LAYOUT.chunks(), FINGERPRINT, "benchmark", background=False, scrub_bytes_per_s=0
+    )
+
+
+def in_threads(depth: int, work: Callable[[int], None]) -> float:
+    """Seconds until `depth` threads have each done their part."""
+    with ThreadPoolExecutor(depth) as pool:
+        started = time.perf_counter()
+        for done in [pool.submit(work, number) for number in range(depth)]:
+            done.result()
+        return time.perf_counter() - started
+
+
+def share_of(items: Sequence[Block], depth: int, number: int) -> Sequence[Block]:
+    each = -(-len(items) // depth)
+    return items[number * each : (number + 1) * each]
+
+
+def write_all(store: DiskStore, blocks: Sequence[Block], depth: int) -> float:
+    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(depth)]
+    for buffer in buffers:
+        buffer[:] = os.urandom(len(buffer))
+
+    def work(number: int) -> None:
+        mine = share_of(blocks, depth, number)
+        for start in range(0, len(mine), BATCH):
+            batch = [(block, buffers[number]) for block in mine[start : start + BATCH]]
+            if set(store.write_many(batch)) != {WriteStatus.OK}:
+                raise RuntimeError("a block was not written")
+
+    return in_threads(depth, work)
+
+
+def read_all(store: DiskStore, blocks: Sequence[Block], depth: int) -> float:
+    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(depth)]
+
+    def work(number: int) -> None:
+        for block in share_of(blocks, depth, number):
+            if store.read(block.block_id, buffers[number]) is not ReadStatus.OK:
+                raise RuntimeError("a block was not read")
+
+    return in_threads(depth, work)
+
+
+def fio(folders: Sequence[Path], kind: str, depth: int, request: int, total: int) -> float:
+    """Bytes per second of fio. The files stay, so that later runs use them again."""
+    sync = [f"--fdatasync={BATCH * len(folders)}"] if kind == "write" else []
+    command = [
+        "fio",
+        "--name=blocks",
+        f"--directory={':'.join(map(str, folders))}",
+        f"--numjobs={depth}",
+        "--thread",
+        f"--rw={kind}",
+        f"--bs={request}",
+        f"--size={total // depth // request * request}",
+        "--ioengine=psync",
+        "--direct=1",
+        "--fallocate=native",
+        "--group_reporting",
+        "--output-format=json",
+        *sync,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(result.stdout)["jobs"][0][kind]
+    return float(job["bw_bytes"])
+
+
+def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str, list[float]]:
+    """One round: bytes per second of each arm and workload, in fresh directories."""
+    own = [root / f"store{number}" for number in range(directories)]
+    theirs = [root / f"fio{number}" for number in range(directories)]
+    for folder in own + theirs:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    striping = Striping(tuple(Chunk(*chunk) for chunk in LAYOUT.chunks()), directories)
+    request = striping.slot_bytes
+    count = total // LAYOUT.slot_bytes
+    jobs = max(depth, directories)
+    store = open_store(own, 20_000_000_000)
+    first, second = make_blocks(count, 1), make_blocks(count, 2)
+    size = count * LAYOUT.slot_bytes
+    results: dict[str, list[float]] = {}
+    results["write"] = [
+        size / write_all(store, first, depth),
+        fio(theirs, "write", jobs, request, size),
+    ]
+    store.delete([block.block_id for block in first])
+    results["rewrite"] = [
+        size / write_all(store, second, depth),
+        fio(theirs, "write", jobs, request, size),
+    ]
+    results["read"] = [
+        size / read_all(store, second, depth),
+        fio(theirs, "read", jobs, request, size),
+    ]
+    store.close()
+    return results
+
+
+def compare(root: Path, rounds: int, total: int, only: set[str]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for directories in (1, 2):
+        for depth in (1, 2, 4):
+            if depth < directories:
+                continue
+            taken = [throughput(root, directories, depth, total) for _ in range(rounds)]
+            for name in ("write", "rewrite", "read"):
+                if name not in only:
+                    continue
+                ours = [one[name][0] for one in taken]
+                fios = [one[name][1] for one in taken]
+                ratios = [a / b for a, b in zip(ours, fios, strict=True)]
+                row = {
+                    "workload": name,
+                    "directories": directories,
+                    "threads": depth,
+                    "store_mb_s": [round(value / 1e6) for value in ours],
+                    "fio_mb_s": [round(value / 1e6) for value in fios],
+                    "ratio_median": round(statistics.median(ratios), 3),
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def percentiles(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {
+        "median_us": round(1e6 * ordered[len(ordered) // 2], 2),
+        "p99_us": round(1e6 * ordered[int(len(ordered) * 0.99)], 2),
+    }
+
+
+def timed(call: Callable[[], object], times: int = 5000) -> dict[str, float]:
+    samples = []
+    for _ in range(times):
+        started = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - started)
+        if len(samples) % 50 == 0:
+            time.sleep(0.001)
+    return percentiles(samples)
+
+
+def scheduler(root: Path) -> dict[str, object]:
+    """Time per call on the scheduler's thread, with the I/O threads idle and busy."""
+    folder = root / "scheduler"
+    store = open_store([folder], 3_000_000_000)
+    blocks = make_blocks(1024, 1)
+    write_all(store, blocks, 2)
+    path = [block.block_id for block in blocks]
+    missing = [bytes([255] * 16)]
+    calls: dict[str, Callable[[], object]] = {
+        "contains_1_block": lambda: store.contains(path[:1]),
+        "contains_miss": lambda: store.contains(missing),
+        "contains_16_blocks": lambda: store.contains(path[:16]),
+        "contains_1024_blocks": lambda: store.contains(path),
+        "touch_1024_blocks": lambda: store.touch(path),
+        "drain_removed": store.drain_removed,
+    }
+    result: dict[str, object] = {"idle": {name: timed(call) for name, call in calls.items()}}
+    stop = threading.Event()
+
+    def keep_reading() -> None:
+        into = aligned_buffer(LAYOUT.slot_bytes)
+        while not stop.is_set():
+            for block in blocks:
+                store.read(block.block_id, into)
+
+    readers = [threading.Thread(target=keep_reading) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    result["two_readers_in_this_process"] = {name: timed(call) for name, call in calls.items()}
+    stop.set()
+    for reader in readers:
+        reader.join()
+    store.close()
+    shutil.rmtree(folder)
+    for name, numbers in result.items():
+        print(json.dumps({name: numbers}), flush=True)
+    return result
+
+
+def restart(root: Path, rows: int) -> dict[str, object]:
+    """Opening an index with a million rows. Slab files are sparse: only the index is real."""
+    folder = root / "restart"
+    small = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 512, (512, 512), "bfloat16"))
+    fingerprint = small.fingerprint("restart")
+    spec = DirectorySpec(str(folder), 400_000_000_000)
+
+    def opened() -> DiskStore:
+        return DiskStore.open(
+            [spec], small.chunks(), fingerprint, "restart", background=False, scrub_bytes_per_s=0
+        )
+
+    store = opened()
+    real = make_blocks(1, 3)[0]
+    buffer = aligned_buffer(small.slot_bytes)
+    store.write(real, buffer)
+    slot_bytes = Striping(tuple(Chunk(*c) for c in small.chunks()), 1).slot_bytes
+    store.close()
+    index = folder / "sglang-hc" / "index.sqlite"
+    per_slab = 40_000
+    connection = sqlite3.connect(index)
+    slabs = range(1000, 1000 + -(-rows // per_slab))
+    for number in slabs:
+        connection.execute("INSERT INTO slabs VALUES(?,?,?)", (number, slot_bytes, per_slab))
+        with (folder / "sglang-hc" / f"slab-{number:08d}.dat").open("wb") as file:
+            file.truncate(4096 + per_slab * slot_bytes)
+    now = int(time.time() * 1e6)
+    connection.executemany(
+        "INSERT INTO blocks VALUES(1,?,1,?,?,1,0,?,?,0)",
+        (
+            (os.urandom(16), 1000 + n // per_slab, n % per_slab, now, now - n)
+            for n in range(rows - 1)
+        ),
+    )
+    connection.commit()
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    runs = []
+    for cold in (True, False, False):
+        if cold:
+            descriptor = os.open(index, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+        started = time.perf_counter()
+        store = opened()
+        looked = time.perf_counter()
+        found = store.contains([real.block_id])
+        status = store.read(real.block_id, buffer)
+        ended = time.perf_counter()
+        if found != 1 or status is not ReadStatus.OK or len(store.block_ids()) != rows:
+            raise RuntimeError("the index did not come back whole")
+        runs.append(
+            {
+                "index_in_page_cache": not cold,
+                "open_s": round(looked - started, 3),
+                "first_hit_s": round(ended - started, 3),
+            }
+        )
+        store.close()
+    result = {"rows": rows, "index_mb": round(index.stat().st_size / 1e6), "runs": runs}
+    shutil.rmtree(folder)
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def machine(root: Path) -> dict[str, object]:
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    found = subprocess.run(
+        ["findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "file_system": found.stdout.strip(),
+        "fio": version.stdout.strip(),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", default=".", help="a directory on the file system to measure")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--only", action="append", choices=WORKLOADS, help="repeatable")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=1024, help="per arm and workload")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the restart workload")
+    args = parser.parse_args()
+    only = set(args.only or WORKLOADS)
+    if only & {"write", "rewrite", "read"} and shutil.which("fio") is None:
+        parser.error("fio is not installed; apt-get install fio, or use --only scheduler/restart")
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
+        root = Path(folder)
+        result: dict[str, object] = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine(root),
+            "block_bytes": LAYOUT.slot_bytes,
+            "blocks_per_sync": BATCH,
+        }
+        if only & {"write", "rewrite", "read"}:
+            result["throughput"] = compare(root, args.rounds, args.megabytes << 20, only)
+        if "scheduler" in only:
+            result["scheduler_thread"] = scheduler(root)
+        if "restart" in only:
+            result["restart"] = restart(root, args.rows)
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
