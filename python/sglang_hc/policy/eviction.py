@@ -106,6 +106,8 @@ class EvictionPolicy(ABC, Generic[B]):
             above.grown = True
             above.stamp = 0  # no leaf any more; comes back when its last child leaves
         self._fresh.append(entry)
+        if len(self._fresh) > 2 * len(self._entries) + 64:  # nobody asks for victims
+            self._sort_in()
 
     def access(self, path: Sequence[B], now: float) -> None:
         """Blocks of one path were used, root first."""
