@@ -21,6 +21,7 @@ INDEX_NAME = "index.sqlite"
 DAMAGED_NAME = "index.damaged"
 LOCK_NAME = "lock"
 GIGABYTE = 10**9
+_NAMESPACES_KEPT = 4096
 
 
 class DirectoryError(Exception):
@@ -109,6 +110,8 @@ class Directory:
         """Number of a namespace label in this index."""
         number = self._namespaces.get(label)
         if number is None:
+            if len(self._namespaces) >= _NAMESPACES_KEPT:
+                self._namespaces.clear()
             number = self._namespaces[label] = self.index.namespace(label)
         return number
 

@@ -38,6 +38,7 @@ _FOREVER = (1 << 63) - 1
 _PACKED = "(slab<<32)|(slot<<8)|residue"
 _BASE_BYTES = 256 << 10
 _BYTES_PER_SLOT = 512
+_MANY_NAMESPACES = 5000
 
 
 def index_bytes(slots: int) -> int:
@@ -200,14 +201,22 @@ class Index:
             for m, f, label, text, size, opened in rows
         ]
 
-    def forget_models(self, keep: int) -> None:
-        """Remove the models that have no block here, but not `keep`."""
+    def forget_unused(self, keep: int) -> None:
+        """Remove models without a block, but not `keep`, and, once there are many of them,
+        namespaces without one: salts may be as many as users."""
         with self._transaction(durable=False) as connection:
             connection.execute(
                 "DELETE FROM models WHERE model<>?"
                 " AND NOT EXISTS (SELECT 1 FROM blocks WHERE blocks.model=models.model)",
                 (keep,),
             )
+        if self._number("SELECT count(*) FROM namespaces") > _MANY_NAMESPACES:
+            with self._transaction(durable=False) as connection:
+                connection.execute(
+                    "DELETE FROM namespaces WHERE namespace IN (SELECT namespace FROM namespaces"
+                    " EXCEPT SELECT namespace FROM blocks LIMIT ?)",
+                    (_MANY_NAMESPACES,),
+                )
 
     def namespace(self, label: str) -> int:
         """Number of a namespace label, made if new."""

@@ -33,7 +33,7 @@ from sglang_hc.store.disk.directory import (
     DirectorySpec,
     used_bytes,
 )
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping, clip_label
 from sglang_hc.store.disk.index import FIXED_FILES_BYTES, WAL_MAX_BYTES, Index, index_bytes
 from sglang_hc.store.disk.rebuild import rebuild_index
 from sglang_hc.store.disk.records import IndexDamaged, IndexFull, UnknownVersion
@@ -101,12 +101,12 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         striping, clock = opening.striping, opening.clock
         model = index.register_model(
             opening.fingerprint,
-            opening.label,
+            clip_label(opening.label),
             striping.chunks,
             striping.slot_bytes,
             int(clock() * 1e6),
         )
-        index.forget_models(keep=model)
+        index.forget_unused(keep=model)
         budget = _budget(root, opening.spec)
         data_bytes = _keep_budget(opening, budget, index)
         slabs = SlabSet(root, backend, index, data_bytes, clock)

@@ -14,7 +14,7 @@ from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.store.disk.blockset import BlockSet, Share
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import SlotHeader, make_table
+from sglang_hc.store.disk.format import SlotHeader, clip_label, make_table
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
 from sglang_hc.store.disk.records import IndexFull, Place, Row
 
@@ -205,7 +205,7 @@ class BlockWriter:
     def _row(self, directory: Directory, claim: _Claim, share: Share) -> Row:
         block = claim.block
         with directory.guarded():
-            namespace = directory.namespace(block.namespace)
+            namespace = directory.namespace(clip_label(block.namespace))
         return Row(
             directory.model,
             block.block_id,

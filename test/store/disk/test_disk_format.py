@@ -1,0 +1,158 @@
+"""The bytes of version 1, as docs/disk-format.md lays them out. These tests may grow but not
+change: what they spell out lies on disks."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_support import LAYOUT, open_store, put
+
+from sglang_hc.store.disk.format import (
+    Chunk,
+    FormatError,
+    SlabHeader,
+    SlotHeader,
+    Striping,
+    chunk_digest,
+    clip_label,
+    slot_header_bytes,
+)
+from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.tree.identity import block_id
+
+IDS = st.binary(min_size=16, max_size=16)
+
+
+def header(**changes: object) -> SlotHeader:
+    fields = {
+        "block_id": bytes(range(16)),
+        "parent_id": bytes(range(16, 32)),
+        "fingerprint": bytes(range(32, 48)),
+        "stripes": 3,
+        "residue": 2,
+        "created": 1_700_000_000_123_456,
+        "position": 41,
+        "tokens": b"\x00\x00\x12\x34" * 64,
+        "label": "tenant",
+        "table": ((5, 4096, b"d" * 16), (8, 8192, b"e" * 16)),
+    }
+    return SlotHeader(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def packed(one: SlotHeader) -> bytes:
+    page = bytearray(one.header_bytes)
+    one.pack_into(memoryview(page))
+    return bytes(page)
+
+
+def test_slot_header_bytes_of_version_1() -> None:
+    page = packed(header())
+    assert len(page) == 4096
+    assert page[:8] == b"SGHCSLOT"
+    assert struct.unpack_from("<HHBBH", page, 8) == (1, 1, 3, 2, 2)
+    assert page[16:64] == bytes(range(48))
+    assert struct.unpack_from("<QII", page, 64) == (1_700_000_000_123_456, 256, 6)
+    assert page[80:336] == b"\x00\x00\x12\x34" * 64
+    assert page[336:342] == b"tenant" and page[342:592] == bytes(250)
+    assert struct.unpack_from("<I", page, 592) == (41,) and page[596:640] == bytes(44)
+    assert page[640:688] == struct.pack("<II16sII16s", 5, 4096, b"d" * 16, 8, 8192, b"e" * 16)
+    assert page[688:4080] == bytes(3392)
+    assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
+
+
+def test_slab_header_bytes_of_version_1() -> None:
+    page = SlabHeader(7, 1 << 20, 100, 123).pack()
+    assert page[:8] == b"SGHCSLAB" and len(page) == 4096
+    assert struct.unpack_from("<HHIQIIQ", page, 8) == (1, 0, 7, 1 << 20, 100, 0, 123)
+    assert page[40:4080] == bytes(4040)
+    assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
+    assert SlabHeader.unpack(page).offset(3) == 4096 + 3 * (1 << 20)
+
+
+def test_chunk_digest_of_version_1() -> None:
+    name, plan, data = b"a" * 16, b"b" * 16, bytes(range(256)) * 16
+    covered = name + plan + struct.pack("<II", 9, 4096) + data
+    assert chunk_digest(name, plan, 9, memoryview(data)) == xxhash.xxh3_128_digest(covered)
+
+
+@pytest.mark.parametrize(("chunks", "pages"), [(1, 1), (143, 1), (144, 2), (314, 2), (315, 3)])
+def test_header_grows_by_pages(chunks: int, pages: int) -> None:
+    assert slot_header_bytes(chunks) == pages * 4096
+
+
+@given(
+    st.tuples(IDS, IDS, IDS),
+    st.binary(max_size=256),
+    st.text(max_size=80),
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), IDS), max_size=200),
+)
+def test_headers_come_back(
+    names: tuple[bytes, bytes, bytes], tokens: bytes, label: str, table: list
+) -> None:
+    one = header(
+        block_id=names[0],
+        parent_id=names[1],
+        fingerprint=names[2],
+        tokens=tokens,
+        label=clip_label(label),
+        table=tuple(table),
+    )
+    assert SlotHeader.unpack(memoryview(packed(one))) == one
+
+
+@given(st.integers(0, 4095), st.integers(1, 255))
+def test_any_changed_byte_of_a_header_is_noticed(at: int, mask: int) -> None:
+    page = bytearray(packed(header()))
+    page[at] ^= mask
+    with pytest.raises(FormatError):
+        SlotHeader.unpack(memoryview(page))
+
+
+def test_an_unknown_version_is_named() -> None:
+    page = bytearray(packed(header()))
+    page[8] = 2
+    with pytest.raises(FormatError) as caught:
+        SlotHeader.unpack(memoryview(page))
+    assert caught.value.version == 2
+
+
+@given(st.integers(1, 8), st.integers(0, 1000), st.integers(1, 12))
+def test_every_layer_has_one_directory(stripes: int, position: int, layers: int) -> None:
+    chunks = tuple(Chunk(layer, 4096 * layer, 4096) for layer in range(layers))
+    striping = Striping(chunks, stripes)
+    placed = {
+        chunk.layer: number
+        for number in range(stripes)
+        for chunk in striping.shares[striping.residue(position, number)]
+    }
+    assert placed == {layer: (position + layer) % stripes for layer in range(layers)}
+
+
+@given(
+    st.tuples(IDS, IDS, st.binary(min_size=4, max_size=8)),
+    st.tuples(IDS, IDS, st.binary(min_size=4, max_size=8)),
+)
+def test_blocks_that_differ_in_anything_have_other_names(
+    one: tuple[bytes, bytes, bytes], other: tuple[bytes, bytes, bytes]
+) -> None:
+    """(fingerprint, parent, tokens): the parent carries the namespace and all tokens before."""
+    assert (block_id(*one) == block_id(*other)) == (one == other)
+
+
+@pytest.mark.parametrize("label", ["", "x" * 1000, "\ud800salt", "\0", "\u00e9" * 200, "'; DROP"])
+def test_any_text_is_a_namespace_label(scratch: Path, label: str) -> None:
+    """A salt is the user's: whatever it is, it may not turn the tier off."""
+    store = open_store(scratch)
+    block = Block(b"n" * 16, b"p" * 16, label, 0, b"\0" * 8)
+    assert put(store, [block]) == [WriteStatus.OK]
+    assert store.stats().usable and store.contains([block.block_id]) == 1
+    assert LAYOUT.slot_bytes == store.slot_bytes
+    store.close()

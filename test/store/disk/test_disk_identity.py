@@ -1,0 +1,70 @@
+"""State of another model, plan, dtype, namespace, salt or LoRA is never served from disk."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_support import data_of, open_store
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.reader import ReadStatus
+from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.tree.identity import block_id, pack_tokens, root_id
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+WORLDS = st.tuples(
+    st.sampled_from(["llama", "qwen"]),
+    st.sampled_from(["bfloat16", "float16"]),
+    st.sampled_from([(0, 2, 0), (0, 1, 1), (1, 1, 0)]),
+    st.sampled_from([None, "", "salt-a", "salt-b", "lora:x"]),
+    st.integers(0, 2),
+)
+
+
+def world_block(world: tuple) -> tuple[BlockLayout, bytes, Block]:
+    """Layout, fingerprint and the second block of a prefix in this model, plan and namespace."""
+    model, dtype, counts, namespace, seed = world
+    layout = BlockLayout(LayerPlan(*counts), StateShape(2, 64, (64, 64), dtype))
+    fingerprint = layout.fingerprint(model)
+    parent = root_id(fingerprint, namespace)
+    for position in range(2):
+        tokens = pack_tokens([seed * (1 - position)] * BLOCK_TOKENS)
+        name, before = block_id(fingerprint, parent, tokens), parent
+        parent = name
+    return layout, fingerprint, Block(name, before, namespace or "", 1, tokens)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(WORLDS, min_size=2, max_size=4, unique=True))
+def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
+    """Each world writes its block into one shared directory; only its own comes back, although the
+    last block has the same tokens everywhere."""
+    made = [world_block(world) for world in worlds]
+    assert all(a[2].block_id != b[2].block_id for a, b in combinations(made, 2))
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        for layout, fingerprint, block in made:
+            options = {"layout": layout, "fingerprint": fingerprint}
+            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
+            data = data_of(block, layout.slot_bytes)
+            assert store.write(block, data) is WriteStatus.OK
+            store.close()
+        for layout, fingerprint, block in made:
+            options = {"layout": layout, "fingerprint": fingerprint}
+            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
+            for _, theirs, other in made:
+                into = np.zeros(layout.slot_bytes, dtype=np.uint8)
+                status = store.read(other.block_id, into)
+                mine = theirs == fingerprint
+                assert status is (ReadStatus.OK if mine else ReadStatus.MISSING)
+                assert not mine or np.array_equal(into, data_of(other, layout.slot_bytes))
+            assert block.block_id in store.block_ids()
+            store.close()
