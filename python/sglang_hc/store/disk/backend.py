@@ -129,7 +129,7 @@ class DirectFile:
         return done
 
     def _read_scratch(self, group: Sequence[memoryview], wanted: int, offset: int) -> int:
-        scratch = _scratch(wanted)
+        scratch = _scratch.get(wanted)
         done = self._read_fully([scratch], wanted, offset)
         start = 0
         for buffer in group:
@@ -142,7 +142,7 @@ class DirectFile:
             wanted = sum(map(len, group))
             rest: Sequence[memoryview] = group
             if self._direct and not all(map(is_aligned, group)):
-                scratch = _scratch(wanted)
+                scratch = _scratch.get(wanted)
                 start = 0
                 for buffer in group:
                     scratch[start : start + len(buffer)] = buffer
@@ -199,16 +199,20 @@ def probe_direct(folder: str) -> bool:
         os.unlink(path)
 
 
-_local = threading.local()
+class ThreadMemory(threading.local):
+    """Aligned memory that each thread has for itself and uses again."""
+
+    def __init__(self) -> None:
+        self._memory = aligned_buffer(CHUNK_ALIGN)
+
+    def get(self, size: int) -> memoryview:
+        """`size` bytes that hold anything, until this thread asks again."""
+        if len(self._memory) < size:
+            self._memory = aligned_buffer(size)
+        return self._memory[:size]
 
 
-def _scratch(size: int) -> memoryview:
-    """Aligned memory of this thread, at least as large as ever asked for."""
-    have: memoryview | None = getattr(_local, "scratch", None)
-    if have is None or len(have) < size:
-        have = aligned_buffer(size)
-        _local.scratch = have
-    return have[:size]
+_scratch = ThreadMemory()
 
 
 def _groups(buffers: Sequence[memoryview]) -> list[Sequence[memoryview]]:

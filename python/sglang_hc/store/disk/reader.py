@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 import time
 from collections.abc import Collection, Iterator
 
-from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.blockset import BlockSet, Share
 from sglang_hc.store.disk.directory import DirectoryFailed
 from sglang_hc.store.disk.format import Chunk, slot_header_bytes
@@ -40,7 +39,7 @@ class BlockReader:
 
     def __init__(self, blocks: BlockSet) -> None:
         self._blocks = blocks
-        self._local = threading.local()
+        self._pages = ThreadMemory()
 
     def read(
         self,
@@ -97,7 +96,7 @@ class BlockReader:
             if not share.chunks:
                 raise Damaged("the index row names a share that cannot be")
             return
-        page = self._header_page(slot_header_bytes(len(share.chunks)))
+        page = self._pages.get(slot_header_bytes(len(share.chunks)))
         for offset, buffers in _runs(page, share.chunks, wanted, into):
             if deadline is not None and time.monotonic() >= deadline:
                 raise _TimedOut
@@ -111,13 +110,6 @@ class BlockReader:
         if share.chunks[wanted[0]] == self._blocks.striping.chunks[0]:  # once for each block
             self._blocks.hit(block_id, header.position)
         self._blocks.counters.add("read_bytes", sum(share.chunks[i].length for i in wanted))
-
-    def _header_page(self, size: int) -> memoryview:
-        page: memoryview | None = getattr(self._local, "page", None)
-        if page is None or len(page) != size:
-            page = aligned_buffer(size)
-            self._local.page = page
-        return page
 
     def _count(self, status: ReadStatus) -> ReadStatus:
         name = "read_blocks" if status is ReadStatus.OK else f"read_{status.value}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.blockset import BlockSet, Share
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
@@ -67,7 +67,7 @@ class BlockWriter:
         self._evictor = evictor
         self._lock = threading.Lock()
         self._under_way: set[bytes] = set()
-        self._local = threading.local()
+        self._pages = ThreadMemory()
 
     def write_many(self, items: Sequence[tuple[Block, memoryview]]) -> list[WriteStatus]:
         """See DiskStore.write_many."""
@@ -166,7 +166,7 @@ class BlockWriter:
             block.namespace,
             make_table(block.block_id, fingerprint, share.chunks, claim.data),
         )
-        page = self._header_page(header.header_bytes)
+        page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         buffers = [page, *_views(share, claim.data)]
         share.directory.slabs.write(share.slot, buffers)
@@ -240,13 +240,6 @@ class BlockWriter:
             left = [share for share in claim.shares if share.directory is directory]
             claim.shares = [share for share in claim.shares if share.directory is not directory]
             directory.slabs.unlease(share.slot for share in left)
-
-    def _header_page(self, size: int) -> memoryview:
-        page: memoryview | None = getattr(self._local, "page", None)
-        if page is None or len(page) != size:
-            page = aligned_buffer(size)
-            self._local.page = page
-        return page
 
 
 def _views(share: Share, data: memoryview) -> list[memoryview]:
