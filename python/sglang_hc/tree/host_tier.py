@@ -125,6 +125,12 @@ class HostTier:
         self.tree.remove(node)
         self._retire(node)
 
+    def drop_branch(self, node: BlockNode) -> None:
+        """Take a block and everything below it out of the tree, as `drop` does."""
+        for child in list(node.children or ()):
+            self.drop_branch(child)
+        self.drop(node)
+
     def clear(self) -> None:
         """Forget every block. Pinned slots are freed by their last `unpin`; staged ones stay."""
         nodes = list(self.tree.nodes())

@@ -1,0 +1,38 @@
+"""What SGLang 0.5.17 needs to serve on a machine without an accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def enable() -> None:
+    """Let rotary embeddings be built without CUDA.
+
+    Without this SGLang looks for a CUDA kernel in another package and fails; the kernel is not used
+    by the native path that a CPU takes.
+    """
+    from sglang.srt.layers.rotary_embedding import base
+
+    if not hasattr(base, "_is_cpu"):
+        raise RuntimeError(
+            "sglang.srt.layers.rotary_embedding.base has no _is_cpu: this SGLang cannot serve on a CPU"
+        )
+    base._is_cpu = True
+
+
+def choose_backends(args: Any) -> list[str]:
+    """Fill in what a CPU needs where the user did not choose; returns the choices as `name=value`."""
+    chosen = {
+        "device": (None, "cpu"),
+        "attention_backend": (None, "torch_native"),
+        "sampling_backend": (None, "pytorch"),
+        "grammar_backend": (None, "none"),
+        "page_size": (None, 1),
+        "sleep_on_idle": (False, True),
+    }
+    said = []
+    for name, (unset, value) in chosen.items():
+        if getattr(args, name) == unset:
+            setattr(args, name, value)
+            said.append(f"{name}={value}")
+    return said

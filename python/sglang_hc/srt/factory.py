@@ -1,0 +1,130 @@
+"""Builds the tree and the tiers below it for one scheduler process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sglang_hc import __version__
+from sglang_hc.config import GIB, ConfigError, host_bytes
+from sglang_hc.forms import BlockLayout, StateShape
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.srt import plugin
+from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.runner import MODEL_STATE, ModelState
+from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.executor import ThreadExecutor
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.transfer.capture import Capture
+from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.lanes import lane_for
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.host_tier import HostTier
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_ROWS = 1024
+SNAPSHOT_BUFFERS = 6
+"""Rows that may be on their way from the device to slots: buffers x rows, per kind."""
+
+
+def build_tree_cache(ctx: Any) -> HcRadixCache:
+    """The factory SGLang calls for `--radix-cache-backend hc`."""
+    missing = plugin.missing()
+    if missing:
+        raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
+    config = config_of(ctx.server_args)
+    runner = ctx.tp_worker.model_runner
+    state: ModelState | None = getattr(runner, MODEL_STATE, None)
+    if config is None or state is None:
+        raise ConfigError(
+            "the radix cache backend hc needs sglang-hc's own options; start the server with "
+            "python -m sglang_hc.launch_server"
+        )
+    for wrong, what in (
+        (ctx.is_hybrid_swa, "models with sliding-window layers"),
+        (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
+        (ctx.is_dsa, "models with sparse-attention indexes"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"sglang-hc does not support {what} yet: part of their state is outside the KV "
+                "pool. Add --hc-disable to serve without the tiers"
+            )
+    try:
+        rows = KvPoolRows(runner.token_to_kv_pool, state.layers)
+        part_bytes = rows.part_bytes
+    except UnsupportedPool as error:
+        raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
+    tiers = _tiers(config, runner, state, rows, part_bytes)
+    cache = HcRadixCache(ctx.params, tiers, runner)
+    runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.gate)
+    state.tree = cache
+    return cache
+
+
+def _tiers(
+    config: Any, runner: Any, state: ModelState, rows: KvPoolRows, part_bytes: tuple[int, ...]
+) -> Tiers:
+    dtype = str(runner.dtype).removeprefix("torch.")
+    hidden_bytes = 0
+    if state.taps is not None:
+        hidden_bytes = state.taps.states.shape[2] * state.taps.states.element_size()
+    shape = StateShape(rows.num_layers, hidden_bytes, part_bytes, dtype)
+    layout = BlockLayout(state.plan, shape)
+    size = host_bytes(config)
+    num_slots = size // layout.slot_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"--hc-host-size-gb {size / GIB:.3g} holds no block; one block of this model takes "
+            f"{layout.slot_bytes / GIB:.3g} GiB"
+        )
+    fingerprint = layout.fingerprint(*_model_identity(runner))
+    tier = HostTier(BlockTree(fingerprint), num_slots, LruPolicy())
+    pool = HostPool(layout, num_slots)
+    lane = lane_for(rows.device)
+    lane.pin(pool.buffer)
+    hidden_buffers = [
+        SnapshotBuffer(layout, SNAPSHOT_ROWS, hidden=True, kv=False)
+        for _ in range(SNAPSHOT_BUFFERS if state.plan.hidden else 0)
+    ]
+    kv_buffers = [
+        SnapshotBuffer(layout, SNAPSHOT_ROWS, hidden=False, kv=True)
+        for _ in range(SNAPSHOT_BUFFERS if state.plan.kv else 0)
+    ]
+    filing = Filing(ThreadExecutor(pool, hidden_buffers + kv_buffers))
+    hidden = kv = None
+    if hidden_buffers:
+        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", rows.device, lane, filing)
+    if kv_buffers:
+        first = len(hidden_buffers)
+        kv = Snapshots(layout, kv_buffers, first, "kv", rows.device, lane, filing)
+    capture = Capture(layout, tier, filing, hidden, kv, rows, time.monotonic)
+    logger.info(
+        "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",
+        state.plan,
+        num_slots * layout.slot_bytes / GIB,
+        num_slots,
+        num_slots * 64,
+    )
+    return Tiers(layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps)
+
+
+def _model_identity(runner: Any) -> list[str]:
+    """What else a state depends on: the checkpoint, how it is loaded, and this package's version."""
+    args, model = runner.server_args, runner.model_config
+    config = model.hf_config.to_json_string(use_diff=False)
+    return [
+        __version__,
+        str(args.model_path),
+        str(args.revision),
+        str(args.load_format),
+        str(args.quantization),
+        str(args.json_model_override_args),
+        str(args.attention_backend),
+        config,
+    ]

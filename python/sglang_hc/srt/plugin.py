@@ -1,0 +1,85 @@
+"""Entry point of the `sglang.srt.plugins` group: puts every hook in place and proves it.
+
+SGLang loads plugins in the launcher and in every scheduler process, and only logs what a plugin
+raises. So nothing is trusted here: `missing()` looks at SGLang itself, the launcher and the tree
+factory both ask it, and either stops the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.registry import (
+    register_radix_cache_backend,
+    registered_radix_cache_backends,
+)
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+BACKEND = "hc"
+"""Name under which the tree is registered (`--radix-cache-backend`)."""
+
+SGLANG_VERSION = "0.5.17"
+
+_active = False
+
+
+def activate() -> None:
+    """Register everything. Called by SGLang's plugin loader; harmless when called again."""
+    global _active  # noqa: PLW0603  one flag per process, as SGLang's own registry has
+    if _active:
+        return
+    from sglang_hc.srt import cpu
+
+    if not torch.cuda.is_available():
+        cpu.enable()
+    for target, kind, hook in hooks():
+        HookRegistry.register(target, hook, kind)
+    if BACKEND not in registered_radix_cache_backends():
+        from sglang_hc.srt.factory import build_tree_cache
+
+        register_radix_cache_backend(BACKEND, build_tree_cache)
+    _active = True
+
+
+def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
+    """Every hook: SGLang's function, how it is wrapped, and ours."""
+    from sglang_hc.srt import requests, runner, server_args
+
+    args = "sglang.srt.server_args.ServerArgs"
+    model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    updates = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    return [
+        (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
+        (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
+        (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
+        (f"{model_runner}.load_model", HookType.AFTER, runner.after_load_model),
+        (f"{model_runner}.forward", HookType.AROUND, runner.forward),
+        (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
+        (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
+        *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
+    ]
+
+
+UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+
+def missing() -> list[str]:
+    """What of us is not in place in this process; empty when all is."""
+    import sglang
+
+    if sglang.__version__ != SGLANG_VERSION:
+        return [f"sglang=={SGLANG_VERSION} (found {sglang.__version__})"]
+    gone = [target for target, _, _ in hooks() if target not in HookRegistry._patched]
+    if BACKEND not in registered_radix_cache_backends():
+        gone.append(f"radix cache backend {BACKEND!r}")
+    return gone

@@ -1,0 +1,156 @@
+"""Hooks around the model runner and the scheduler: taps, snapshots, the end of a restoration.
+
+Order of events in one scheduler process: `after_load_model` decides the layer plan and installs the
+taps, before any CUDA graph is captured; SGLang sizes the KV pool and captures; the tree factory
+(`factory.py`) builds the tiers and links them to the taps; batches run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.srt import adapters
+from sglang_hc.srt.server_args import config_of
+from sglang_hc.transfer.taps import TapBuffer
+
+logger = logging.getLogger(__name__)
+
+MODEL_STATE = "_hc_model"
+"""Attribute of a ModelRunner that holds our `ModelState`."""
+
+
+class ModelState:
+    """What load_model settled: the layer plan, the adapters and the taps. `tree` comes later."""
+
+    def __init__(self, plan: LayerPlan, layers: list[adapters.LayerAdapter] | None) -> None:
+        self.plan = plan
+        self.layers = layers
+        self.taps: TapBuffer | None = None
+        self.tree: Any = None
+        self.requests: list[Any] = []
+
+
+def after_load_model(result: Any, self: Any) -> None:
+    """AFTER ModelRunner.load_model: plan, self-check, taps."""
+    config = config_of(self.server_args)
+    if config is None or self.is_draft_worker:
+        return
+    hf_layers = self.model_config.num_hidden_layers
+    family = adapters.family_of(self.model)
+    layers = adapters.layer_modules(self.model, family) if family else None
+    plan = _plan(self, config.forms, hf_layers, layers)
+    state = ModelState(plan, layers if plan.hidden else None)
+    setattr(self, MODEL_STATE, state)
+    if plan.hidden:
+        assert layers is not None
+        state.taps = TapBuffer(
+            layers=len(plan.hidden_layers),
+            rows=_rows_per_pass(self.server_args, self.model_config.context_len),
+            hidden_size=layers[0].qkv.weight.shape[1],
+            dtype=self.dtype,
+            device=layers[0].qkv.weight.device,
+        )
+        for index, layer in enumerate(plan.hidden_layers):
+            state.taps.install(index, layers[layer].qkv)
+
+
+def forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any):
+    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
+    state: ModelState | None = getattr(self, MODEL_STATE, None)
+    if state is None or state.tree is None:
+        return original(self, forward_batch, *args, **kwargs)
+    output = original(self, forward_batch, *args, **kwargs)
+    state.tree.after_forward(forward_batch, state.requests)
+    return output
+
+
+def run_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any):
+    """AROUND Scheduler.run_batch: a forward batch knows request ids only; remember the requests."""
+    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
+    if state is None:
+        return original(self, batch, *args, **kwargs)
+    state.requests = list(batch.reqs)
+    try:
+        return original(self, batch, *args, **kwargs)
+    finally:
+        state.requests = []
+
+
+def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info."""
+    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
+    if state is not None and state.tree is not None:
+        result.internal_state["hc"] = state.tree.stats()
+    return result
+
+
+def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
+    """AFTER each weight update: nothing saved under the old weights may be served."""
+    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
+    if state is not None and state.tree is not None:
+        state.tree.forget_saved()
+
+
+def _plan(
+    runner: Any, forms: str, num_layers: int, layers: list[adapters.LayerAdapter] | None
+) -> LayerPlan:
+    """The layer plan: what the user asked for, as far as this model can be restored that way."""
+    kv = LayerPlan.parse("kv", num_layers)
+    reason = _hidden_excluded(runner, layers)
+    if forms == "auto":
+        if reason is not None:
+            logger.info("sglang-hc: layer plan %s (%s)", kv, reason)
+            return kv
+        assert layers is not None
+        hidden_elements = layers[0].qkv.weight.shape[1]
+        kv_elements = layers[0].kv_heads * (layers[0].head_dim + layers[0].v_head_dim)
+        plan = LayerPlan.parse("hidden" if hidden_elements < kv_elements else "kv", num_layers)
+        logger.info(
+            "sglang-hc: layer plan %s, the smaller form per layer (%d against %d elements a token)",
+            plan,
+            min(hidden_elements, kv_elements),
+            max(hidden_elements, kv_elements),
+        )
+        return plan
+    try:
+        plan = LayerPlan.parse(forms, num_layers)
+    except PlanError as error:
+        raise PlanError(f"--hc-forms: {error}") from None
+    if plan.recompute:
+        raise PlanError(
+            f"--hc-forms {forms}: recomputed layers cannot be restored yet; use hidden and kv counts"
+        )
+    if plan.hidden and reason is not None:
+        logger.warning("sglang-hc: --hc-forms %s is served as KV form: %s", forms, reason)
+        return kv
+    return plan
+
+
+def _hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) -> str | None:
+    """Why hidden states cannot be used with this model and these flags; None when they can."""
+    from sglang_hc.srt.selfcheck import disagreement
+
+    args = runner.server_args
+    if layers is None:
+        return f"{type(runner.model).__name__} is not among the families restored from hidden states"
+    if args.enable_lora or args.lora_paths:
+        return "adapters change the projection per request"
+    if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
+        return f"the KV cache is {args.kv_cache_dtype}"
+    checked = sorted({0, len(layers) // 2, len(layers) - 1})
+    wrong = disagreement(layers, checked, layers[0].qkv.weight.shape[1], runner.dtype)
+    if wrong is not None:
+        logger.error("sglang-hc: self-check failed, hidden states are not used: %s", wrong)
+        return f"the self-check failed: {wrong}"
+    return None
+
+
+def _rows_per_pass(args: Any, context_len: int) -> int:
+    """Most rows one forward pass may have: a prefill chunk and, mixed in, running requests."""
+    chunk = args.chunked_prefill_size or -1
+    prefill = chunk if chunk > 0 else max(args.max_prefill_tokens, context_len)
+    return prefill + (args.max_running_requests or 1024)
+

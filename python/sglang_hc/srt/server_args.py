@@ -1,0 +1,134 @@
+"""The `--hc-*` flags inside SGLang's argument handling, and the modes that cannot be right yet."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, add_flags
+from sglang_hc.srt import cpu
+
+logger = logging.getLogger(__name__)
+
+ALWAYS_ENV = "SGLANG_HC_ENABLE"
+"""Set by our launcher: the tier is on without any flag. The plain launcher needs a flag for it."""
+
+_from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("hc", default=None)
+
+
+def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ServerArgs.add_cli_args."""
+    add_flags(parser)
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ServerArgs.from_cli_args: carry our flags to `post_init`."""
+    config = HcConfig.from_args(args)
+    wanted = config != HcConfig() or os.environ.get(ALWAYS_ENV) == "1"
+    token = _from_flags.set(config if wanted else None)
+    try:
+        return original(cls, args)
+    finally:
+        _from_flags.reset(token)
+
+
+def post_init(original: Callable[[Any], None], self: Any) -> None:
+    """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what it cannot do.
+
+    `sgl.Engine` has no flags: there the options come from the environment (see `CONFIG_ENV`).
+    """
+    config = _from_flags.get()
+    if config is None and CONFIG_ENV in os.environ:
+        config = HcConfig.from_json(os.environ[CONFIG_ENV])
+    if config is not None:
+        if not torch.cuda.is_available():
+            chosen = cpu.choose_backends(self)
+            if chosen:
+                logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
+        if not config.disable:
+            refuse_modes(self)
+            self.radix_cache_backend = "hc"
+            self.enable_hierarchical_cache = True
+        object.__setattr__(self, "_hc_config", config.to_dict())
+    original(self)
+
+
+def config_of(args: Any) -> HcConfig | None:
+    """The tier's options inside SGLang's arguments; None when it is off."""
+    values = getattr(args, "_hc_config", None)
+    if values is None:
+        return None
+    config = HcConfig.from_mapping(values, "server arguments")
+    return None if config.disable else config
+
+
+def refuse_modes(args: Any) -> None:
+    """Raise ConfigError for a mode in which restored state could be wrong."""
+    for wrong, flag, why in _refusals(args):
+        if wrong:
+            raise ConfigError(
+                f"sglang-hc does not support {flag} yet: {why}. Leave the flag out, or add "
+                "--hc-disable to serve without the tiers"
+            )
+
+
+def _refusals(args: Any) -> list[tuple[bool, str, str]]:
+    return [
+        (
+            bool(args.speculative_algorithm),
+            "--speculative-algorithm",
+            "rejected draft tokens leave states that must not be kept",
+        ),
+        (args.tp_size > 1, "--tp-size above 1", "ranks do not agree on restorations yet"),
+        (args.pp_size > 1, "--pp-size above 1", "a rank holds a part of the layers only"),
+        (args.dp_size > 1, "--dp-size above 1", "each replica would keep a tier of its own"),
+        (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),
+        (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
+        (args.dcp_size > 1, "--dcp-size above 1", "a rank holds a part of the tokens only"),
+        (
+            args.disaggregation_mode not in (None, "null"),
+            "--disaggregation-mode",
+            "prefill and decode do not share a cache",
+        ),
+        (bool(args.enable_pdmux), "--enable-pdmux", "layers of one pass run in pieces"),
+        (bool(args.dllm_algorithm), "--dllm-algorithm", "positions are computed several times"),
+        (
+            bool(args.enable_torch_compile),
+            "--enable-torch-compile",
+            "a compiled model skips the taps that capture hidden states",
+        ),
+        (bool(args.enable_two_batch_overlap), "--enable-two-batch-overlap", "batches are split"),
+        (bool(args.enable_hisparse), "--enable-hisparse", "the KV pool is translated"),
+        (
+            bool(args.disable_radix_cache),
+            "--disable-radix-cache",
+            "the tiers hang on the radix cache",
+        ),
+        (
+            bool(args.enable_session_radix_cache),
+            "--enable-session-radix-cache",
+            "it needs another tree",
+        ),
+        (
+            bool(args.enable_streaming_session),
+            "--enable-streaming-session",
+            "sessions hold KV outside the tree",
+        ),
+        (
+            args.radix_cache_backend not in (None, "hc"),
+            f"--radix-cache-backend {args.radix_cache_backend}",
+            "there is one tree per server",
+        ),
+        (bool(args.is_embedding), "--is-embedding", "nothing is generated, so nothing returns"),
+        (
+            bool(args.enable_unified_memory),
+            "--enable-unified-memory",
+            "slots are virtual there and move",
+        ),
+    ]

@@ -1,0 +1,224 @@
+"""The radix tree SGLang talks to: its own device tree, with the tiers below.
+
+What leaves the device stays findable in the host tier by its tokens. A request that matches further
+there than on the device gets slots allocated and inserted into the device tree at admission; their
+content arrives layer by layer while the request's own tokens are prefilled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.transfer.capture import Segment
+from sglang_hc.transfer.restore import Restoration
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.identity import pack_tokens
+
+
+class HostPoolFacade:
+    """What SGLang's metrics ask of a host pool: sizes in tokens."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._host = tiers.host
+
+    @property
+    def logical_size(self) -> int:
+        return self._host.num_slots * BLOCK_TOKENS
+
+    def available_size(self) -> int:
+        return self._host.free_slots * BLOCK_TOKENS
+
+
+class HcRadixCache(RadixCache):
+    """RadixCache whose evicted prefixes come back from the tiers.
+
+    Belongs to the scheduler thread. `tiers` is absent only while the base class is being built.
+    """
+
+    tiers: Tiers | None = None
+
+    def __init__(self, params: Any, tiers: Tiers, runner: Any) -> None:
+        super().__init__(params)
+        self.tiers = tiers
+        self._runner = runner
+        self.token_to_kv_pool_host = HostPoolFacade(tiers)
+        # SGLang reads the sizes of these to know whether anything is under way.
+        self.ongoing_write_through: dict[int, Any] = {}
+        self.ongoing_prefetch: dict[str, Any] = {}
+        self.ongoing_backup: dict[int, Any] = {}
+        self.enable_storage = False
+
+    @property
+    def ongoing_load_back(self) -> range:
+        return range(self._live.restoring)
+
+    @property
+    def _live(self) -> Tiers:
+        assert self.tiers is not None
+        return self.tiers
+
+    # -- look up ---------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Device match, with what the host tier adds for a request in `host_hit_length`."""
+        result = super().match_prefix(params)
+        if params.req is None or self.disable or len(params.key) == 0:
+            return result
+        on_device = len(result.device_indices)
+        key = params.key
+        if len(key) - on_device < self.page_size:
+            return result
+        _, usable = self._live.usable(key.extra_key, pack_tokens(key.raw_token_ids()))
+        hit = (usable - on_device) // self.page_size * self.page_size
+        return result._replace(host_hit_length=hit) if hit > 0 else result
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+        """Allocate and insert slots for a request's host hit, and queue their restoration.
+
+        Returns what was promised, or nothing: then the request recomputes.
+        """
+        req = params.req
+        start, hit = len(req.prefix_indices), params.host_hit_length
+        key = RadixKey(array("q", req.full_untruncated_fill_ids[: start + hit]), req.extra_key)
+        nodes, usable = self._live.usable(req.extra_key, pack_tokens(key.token_ids))
+        slots = self._allocate(hit) if usable >= start + hit else None
+        if slots is None:
+            self._live.counters["restore_refused"] += 1
+            req.host_hit_length = 0
+            return self._empty_match_result.device_indices, req.last_node
+        value = torch.cat([req.prefix_indices, slots])
+        inserted = self.insert(InsertParams(key=key, value=value))
+        node = inserted.last_device_node
+        assert inserted.prefix_len == start, "the device tree changed since the request matched"
+        self.inc_lock_ref(node)
+        restoration = Restoration(nodes[: -(-(start + hit) // BLOCK_TOKENS)], start, start + hit, slots)
+        self._live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
+        return slots, node
+
+    def _allocate(self, count: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        if allocator.available_size() < count:
+            self.evict(EvictParams(num_tokens=count - allocator.available_size()))
+        slots = allocator.alloc(count)
+        return None if slots is None else slots.to(torch.int64)
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start what admission queued; the batch about to run waits for it layer by layer."""
+        with self._on_compute_stream():
+            return self._live.start_restores()
+
+    def check_hicache_events(self) -> None:
+        """Top of every scheduling pass: take in completions, finish what no batch picked up."""
+        tiers = self._live
+        tiers.poll()
+        if tiers.has_queued:
+            with self._on_compute_stream():
+                tiers.restore_now()
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        """A pass was submitted on the compute stream, which is current."""
+        tiers = self._live
+        if not tiers.capture.needs_taps:
+            tiers.after_pass((), 0)
+            return
+        segments = []
+        row = 0
+        extends = forward_batch.forward_mode.is_extend()
+        for index, req in enumerate(requests):
+            if extends:
+                position = int(forward_batch.extend_prefix_lens_cpu[index])
+                count = int(forward_batch.extend_seq_lens_cpu[index])
+            else:
+                position, count = int(forward_batch.seq_lens_cpu[index]) - 1, 1
+            if not tiers.capture.is_open(req.rid) and extends and _keeps(req):
+                prefix = pack_tokens(req.full_untruncated_fill_ids[:position])
+                tiers.capture.open(req.rid, req.extra_key, prefix)
+            segments.append(Segment(req.rid, position, row, count))
+            row += count
+        tiers.after_pass(segments, row)
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        """A prompt, or a chunk of one, is in the tree: keep its blocks.
+
+        After a chunk only full blocks: the tail would be replaced by the next chunk's.
+        """
+        if not self.disable and _keeps(req):
+            tokens = req.get_fill_ids()
+            length = len(tokens) // self.page_size * self.page_size
+            if chunked:
+                length = length // BLOCK_TOKENS * BLOCK_TOKENS
+            self._commit(req, tokens, length, final=False)
+        super().cache_unfinished_req(req, chunked=chunked)
+
+    def cache_finished_req(
+        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        """A request is over. Without insertion (abort, retraction) only what the tree has is kept."""
+        if self.disable or not _keeps(req):
+            self._live.capture.drop(req.rid)
+        else:
+            keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
+            keep = max(keep, req.cache_protected_len)
+            tokens = (req.origin_input_ids + req.output_ids)[:keep]
+            length = len(tokens) // self.page_size * self.page_size
+            self._commit(req, tokens, length, final=True)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> None:
+        packed = pack_tokens(tokens[:length])
+        with self._on_compute_stream():
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+            self._live.capture.commit(
+                req.rid, req.extra_key, packed, slots.to(torch.int64), final=final
+            )
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
+        if self.tiers is not None:
+            self.tiers.clear()
+        super().reset()
+
+    def forget_saved(self) -> None:
+        """The weights changed: nothing saved is valid."""
+        self._live.clear()
+
+    def stats(self) -> dict[str, object]:
+        """Plain numbers for /server_info."""
+        return self._live.stats()
+
+    def sanity_check(self) -> None:
+        """Asked by SGLang's idle checks."""
+        self._live.check_integrity()
+
+    def _on_compute_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Device work is ordered with the forward passes by running on their stream."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        stream = self._runner.forward_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+
+def _keeps(req: Any) -> bool:
+    """Whether the request's state depends on its tokens and namespace alone."""
+    return req.input_embeds is None and req.positional_embed_overrides is None
+

@@ -1,0 +1,43 @@
+"""The tap: hidden states at the input of each fused QKV projection, left in one static buffer.
+
+The copy is part of the forward pass, at a fixed address, so a CUDA graph records it and replays it;
+a hook that kept a reference would run once, at capture, and serve stale states for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class TapBuffer:
+    """(layers, rows, hidden_size) states of the last pass. Only its first rows are valid."""
+
+    def __init__(
+        self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.states = torch.empty((layers, rows, hidden_size), dtype=dtype, device=device)
+        self.enabled = True
+
+    @property
+    def rows(self) -> int:
+        return self.states.shape[1]
+
+    def install(self, index: int, projection: torch.nn.Module) -> None:
+        """Tap the first argument of `projection` into layer `index`. Before any graph capture."""
+        target = self.states[index]
+
+        def tap(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.enabled:
+                return
+            hidden = args[0] if args else kwargs["hidden_states"]
+            count = hidden.shape[0]
+            if count <= target.shape[0]:
+                target[:count].copy_(hidden)
+
+        projection.register_forward_pre_hook(tap, with_kwargs=True)
+
+    def bytes(self, rows: int) -> torch.Tensor:
+        """The first `rows` rows as (layers, rows, row bytes) uint8."""
+        return self.states[:, :rows].view(torch.uint8)

@@ -1,0 +1,162 @@
+"""The tiers below the device as one object: look up, restore, capture, account.
+
+Everything the radix tree needs, without SGLang. Belongs to the scheduler thread; `gate` and
+`after_pass` are called where the model runs, which is the same thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.transfer.capture import Capture, Segment
+from sglang_hc.transfer.filing import Filing
+from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass, RestoreSink
+from sglang_hc.transfer.taps import TapBuffer
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.host_tier import HostTier
+
+
+class Tiers:
+    """Host tier, capture and restore of one model."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        host: HostTier,
+        pool: HostPool,
+        capture: Capture,
+        filing: Filing,
+        sink: RestoreSink,
+        lane: Lane,
+        device: torch.device,
+        taps: TapBuffer | None,
+    ) -> None:
+        self.layout = layout
+        self.host = host
+        self.capture = capture
+        self.gate = LayerGate()
+        self.counters: Counter[str] = Counter()
+        self._pool = pool
+        self._filing = filing
+        self._sink = sink
+        self._lane = lane
+        self._device = device
+        self._taps = taps
+        self._queued: list[tuple[Restoration, Callable[[], None]]] = []
+        self._running: dict[int, list[Callable[[], None]]] = {}
+        self._releasing: deque[tuple[Mark, tuple[Restoration, ...]]] = deque()
+
+    # -- look up ---------------------------------------------------------------------------------
+
+    def usable(self, namespace: str | None, tokens: bytes) -> tuple[tuple[BlockNode, ...], int]:
+        """Blocks of the longest servable prefix of packed `tokens`, and its length in tokens."""
+        match = self.host.tree.match(namespace, tokens)
+        for index, node in enumerate(match.nodes):
+            if not node.ready:
+                return match.nodes[:index], index * BLOCK_TOKENS
+        return match.nodes, match.tokens
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def queue_restore(self, restoration: Restoration, release: Callable[[], None]) -> None:
+        """Restore during the next pass. `release` is called when its device slots hold the state."""
+        self.host.pin(restoration.nodes)
+        self.host.access(restoration.nodes, time.monotonic())
+        self._queued.append((restoration, release))
+        self.counters["restored_tokens"] += restoration.stop - restoration.start
+        self.counters["restorations"] += 1
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queued)
+
+    @property
+    def restoring(self) -> int:
+        """Restorations queued or under way."""
+        return len(self._queued) + sum(len(done) for done in self._running.values())
+
+    def start_restores(self) -> int:
+        """Begin everything queued; returns the consumer index for the next batch, -1 for nothing."""
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, []
+        restore = RestorePass(
+            self.layout, self._pool, self._sink, self._lane, [r for r, _ in queued], self._device
+        )
+        index = self.gate.produce(restore)
+        self._running[index] = [release for _, release in queued]
+        return index
+
+    def restore_now(self) -> None:
+        """Run queued restorations outside any pass: the batch they were queued for did not come."""
+        index = self.start_restores()
+        if index >= 0:
+            self.gate.set_consumer(index)
+            self._finish_pass()
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def after_pass(self, segments: Sequence[Segment], rows: int) -> None:
+        """A forward pass of `rows` rows was submitted: stage its rows, end its restorations."""
+        self._finish_pass()
+        if self._taps is None or not segments:
+            return
+        if rows > self._taps.rows:
+            self.counters["tap_overflow"] += 1
+            for segment in segments:
+                self.capture.give_up(segment.rid)
+            return
+        self.capture.take(segments, self._taps.bytes(rows))
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in completions. Called in every scheduling pass; never waits."""
+        self._filing.poll()
+        while self._releasing and self._releasing[0][0].done():
+            _, restorations = self._releasing.popleft()
+            for restoration in restorations:
+                self.host.unpin(restoration.nodes)
+
+    def clear(self) -> None:
+        """Forget everything saved. Waits for copies under way."""
+        self.restore_now()
+        while self._releasing:
+            self._releasing[0][0].wait()
+            self.poll()
+        self.capture.clear()
+
+    def stats(self) -> dict[str, object]:
+        """Plain numbers for /server_info and the metrics."""
+        return {
+            "layer_plan": str(self.layout.plan),
+            "host_slots": self.host.num_slots,
+            "host_free_slots": self.host.free_slots,
+            "host_staged_slots": self.host.staged_slots,
+            "host_blocks": self.host.published_blocks,
+            "host_bytes": self.host.num_slots * self.layout.slot_bytes,
+            "evicted_blocks": self.host.evicted_blocks,
+            **{name: int(count) for name, count in (self.counters + self.capture.counters).items()},
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant does not hold. O(slots)."""
+        self.host.check_integrity()
+        assert self.capture.staged_slots() <= self.host.staged_slots
+
+    def _finish_pass(self) -> None:
+        index = self.gate.current
+        restorations = self.gate.finish()
+        if not restorations:
+            return
+        for release in self._running.pop(index):
+            release()
+        self._releasing.append((self._lane.mark(), restorations))
+        self.poll()
