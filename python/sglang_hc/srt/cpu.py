@@ -18,6 +18,18 @@ def enable() -> None:
             "sglang.srt.layers.rotary_embedding.base has no _is_cpu: this SGLang cannot serve on a CPU"
         )
     base._is_cpu = True
+    _let_mla_use_torch_native()
+
+
+def _let_mla_use_torch_native() -> None:
+    """Give MLA models a way to choose their attention path with this backend.
+
+    SGLang's default for a backend it does not list splits prefill from the latent KV, which
+    torch_native cannot do.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
 def choose_backends(args: Any) -> list[str]:

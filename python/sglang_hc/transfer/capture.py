@@ -166,6 +166,12 @@ class Capture:
         if stage is not None:
             self._discard(list(stage.slots.values()))
 
+    def flush(self) -> None:
+        """Send every staged row on its way."""
+        for snapshots in (self._hidden, self._kv):
+            if snapshots is not None:
+                snapshots.flush()
+
     def give_up(self, rid: str) -> None:
         """Keep nothing more of a running request."""
         self._refuse({rid}, "given_up")
@@ -174,8 +180,7 @@ class Capture:
         """Forget every stage and every block. Waits for what is being filed."""
         for rid in list(self._stages):
             self.drop(rid)
-        if self._hidden is not None:
-            self._hidden.flush()
+        self.flush()
         self._filing.drain()
         self._tier.clear()
 
@@ -236,9 +241,7 @@ class Capture:
             blocks.append((block, slot))
         if self._kv is not None and blocks:
             blocks = self._gather_kv(blocks, device_slots, length)
-        for snapshots in (self._hidden, self._kv):
-            if snapshots is not None:
-                snapshots.flush()
+        self.flush()
         for block, slot in blocks:
             low = block * BLOCK_TOKENS
             high = min(low + BLOCK_TOKENS, length)

@@ -125,6 +125,12 @@ class Tiers:
             for restoration in restorations:
                 self.host.unpin(restoration.nodes)
 
+    def drain(self) -> None:
+        """Wait until everything saved so far can be served; for tests and orderly stops."""
+        self.capture.flush()
+        self._filing.drain()
+        self.poll()
+
     def clear(self) -> None:
         """Forget everything saved. Waits for copies under way."""
         self.restore_now()

@@ -1,0 +1,226 @@
+"""SGLang's real scheduler in one process, for tests: model, tree, event loop; no HTTP, no tokenizer.
+
+`run_in_child` forks, so each test has its own engine and pays the import once per test session.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import traceback
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+
+
+class _Idle(BaseException):
+    """Leaves SGLang's event loop; nothing in there catches it."""
+
+
+@dataclass
+class Reply:
+    """One finished request."""
+
+    tokens: list[int]
+    device: int
+    host: int
+    storage: int
+
+    @property
+    def cached(self) -> int:
+        return self.device + self.host + self.storage
+
+
+class Core:
+    """An engine with the tiers, driven request by request through SGLang's own event loop."""
+
+    def __init__(self, *flags: str, model: str = "llama-mha", **env: str) -> None:
+        defaults = {
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_HC_ENABLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        }
+        os.environ.update(defaults | env)
+        import torch
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs, prepare_server_args
+
+        torch.set_num_threads(1)
+        load_plugins()
+        argv = ["--model-path", str(MODELS / model), "--skip-server-warmup", *flags]
+        self.args = prepare_server_args(argv)
+        publish(self.args, role="scheduler")
+        self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)
+        self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
+        self._inbox: list[Any] = []
+        self._requests: dict[str, Any] = {}
+        self._names = itertools.count()
+        self._quiet = 0
+        self._steps: int | None = None
+        self.passes = 0
+
+    @property
+    def tree(self) -> Any:
+        return self.scheduler.tree_cache
+
+    def submit(
+        self, tokens: Sequence[int], new: int, salt: str | None = None, **sampling: Any
+    ) -> str:
+        """Hand in a request; it runs in the next `run`. Returns its id."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=new, temperature=0.0, ignore_eos=True, **sampling
+        )
+        params.normalize(None)
+        rid = f"r{next(self._names)}"
+        self._inbox.append(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                input_text="",
+                input_ids=array("q", tokens),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=params,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                extra_key=salt,
+            )
+        )
+        return rid
+
+    def abort(self, rid: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._inbox.append(AbortReq(rid=rid))
+
+    def run(self, steps: int | None = None) -> None:
+        """Run the event loop until nothing is left to do, or for a number of its iterations."""
+        self._quiet = 0
+        self._steps = steps
+        try:
+            self.scheduler.run_event_loop()
+        except _Idle:
+            return
+
+    def reply(self, rid: str) -> Reply:
+        req = self._requests[rid]
+        assert req.finished(), f"{rid} is not finished"
+        return Reply(
+            list(req.output_ids),
+            req.cached_tokens_device,
+            req.cached_tokens_host,
+            req.cached_tokens_storage,
+        )
+
+    def ask(self, tokens: Sequence[int], new: int = 16, salt: str | None = None) -> Reply:
+        """One request on its own, to its end."""
+        rid = self.submit(tokens, new, salt)
+        self.run()
+        return self.reply(rid)
+
+    def flood(self, rng: random.Random, tokens: int, vocabulary: int = 900) -> None:
+        """Push everything idle out of the device pool with unrelated requests."""
+        size = self.scheduler.max_total_num_tokens
+        done = 0
+        while done < tokens:
+            length = min(size // 2, tokens)
+            self.ask([rng.randrange(3, vocabulary) for _ in range(length)], 1, salt="flood")
+            done += length
+
+    def settle(self) -> None:
+        """Wait for what is being filed, then check every invariant."""
+        tiers = self.tree.tiers
+        if tiers is not None:
+            tiers.drain()
+            tiers.check_integrity()
+        self.check_device()
+
+    def check_device(self) -> None:
+        """The device pool adds up (SGLang's own invariant, trap 34 of its users)."""
+        tree, allocator = self.tree, self.scheduler.token_to_kv_pool_allocator
+        total = allocator.available_size() + tree.evictable_size() + tree.protected_size()
+        assert total == self.scheduler.max_total_num_tokens
+        slots = tree.all_values_flatten() if tree.root_node.children else []
+        assert len(set(map(int, slots))) == len(slots), "a device slot has two owners"
+
+    def kv(self, tokens: Sequence[int], salt: str | None = None) -> list[Any]:
+        """Copies of the K and V rows the device tree holds for a prefix, per layer and part."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(array("q", tokens), salt)
+        slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        if hasattr(pool, "k_buffer"):
+            return [b[i][slots].clone() for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
+        return [pool.kv_buffer[i][slots].clone() for i in range(pool.layer_num)]
+
+    def _receive(self) -> list[Any]:
+        self.passes += 1
+        inbox, self._inbox = self._inbox, []
+        if self._steps is not None:
+            if self._steps == 0:
+                self._inbox = inbox
+                raise _Idle
+            self._steps -= 1
+            return inbox
+        self._quiet = 0 if inbox or not self.scheduler.is_fully_idle() else self._quiet + 1
+        if self._quiet > 2:
+            raise _Idle
+        return inbox
+
+    def _note(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def add(req: Any, *args: Any, **kwargs: Any) -> Any:
+            self._requests[req.rid] = req
+            return original(req, *args, **kwargs)
+
+        return add
+
+
+def run_in_child(body: Callable[..., Any], *args: Any, timeout: float = 300) -> Any:
+    """Call `body(*args)` in a forked process; returns what it returns, raises what it raises."""
+    import sglang.srt.managers.scheduler  # noqa: F401  imported once, inherited by every child
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            theirs.send((True, body(*args)))
+        except BaseException:
+            theirs.send((False, traceback.format_exc()))
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise TimeoutError(f"{body.__name__} took more than {timeout} s")
+        try:
+            good, value = ours.recv()
+        except EOFError:
+            process.join(10)
+            raise AssertionError(f"the engine process died, exit {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if not good:
+        raise AssertionError(value)
+    return value
