@@ -93,6 +93,19 @@ def truncation(paper: Paper) -> Iterator[Run]:
         yield {"model": name}, paper.setup(name, 10_000, keep_truncated=False)
 
 
+def falcon(paper: Paper) -> Iterator[Run]:
+    """The three figures again for Falcon-40B with a window of 4K instead of its own 2K."""
+    name = "falcon-40b, 4K"
+    model = load_model("falcon-40b", context=4096)
+    for label, setup in (
+        ("models", paper.setup("falcon-40b", 10_000)),
+        ("hbm", paper.setup("falcon-40b", 0, dram=0, device=10.0)),
+        ("hbm+dram", paper.setup("falcon-40b", 0, device=10.0)),
+        ("truncation", paper.setup("falcon-40b", 10_000, keep_truncated=False)),
+    ):
+        yield {"model": name, "tiers": label}, dataclasses.replace(setup, model=model)
+
+
 def capacity(_: Paper) -> Iterator[Run]:
     """Figure 23: hit rate over RCC / CCpUT, at a load that the GPUs can carry.
 
@@ -218,7 +231,7 @@ def _arm_of(case: str, factor: int, policy: str) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
     part.__name__: part
-    for part in (models, policies, bound, capacity, tiers, sensitivity, truncation)
+    for part in (models, policies, bound, capacity, tiers, sensitivity, truncation, falcon)
 }
 
 
@@ -232,7 +245,7 @@ def main() -> None:
     for part in args.only:
         rows = []
         for label, setup in tqdm(list(PARTS[part](paper)), desc=part, unit="run"):
-            rows.append({**label, **simulate(setup).as_json()})
+            rows.append({**simulate(setup).as_json(), **label})
         suffix = "" if args.scale == 8 else f"-scale{args.scale}"
         path = RESULTS / f"simulator-{part}{suffix}.json"
         path.write_text(json.dumps(_report(part, paper.scale, rows), indent=1) + "\n")
