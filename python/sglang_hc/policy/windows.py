@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -111,7 +111,7 @@ class LookAhead(Generic[K]):
         `blocks_of` is asked once, when a request enters, and gives distinct block ids. O(length),
         plus the blocks of the requests that entered, left or changed their order.
         """
-        new = list(queue[:length])
+        new = list(islice(queue, length))
         old = self._order
         head = _offset(old, new)
         if head is not None:

@@ -74,6 +74,7 @@ class Engine:
         self._agenda: list[tuple[float, int, int | Transfer]] = []
         self._ticket = 0
         self._queue: list[int] = []
+        self._queue_changed = False
         self._running: dict[int, _Running] = {}
         self._ends: list[tuple[float, int]] = []
         self._steps = 0.0
@@ -126,6 +127,7 @@ class Engine:
         job.arrived = time
         self.cache.arrive(job)
         self._queue.append(job.number)
+        self._queue_changed = True
         self.events.append(Event(self.now, "arrive", talk.index))
 
     def _finish(self, running: _Running) -> None:
@@ -133,7 +135,7 @@ class Engine:
         talk = self._talks[job.session]
         cut = talk.answered(job)
         self._context -= running.context
-        self.cache.look_ahead(self._queue)
+        self._look_ahead()
         if cut and not self.keep_truncated:
             self.cache.finish(job, b"", [], self.now, replaces=True)
         else:
@@ -145,7 +147,7 @@ class Engine:
 
     def _pass(self) -> None:
         """One scheduler pass: admit what fits, then look ahead and prefetch."""
-        self.cache.look_ahead(self._queue)
+        self._look_ahead()
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
@@ -154,16 +156,22 @@ class Engine:
             self.cache.turns.admitted(len(chosen), self.now)
             for number in chosen:
                 self._queue.remove(number)
+                self._queue_changed = True
                 self._admit(self.cache.jobs[number])
             if chosen:
                 self._batch_changed()
-                self.cache.look_ahead(self._queue)
+                self._look_ahead()
             if not self._queue:
                 self.cache.turns.idle()
         for transfer in self.cache.prefetch(self.now):
             seconds = self.costs.fetch_seconds(len(transfer.blocks) * self.costs.model.slot_bytes)
             self._disk_free = max(self._disk_free, self.now) + seconds
             self._schedule(self._disk_free, transfer)
+
+    def _look_ahead(self) -> None:
+        if self._queue_changed:
+            self.cache.look_ahead(self._queue)
+            self._queue_changed = False
 
     def _readiness(self, number: int) -> float | None:
         if self.cache.is_fetching(number):
