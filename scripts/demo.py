@@ -17,7 +17,7 @@ from sglang_hc.cli.main import main
 SETTINGS = [
     *("--quick", "--arms", "stock,kv,hidden", "--servers", "turns"),
     *("--sessions", "8", "--turns", "5", "--input-len", "400", "--output-len", "16"),
-    *("--max-total-tokens", "3072", "--output", "demo-results"),
+    *("--max-total-tokens", "3072", "--output", "out/demo"),
 ]
 
 if __name__ == "__main__":

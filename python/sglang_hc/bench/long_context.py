@@ -63,7 +63,7 @@ _QUICK = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    options.configure(parser, "bench-results/long-context")
+    options.configure(parser, "out/long-context")
     work = parser.add_argument_group("work")
     work.add_argument(
         "--tasks", help=f"of {', '.join(TASKS)}, {MIXED}; empty for the skew sweep alone"

@@ -41,7 +41,7 @@ _QUICK = {
     "turns": "4",
     "input_len": "320",
     "output_len": "12",
-    "max_total_tokens": 2560,
+    "max_total_tokens": 1536,
     "repeat": 1,
     "servers": "together",
     "server_args": "--dtype float32",
@@ -52,7 +52,7 @@ _QUICK = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    options.configure(parser, "bench-results/multi-turn")
+    options.configure(parser, "out/multi-turn")
     chat = parser.add_argument_group(
         "chat",
         "distributions: a number, uniform:LOW:HIGH, exponential:MEAN, poisson:MEAN, "

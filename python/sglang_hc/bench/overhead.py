@@ -40,7 +40,7 @@ _QUICK = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    options.configure(parser, "bench-results/overhead")
+    options.configure(parser, "out/overhead")
     work = parser.add_argument_group("work")
     work.add_argument("--decode-heavy", metavar="IN:OUT", help="tokens (default 64:256)")
     work.add_argument("--prefill-heavy", metavar="IN:OUT", help="tokens (default 2048:8)")
