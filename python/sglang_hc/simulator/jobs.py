@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import array
-import sys
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.simulator.workloads import TOKEN_IDS, Session, Span, Turn
@@ -18,13 +18,8 @@ ROOT = root_id(FINGERPRINT, None)
 def pack_span(span: Span) -> bytes:
     """Token ids of a span, packed as the tree wants them."""
     start = span.start % TOKEN_IDS
-    if start + span.length <= TOKEN_IDS:
-        ids = array.array("i", range(start, start + span.length))
-    else:
-        ids = array.array("i", ((start + i) % TOKEN_IDS for i in range(span.length)))
-    if sys.byteorder == "little":
-        ids.byteswap()
-    return ids.tobytes()
+    ids = np.arange(start, start + span.length, dtype=np.int64)
+    return (ids % TOKEN_IDS).astype(">i4").tobytes()
 
 
 @dataclass
@@ -96,7 +91,7 @@ class Conversation:
     def next_job(self, number: int) -> Job:
         """The request of the current turn; prompt and answer fit the context window."""
         turn = self.session.turns[self.turn]
-        answer = self._answer(turn)
+        answer = pack_span(Span(turn.output.start, self._answer_tokens(turn)))
         asked = b"".join(pack_span(span) for span in turn.spans)
         limit = (self.context - len(answer) // TOKEN_BYTES) * TOKEN_BYTES
         if self.session.whole:
@@ -124,7 +119,7 @@ class Conversation:
         total = kept = len(self.history) // TOKEN_BYTES
         if not self.session.whole and not self.done:
             following = self.session.turns[self.turn]
-            coming = following.new_tokens + len(self._answer(following)) // TOKEN_BYTES
+            coming = following.new_tokens + self._answer_tokens(following)
             while kept and kept + coming > self.context:
                 kept = total - -(-(total - kept // 2) // BLOCK_TOKENS) * BLOCK_TOKENS
                 kept = max(kept, 0)
@@ -133,7 +128,6 @@ class Conversation:
         self.chain = extend_chain([] if cut else job.chain, self.history)
         return cut
 
-    def _answer(self, turn: Turn) -> bytes:
+    def _answer_tokens(self, turn: Turn) -> int:
         """An answer is cut at a quarter of the window, so that its prompt has room."""
-        length = min(turn.output.length, self.context // 4)
-        return pack_span(Span(turn.output.start, length))
+        return min(turn.output.length, self.context // 4)
