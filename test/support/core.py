@@ -61,6 +61,7 @@ class Core:
         self.args = prepare_server_args(argv)
         publish(self.args, role="scheduler")
         self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
         self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
         self._inbox: list[Any] = []
@@ -196,7 +197,8 @@ class Core:
 
 def run_in_child(body: Callable[..., Any], *args: Any, timeout: float = 300) -> Any:
     """Call `body(*args)` in a forked process; returns what it returns, raises what it raises."""
-    import sglang.srt.managers.scheduler  # noqa: F401  imported once, inherited by every child
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

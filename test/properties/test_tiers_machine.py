@@ -1,0 +1,277 @@
+"""Random interleavings of requests, turns, evictions, aborts, restores and flushes against a model.
+
+The model knows for every sequence what its hidden states and K/V are (a function of all tokens up
+to a position, as in a transformer). Whatever the tiers serve must be exactly that, and after each
+step every slot has one owner.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.tiers import HIDDEN_BYTES, LateLane, build, project
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.transfer.capture import Segment
+from sglang_hc.transfer.restore import Restoration
+from sglang_hc.tree.identity import pack_tokens
+
+SALTS = [None, "", "a"]
+DEVICE_SLOTS = 600
+RESTORED: Counter[str] = Counter()
+
+
+def state(layer: int, salt: str | None, tokens: list[int], position: int) -> torch.Tensor:
+    """Hidden state of one position: depends on every token up to it and on the namespace."""
+    seed = zlib.crc32(repr((layer, salt, tokens[: position + 1])).encode())
+    return torch.tensor([(seed >> (4 * i)) & 255 for i in range(HIDDEN_BYTES)], dtype=torch.uint8)
+
+
+@dataclass
+class Running:
+    """A request: its tokens, how many are computed, its device slots."""
+
+    rid: str
+    salt: str | None
+    tokens: list[int]
+    computed: int
+    slots: list[int]
+    kept: int = 0
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """One device, one host tier, requests that share prefixes often (three token ids)."""
+
+    plan = LayerPlan(0, 1, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers, self.pool, self.executor = build(
+            self.plan, slots=9, device_slots=DEVICE_SLOTS, lane=self.make_lane()
+        )
+        self.free = list(range(DEVICE_SLOTS))
+        self.running: dict[str, Running] = {}
+        self.spoken: list[tuple[str | None, list[int]]] = [(None, [])]
+        self.count = 0
+
+    def make_lane(self) -> object:
+        return None
+
+    @rule(
+        salt=st.sampled_from(SALTS),
+        old=st.integers(0, 50),
+        cut=st.integers(0, 200),
+        more=st.lists(st.integers(0, 2), min_size=1, max_size=90),
+    )
+    def start(self, salt: str | None, old: int, cut: int, more: list[int]) -> None:
+        """A request begins."""
+        self.begin(salt, old, cut, more)
+
+    def begin(self, salt: str | None, old: int, cut: int, more: list[int]) -> Running | None:
+        """A request goes on from a prefix of something said before, restored if the tiers have it."""
+        if len(self.running) == 3:
+            return None
+        known_salt, known = self.spoken[old % len(self.spoken)]
+        prefix = known[:cut] if known_salt == salt else []
+        tokens = (prefix + more)[:250]
+        if len(tokens) > len(self.free):
+            return None
+        self.count += 1
+        req = Running(f"r{self.count}", salt, tokens, 0, [self.free.pop() for _ in tokens])
+        nodes, usable = self.tiers.usable(salt, pack_tokens(tokens[:-1]))
+        if usable:
+            self.restore(req, nodes, usable)
+        self.running[req.rid] = req
+        self.tiers.capture.open(req.rid, salt, pack_tokens(tokens[: req.computed]))
+        return req
+
+    @rule(
+        salt=st.sampled_from(SALTS[:2]),
+        old=st.integers(0, 50),
+        cut=st.sampled_from([0, 40, 64, 100, 250]),
+        more=st.lists(st.integers(0, 2), min_size=1, max_size=90),
+        chunk=st.sampled_from([30, 64, 250]),
+        reply=st.integers(0, 30),
+        filed=st.integers(0, 9),
+    )
+    def turn(
+        self, salt: str | None, old: int, cut: int, more: list[int], chunk: int, reply: int,
+        filed: int,
+    ) -> None:  # fmt: skip
+        """A whole request: prefill in chunks, decode, finish; then some filing."""
+        req = self.begin(salt, old, cut, more)
+        if req is None:
+            return
+        which = list(self.running).index(req.rid)
+        while req.computed < len(req.tokens):
+            self.compute(which, chunk)
+            self.keep(which, req.computed < len(req.tokens))
+        self.decode(which, reply)
+        self.finish(which, False)
+        self.file(filed)
+
+    def restore(self, req: Running, nodes: tuple, usable: int) -> None:
+        slots = torch.tensor(req.slots[:usable])
+        for layer in range(self.plan.num_layers):
+            for part in self.pool.rows(layer):
+                part[slots] = 255
+        released: list[bool] = []
+        restoration = Restoration(nodes[: -(-usable // 64)], 0, usable, slots)
+        self.tiers.queue_restore(restoration, lambda: released.append(True))
+        index = self.tiers.start_restores()
+        self.tiers.gate.set_consumer(index)
+        for layer in range(self.plan.num_layers):
+            self.tiers.gate.wait_until(layer)
+            self.check_layer(req, layer, usable)
+        self.tiers.after_pass((), 0)
+        assert released == [True]
+        req.computed = usable
+        RESTORED[type(self).__name__] += usable
+
+    def check_layer(self, req: Running, layer: int, length: int) -> None:
+        """The first `length` positions hold exactly what the model would have computed."""
+        slots = torch.tensor(req.slots[:length])
+        hidden = torch.stack([state(layer, req.salt, req.tokens, p) for p in range(length)])
+        wanted = project(layer, hidden, torch.arange(length))
+        for part, rows in zip(self.pool.rows(layer), wanted, strict=True):
+            assert torch.equal(part[slots], rows), f"layer {layer}: a restored row is wrong"
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 5), step=st.integers(1, 130))
+    def compute(self, which: int, step: int) -> None:
+        """One forward pass over the next tokens of a request; its K/V go to the pool."""
+        req = list(self.running.values())[which % len(self.running)]
+        stop = min(req.computed + step, len(req.tokens))
+        if stop == req.computed:
+            return
+        taps = []
+        positions = torch.arange(req.computed, stop)
+        slots = torch.tensor(req.slots[req.computed : stop])
+        for layer in range(self.plan.num_layers):
+            rows = torch.stack([state(layer, req.salt, req.tokens, int(p)) for p in positions])
+            self.pool.write_hidden(layer, rows, positions, slots)
+            if layer in self.plan.hidden_layers:
+                taps.append(rows)
+        if taps:
+            segment = Segment(req.rid, req.computed, 0, stop - req.computed)
+            self.tiers.capture.take([segment], torch.stack(taps))
+        req.computed = stop
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 5), chunk=st.booleans())
+    def keep(self, which: int, chunk: bool) -> None:
+        """The tree commits what a running request has."""
+        req = list(self.running.values())[which % len(self.running)]
+        self.commit(req, req.computed // 64 * 64 if chunk else req.computed, final=False)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 5), new=st.integers(0, 40))
+    def decode(self, which: int, new: int) -> None:
+        """A request whose prompt is computed generates tokens."""
+        req = list(self.running.values())[which % len(self.running)]
+        if req.computed < len(req.tokens) or new > len(self.free):
+            return
+        for token in range(new):
+            req.tokens.append(token % 3)
+            req.slots.append(self.free.pop())
+            self.compute(which, 1)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 5), drop=st.booleans())
+    def finish(self, which: int, drop: bool) -> None:
+        """A request ends: kept whole, or aborted with what had been committed."""
+        req = list(self.running.values())[which % len(self.running)]
+        length = req.kept if drop else req.computed
+        self.commit(req, length, final=True)
+        self.spoken.append((req.salt, req.tokens[: req.computed]))
+        self.free += req.slots
+        del self.running[req.rid]
+
+    def commit(self, req: Running, length: int, final: bool) -> None:
+        slots = torch.tensor(req.slots[:length], dtype=torch.int64)
+        packed = pack_tokens(req.tokens[:length])
+        self.tiers.capture.commit(req.rid, req.salt, packed, slots, final=final)
+        req.kept = max(req.kept, length)
+
+    @rule(steps=st.integers(1, 6))
+    def file(self, steps: int) -> None:
+        """The executor gets some work done."""
+        for _ in range(steps):
+            self.executor.step()
+            self.tiers.poll()
+
+    @rule()
+    def fail(self) -> None:
+        """The next operation fails."""
+        self.executor.fail_next = 1
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        self.tiers.host.evict(count, 0.0)
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.tiers.clear()
+        assert self.tiers.host.free_slots == self.tiers.host.num_slots
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.tiers.check_integrity()
+
+    def teardown(self) -> None:
+        for rid in list(self.running):
+            self.tiers.capture.drop(rid)
+        self.tiers.drain()
+        self.tiers.check_integrity()
+        assert self.tiers.host.staged_slots == 0
+        # What is left is served, and right.
+        for salt, tokens in self.spoken:
+            nodes, usable = self.tiers.usable(salt, pack_tokens(tokens))
+            if usable:
+                req = Running("last", salt, tokens, 0, list(range(len(tokens))))
+                self.restore(req, nodes, usable)
+
+
+class HiddenMachine(TiersMachine):
+    plan = LayerPlan(0, 2, 0)
+
+
+class KvMachine(TiersMachine):
+    plan = LayerPlan(0, 0, 2)
+
+
+class LateMachine(TiersMachine):
+    """Copies happen as late as the fences allow."""
+
+    plan = LayerPlan(0, 4, 2)
+
+    def make_lane(self) -> object:
+        return LateLane()
+
+
+PROFILE = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
+    machine.TestCase.settings = PROFILE
+TestMixed = TiersMachine.TestCase
+TestHidden = HiddenMachine.TestCase
+TestKv = KvMachine.TestCase
+TestLate = LateMachine.TestCase
+
+
+def test_the_machines_restored_something() -> None:
+    """Runs last: properties of what is never served hold trivially."""
+    for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
+        assert RESTORED[machine.__name__] > 300

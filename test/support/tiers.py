@@ -1,0 +1,156 @@
+"""The tiers without SGLang: a toy device pool and lanes whose copies can be late."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.store.executor import Completion, Operation, perform
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.transfer.capture import Capture
+from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.lanes import HostLane, Lane
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.host_tier import HostTier
+
+HIDDEN_BYTES = 8
+PARTS = (8, 8)
+CPU = torch.device("cpu")
+
+
+class LateMark:
+    """Done when the lane got that far."""
+
+    def __init__(self, lane: LateLane, at: int) -> None:
+        self.lane, self.at = lane, at
+
+    def done(self) -> bool:
+        return self.lane.performed >= self.at
+
+    def wait(self) -> None:
+        self.lane.advance_to(self.at)
+
+
+class LateLane:
+    """A lane that copies nothing until it has to: a missing fence leaves the target unwritten.
+
+    The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.enqueued = 0
+        self.performed = 0
+
+    def after_compute(self) -> None:
+        return None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.queue.append((target, source))
+        self.enqueued += 1
+
+    def mark(self) -> LateMark:
+        return LateMark(self, self.enqueued)
+
+    def before_compute(self, mark: Any) -> None:
+        mark.wait()
+
+    def pin(self, buffer: Any) -> None:
+        return None
+
+    def advance_to(self, count: int) -> None:
+        while self.performed < count:
+            target, source = self.queue.popleft()
+            target.copy_(source)
+            self.performed += 1
+
+
+class StepExecutor:
+    """Executor that performs an operation only when told to, and fails those it is told to fail."""
+
+    def __init__(self, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
+        self._pool, self._buffers = pool, buffers
+        self._queue: deque[tuple[int, Operation]] = deque()
+        self._done: list[Completion] = []
+        self._tickets = 0
+        self.fail_next = 0
+
+    def submit(self, operation: Operation) -> int:
+        self._tickets += 1
+        self._queue.append((self._tickets, operation))
+        return self._tickets
+
+    def step(self) -> None:
+        """Perform the oldest operation, if any."""
+        if not self._queue:
+            return
+        ticket, operation = self._queue.popleft()
+        ok = self.fail_next == 0
+        if ok:
+            perform(operation, self._pool, self._buffers)
+        else:
+            self.fail_next -= 1
+        self._done.append(Completion(ticket, ok))
+
+    def poll(self) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def drain(self) -> list[Completion]:
+        while self._queue:
+            self.step()
+        return self.poll()
+
+    def close(self) -> None:
+        self.drain()
+
+
+class ToyPool:
+    """Device pool whose K/V are a function of the hidden state, as a projection is."""
+
+    def __init__(self, slots: int, layers: int) -> None:
+        self.kv = [
+            [torch.zeros((slots, part), dtype=torch.uint8) for part in PARTS] for _ in range(layers)
+        ]
+
+    def rows(self, layer: int) -> list[torch.Tensor]:
+        return self.kv[layer]
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        for part, rows in zip(self.kv[layer], project(layer, hidden, positions), strict=True):
+            part.index_copy_(0, slots, rows)
+
+
+def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    """A stand-in for the projection: depends on layer, state and position."""
+    mixed = hidden.to(torch.int64) * 3 + positions[:, None] * 7 + layer
+    return [(mixed + part).to(torch.uint8) for part in range(len(PARTS))]
+
+
+def build(
+    plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
+    lane: Lane | None = None,
+) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
+    """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots."""
+    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
+    tier = HostTier(BlockTree(layout.fingerprint("toy")), slots, LruPolicy())
+    pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
+    lane = lane or HostLane()
+    hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
+    kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
+    executor = StepExecutor(pool, hidden_buffers + kv_buffers)
+    filing = Filing(executor)
+    hidden = kv = None
+    if plan.hidden:
+        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", CPU, lane, filing)
+    if plan.kv:
+        kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, lane, filing)
+    capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
+    return Tiers(layout, tier, pool, capture, filing, device, lane, CPU, None), device, executor
