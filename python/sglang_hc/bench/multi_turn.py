@@ -29,6 +29,7 @@ _DEFAULTS = {
     "input_len": "512",
     "output_len": "64",
     "think": "0",
+    "system_len": 0,
     "rates": None,
     "repeat": 3,
     "servers": "turns",
@@ -39,7 +40,8 @@ _QUICK = {
     "arms": "stock,hicache,kv,hidden,auto",
     "sessions": 6,
     "turns": "4",
-    "input_len": "320",
+    "system_len": 768,
+    "input_len": "64",
     "output_len": "12",
     "max_total_tokens": 1536,
     "repeat": 1,
@@ -63,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--input-len", help="new tokens of a turn (default 512)")
     chat.add_argument("--output-len", help="tokens of a reply (default 64)")
     chat.add_argument("--think", help="seconds between a reply and the next turn (default 0)")
-    chat.add_argument("--system-len", type=int, default=0, help="tokens of the system prompt")
+    chat.add_argument("--system-len", type=int, help="tokens of the system prompt (default 0)")
     chat.add_argument(
         "--system-shared", action="store_true", help="one system prompt for all sessions"
     )
