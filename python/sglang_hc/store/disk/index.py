@@ -357,7 +357,7 @@ class Index:
             slot_bytes,
             limit,
         )
-        return [Resident(*row) for row in found]  # type: ignore[arg-type]
+        return [Resident(*_typed(row, 2)) for row in found]  # type: ignore[arg-type]
 
     def newest_access(self) -> dict[int, int]:
         """Latest access time in each slab that has rows. Reads the whole index."""
@@ -373,7 +373,7 @@ class Index:
             *after,
             limit,
         )
-        return [Row(*row) for row in found]  # type: ignore[arg-type]
+        return [Row(row[0], row[1], *_typed(row[2:], 0)) for row in found]  # type: ignore[arg-type]
 
     def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
         """Per model and namespace: fingerprint (hex), namespace, shares, bytes in slots, oldest and
@@ -388,7 +388,21 @@ class Index:
     def problems(self) -> list[str]:
         """What SQLite's own full check finds; empty when the file is sound."""
         found = self._query("PRAGMA integrity_check(20)")
-        return [str(row[0]) for row in found if row[0] != "ok"]
+        wrong = self._number(
+            "SELECT count(*) FROM blocks WHERE typeof(block_id) <> 'blob' OR"
+            " typeof(model + namespace + slab + slot + stripes + residue + created + accessed"
+            " + hits) <> 'integer' OR 'text' IN (typeof(slab), typeof(slot), typeof(stripes),"
+            " typeof(residue), typeof(created), typeof(accessed), typeof(hits), typeof(model))"
+        )
+        types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
+        return [str(row[0]) for row in found if row[0] != "ok"] + types
+
+
+def _typed(row: tuple[object, ...], start: int) -> tuple[object, ...]:
+    """The row, if every value from `start` on is an integer as it was written."""
+    if not all(isinstance(value, int) for value in row[start:]):
+        raise IndexDamaged("a row holds values of a wrong type")
+    return row
 
 
 def _read_ahead(path: str) -> None:

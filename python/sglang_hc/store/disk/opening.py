@@ -128,6 +128,9 @@ def _load_rows(directory: Directory, stripes: int) -> None:
     others = []
     if directory.index.count() != len(catalog):  # a second pass over the table only if it gives
         others = directory.index.other_places(directory.model, stripes)
+    kinds = {*map(type, catalog), *(type(block_id) for _, block_id, _, _ in others)}
+    if not kinds <= {bytes} or not all(isinstance(stripes, int) for *_, stripes in others):
+        raise IndexDamaged("a row holds values of a wrong type")
     taken = [*catalog.values(), *(packed for _, _, packed, _ in others)]
     try:
         places = np.fromiter(taken, dtype=np.int64, count=len(taken))

@@ -14,15 +14,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, SlabHeader
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.records import SlabRow
+from sglang_hc.store.disk.records import IndexDamaged, SlabRow, UnknownVersion
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,11 @@ class SlabSet:
     def _open(self, row: SlabRow) -> _Slab:
         header = SlabHeader(row.slab, row.slot_bytes, row.slots, 0)
         file = self._backend.open(slab_path(self._root, row.slab))
+        try:
+            _compare(file, header)
+        except BaseException:
+            file.close()
+            raise
         if file.size() < header.file_bytes:
             logger.warning("%s: slab %d was cut short; extending it", self._root, row.slab)
             try:
@@ -335,6 +340,22 @@ class SlabSet:
             for slab in self._slabs.values():
                 slab.file.close()
             self._slabs.clear()
+
+
+def _compare(file: File, expected: SlabHeader) -> None:
+    """Raises IndexDamaged unless the row agrees with the slab's header or, where that is damaged,
+    with the file's size: a wrong row must not make a file grow."""
+    page = aligned_buffer(SLAB_HEADER_BYTES)
+    file.read([page], 0)
+    try:
+        found = SlabHeader.unpack(page)
+        same = replace(found, created=0) == replace(expected, created=0)
+    except FormatError as error:
+        if error.version is not None:
+            raise UnknownVersion(str(error.version)) from error
+        same = file.size() == expected.file_bytes
+    if not same:
+        raise IndexDamaged(f"slab {expected.slab} is not as its row says")
 
 
 def slab_path(root: str, number: int) -> str:
