@@ -54,7 +54,7 @@ class TiersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
-            self.plan, slots=9, device_slots=DEVICE_SLOTS, lane=self.make_lane()
+            self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane()
         )
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -99,7 +99,7 @@ class TiersMachine(RuleBasedStateMachine):
         more=st.lists(st.integers(0, 2), min_size=1, max_size=90),
         chunk=st.sampled_from([30, 64, 250]),
         reply=st.integers(0, 30),
-        filed=st.integers(0, 9),
+        filed=st.sampled_from([40, 40, 3, 0]),
     )
     def turn(
         self, salt: str | None, old: int, cut: int, more: list[int], chunk: int, reply: int,
@@ -261,6 +261,7 @@ PROFILE = settings(
     max_examples=25,
     stateful_step_count=30,
     deadline=None,
+    derandomize=True,  # the nightly target draws anew
     suppress_health_check=list(HealthCheck),
 )
 for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
@@ -274,4 +275,4 @@ TestLate = LateMachine.TestCase
 def test_the_machines_restored_something() -> None:
     """Runs last: properties of what is never served hold trivially."""
     for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
-        assert RESTORED[machine.__name__] > 300
+        assert RESTORED[machine.__name__] > 100, RESTORED

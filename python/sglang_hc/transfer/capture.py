@@ -23,7 +23,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
 from sglang_hc.transfer.filing import Filing, Snapshots
-from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
 
@@ -151,8 +151,9 @@ class Capture:
         length = len(tokens) // TOKEN_BYTES
         match = self._tier.tree.match(namespace, tokens)
         if match.tokens < length:
-            parent = match.full_parent or self._tier.tree.root(namespace)
-            self._publish(rid, parent, tokens, slots, match.tokens // BLOCK_TOKENS, final)
+            self._tier.pin(match.nodes)  # making room must not take the path we extend
+            self._publish(rid, namespace, match, tokens, slots, final)
+            self._tier.unpin(match.nodes)
             match = self._tier.tree.match(namespace, tokens)
         self._tier.access(match.nodes, self._clock())
         if final:
@@ -222,12 +223,13 @@ class Capture:
     def _publish(
         self,
         rid: str,
-        parent: BlockNode,
+        namespace: str | None,
+        known: PathMatch,
         tokens: bytes,
         device_slots: torch.Tensor,
-        first_block: int,
         final: bool,
     ) -> None:
+        first_block = known.tokens // BLOCK_TOKENS
         length = len(tokens) // TOKEN_BYTES
         stage = self._stages.get(rid)
         if self._hidden is not None and (stage is None or stage.end < length):
@@ -242,6 +244,8 @@ class Capture:
         if self._kv is not None and blocks:
             blocks = self._gather_kv(blocks, device_slots, length)
         self.flush()
+        # Looked up only now: an empty namespace's root goes when making room empties it.
+        parent = known.nodes[first_block - 1] if first_block else self._tier.tree.root(namespace)
         for block, slot in blocks:
             low = block * BLOCK_TOKENS
             high = min(low + BLOCK_TOKENS, length)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -240,8 +241,7 @@ class BlockTree:
         for root in self._roots.values():
             for parent in [root, *(n for n in self.nodes() if n.namespace == root.namespace)]:
                 tokens = [child.tokens for child in parent.children or ()]
-                pairs = zip(tokens, tokens[1:], strict=False)
-                assert all(not b.startswith(a) and a < b for a, b in pairs)
+                assert all(not b.startswith(a) and a < b for a, b in pairwise(tokens))
         assert count == self.num_blocks, f"{count} blocks reachable, {self.num_blocks} counted"
 
     def _detach(self, node: BlockNode) -> None:

@@ -25,7 +25,8 @@ class EvictionPolicy(Protocol):
     def remove(self, node: BlockNode) -> None: ...
 
     def victims(self) -> Iterator[BlockNode]:
-        """Blocks in the order they should leave. The caller skips those that cannot."""
+        """Leaves in the order they should leave. The caller skips those that cannot, and may take
+        each out of the tree before it asks for the next."""
 
 
 class HostTier:
@@ -108,15 +109,14 @@ class HostTier:
 
     def evict(self, count: int, now: float) -> int:
         """Free up to `count` slots, best victims first. Returns how many; 0 is always safe."""
-        chosen: list[BlockNode] = []
         freed = 0
-        while freed < count:
-            chosen = [node for node, _ in zip(self._leaving(), range(count - freed), strict=False)]
-            if not chosen:
-                break
-            for node in chosen:
-                self.drop(node)
-            freed += len(chosen)
+        if count > 0:
+            for node in self._policy.victims():
+                if node.is_leaf and not node.pins:
+                    self.drop(node)
+                    freed += 1
+                    if freed == count:
+                        break
         self.evicted_blocks += freed
         return freed
 
@@ -146,9 +146,6 @@ class HostTier:
         owners = [*self._free, *self._staged, *held]
         assert sorted(owners) == list(range(self.num_slots)), "a slot has no owner or two"
         assert all(node.pins > 0 for node in self._detached)
-
-    def _leaving(self) -> Iterator[BlockNode]:
-        return (node for node in self._policy.victims() if node.is_leaf and not node.pins)
 
     def _retire(self, node: BlockNode) -> None:
         self._policy.remove(node)
