@@ -32,12 +32,14 @@ class HcConfig:
 
     host_size_gb: size of the host tier in GiB; None takes HOST_SHARE of the free memory.
     forms: `auto`, `kv`, `hidden` or an explicit layer plan (see `forms.LayerPlan.parse`).
+    disk: directories of the disk tier, each DIR or DIR:SIZE_GB; none by default.
     disable: plain SGLang, for comparison.
     """
 
     host_size_gb: float | None = None
     forms: str = "auto"
     disable: bool = False
+    disk: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -46,6 +48,9 @@ class HcConfig:
                 check_host_size(self.host_size_gb)
             option = "forms (--hc-forms)"
             check_forms(self.forms)
+            option = "disk (--hc-disk)"
+            for directory in self.disk:
+                check_disk(directory)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
 
@@ -66,7 +71,10 @@ class HcConfig:
             raise ConfigError(f"{where}: forms must be text, got {forms!r}")
         if not isinstance(disable, bool):
             raise ConfigError(f"{where}: disable must be true or false, got {disable!r}")
-        return cls(None if size is None else float(size), forms, disable)
+        disk = values.get("disk", ())
+        if not isinstance(disk, (list, tuple)) or not all(isinstance(d, str) for d in disk):
+            raise ConfigError(f"{where}: disk must be a list of DIR[:SIZE_GB], got {disk!r}")
+        return cls(None if size is None else float(size), forms, disable, tuple(disk))
 
     @classmethod
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:
@@ -82,11 +90,11 @@ class HcConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HcConfig:
         """Config from parsed `--hc-*` flags."""
-        return cls(args.hc_host_size_gb, args.hc_forms, args.hc_disable)
+        return cls(args.hc_host_size_gb, args.hc_forms, args.hc_disable, tuple(args.hc_disk))
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types: it travels inside SGLang's server arguments and shows in /server_info."""
-        return asdict(self)
+        return {**asdict(self), "disk": list(self.disk)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +113,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="PLAN",
         help="auto, kv, hidden, or counts per form such as hidden:20,kv:12",
+    )
+    group.add_argument(
+        "--hc-disk",
+        type=_argument(str, check_disk),
+        action="append",
+        default=[],
+        metavar="DIR[:SIZE_GB]",
+        help="keep blocks in this directory too; repeat for several SSDs",
     )
     group.add_argument(
         "--hc-disable", action="store_true", help="plain SGLang without the tiers, for comparison"
@@ -132,6 +148,16 @@ def check_forms(text: str) -> None:
         LayerPlan.parse(text, _sum_of_counts(text))
     except PlanError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_disk(text: str) -> None:
+    """Raise ConfigError unless `text` reads as DIR or DIR:SIZE_GB."""
+    from sglang_hc.store.disk import DirectoryError, DirectorySpec
+
+    try:
+        DirectorySpec.parse(text)
+    except DirectoryError as error:
+        raise ConfigError(str(error).removeprefix("--hc-disk ")) from None
 
 
 def host_bytes(config: HcConfig) -> int:

@@ -17,7 +17,9 @@ from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
 from sglang_hc.transfer.capture import Capture
+from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import lane_for
 from sglang_hc.transfer.tiers import Tiers
@@ -111,7 +113,17 @@ def _tiers(
         num_slots,
         num_slots * 64,
     )
-    return Tiers(layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps)
+    disk = None
+    if config.disk:
+        specs = [DirectorySpec.parse(text) for text in config.disk]
+        label = str(runner.server_args.served_model_name or runner.server_args.model_path)
+        try:
+            store = DiskStore.open(specs, layout.chunks(), fingerprint, label)
+        except DirectoryError as error:
+            raise ConfigError(str(error)) from None
+        disk = DiskTier(store, tier, pool, len(specs))
+        logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
+    return Tiers(layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk)
 
 
 def _model_identity(runner: Any) -> list[str]:

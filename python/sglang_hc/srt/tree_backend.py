@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ class HcRadixCache(RadixCache):
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_prefetch: dict[str, Any] = {}
         self.ongoing_backup: dict[int, Any] = {}
-        self.enable_storage = False
+        self.enable_storage = tiers.disk is not None
+        self.hicache_storage_pass_prefix_keys = False
+        if tiers.disk is not None:  # its class name is shown as the storage back end of a hit
+            self.cache_controller = SimpleNamespace(storage_backend=tiers.disk)
+        self._queued: dict[str, tuple[str | None, bytes, int, int]] = {}
 
     @property
     def ongoing_load_back(self) -> range:
@@ -81,7 +86,10 @@ class HcRadixCache(RadixCache):
         key = params.key
         if len(key) - on_device < self.page_size:
             return result
-        _, usable = self._live.usable(key.extra_key, pack_tokens(key.raw_token_ids()))
+        packed = pack_tokens(key.raw_token_ids())
+        _, usable = self._live.usable(key.extra_key, packed)
+        if self.enable_storage:
+            self._queued[params.req.rid] = (key.extra_key, packed, usable, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
 
@@ -130,6 +138,47 @@ class HcRadixCache(RadixCache):
             with self._on_compute_stream():
                 tiers.restore_now()
 
+    # -- prefetch from disk ----------------------------------------------------------------------
+
+    def is_backuped(self, node: Any) -> bool:
+        """Blocks are found by their tokens, whatever the device node knows of them."""
+        return True
+
+    def prefetch_from_storage(self, rid: str, *_: Any) -> None:
+        """A request was queued, and matched just before: read ahead what the disk has for it."""
+        matched = self._queued.pop(rid, None)
+        if matched is not None and self._live.disk is not None:
+            namespace, tokens, in_host, on_device = matched
+            self._live.disk.prefetch(rid, namespace, tokens, in_host, on_device)
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """False: pass the request over in this pass."""
+        disk = self._live.disk
+        return disk is None or disk.ready(rid)
+
+    def pop_prefetch_loaded_tokens(self, rid: str) -> int:
+        disk = self._live.disk
+        return 0 if disk is None else disk.take_loaded(rid)
+
+    def release_aborted_request(self, rid: str) -> None:
+        """A request left the queue."""
+        self._queued.pop(rid, None)
+        if self._live.disk is not None:
+            self._live.disk.cancel(rid)
+
+    def terminate_prefetch(self, rid: str) -> None:
+        """Waiting for this request's prefetch has ended."""
+        self.release_aborted_request(rid)
+
+    def clear_storage_backend(self) -> bool:
+        """Delete what is on disk, for all namespaces of this model."""
+        return self._live.disk is not None and self._live.disk.forget()
+
+    def release_host_resources(self) -> None:
+        """Orderly shutdown."""
+        if self._live.disk is not None:
+            self._live.disk.close()
+
     # -- capture ---------------------------------------------------------------------------------
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
@@ -174,6 +223,7 @@ class HcRadixCache(RadixCache):
         if self.disable or not _keeps(req):
             self._live.capture.drop(req.rid)
         else:
+            self._queued.pop(req.rid, None)
             keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
@@ -200,6 +250,8 @@ class HcRadixCache(RadixCache):
     def forget_saved(self) -> None:
         """The weights changed: nothing saved is valid."""
         self._live.clear()
+        if self._live.disk is not None:
+            self._live.disk.disown()
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""

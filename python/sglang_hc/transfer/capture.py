@@ -81,6 +81,8 @@ class Capture:
         self._clock = clock
         self._stages: dict[str, _Stage | None] = {}
         self.counters: Counter[str] = Counter()
+        self.on_ready: Callable[[BlockNode], None] = lambda node: None
+        """Told of every block whose bytes are in place."""
 
     @property
     def needs_taps(self) -> bool:
@@ -319,6 +321,7 @@ class Capture:
                 self._tier.drop_branch(node)
             else:
                 node.ready = True
+                self.on_ready(node)
 
         if filed.done:
             settle()

@@ -15,6 +15,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.capture import Capture, Segment
+from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark
 from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass, RestoreSink
@@ -37,10 +38,14 @@ class Tiers:
         lane: Lane,
         device: torch.device,
         taps: TapBuffer | None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.layout = layout
         self.host = host
         self.capture = capture
+        self.disk = disk
+        if disk is not None:
+            capture.on_ready = disk.spill
         self.gate = LayerGate()
         self.counters: Counter[str] = Counter()
         self._pool = pool
@@ -120,6 +125,8 @@ class Tiers:
     def poll(self) -> None:
         """Take in completions. Called in every scheduling pass; never waits."""
         self._filing.poll()
+        if self.disk is not None:
+            self.disk.poll()
         while self._releasing and self._releasing[0][0].done():
             _, restorations = self._releasing.popleft()
             for restoration in restorations:
@@ -129,11 +136,15 @@ class Tiers:
         """Wait until everything saved so far can be served; for tests and orderly stops."""
         self.capture.flush()
         self._filing.drain()
+        if self.disk is not None:
+            self.disk.drain()
         self.poll()
 
     def clear(self) -> None:
-        """Forget everything saved. Waits for copies under way."""
+        """Forget what the host tier holds; what is on disk stays. Waits for copies under way."""
         self.restore_now()
+        if self.disk is not None:
+            self.disk.quiesce()
         while self._releasing:
             self._releasing[0][0].wait()
             self.poll()
@@ -149,13 +160,17 @@ class Tiers:
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
             "evicted_blocks": self.host.evicted_blocks,
-            **{name: int(count) for name, count in (self.counters + self.capture.counters).items()},
+            **{name: int(count) for name, count in self._counts().items()},
         }
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
+
+    def _counts(self) -> Counter[str]:
+        disk = self.disk.counters if self.disk is not None else Counter[str]()
+        return self.counters + self.capture.counters + disk
 
     def _finish_pass(self) -> None:
         index = self.gate.current
