@@ -93,7 +93,7 @@ class HcConfig:
         return cls(args.hc_host_size_gb, args.hc_forms, args.hc_disable, tuple(args.hc_disk))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON types: it travels inside SGLang's server arguments and shows in /server_info."""
+        """Plain JSON types: it travels in SGLang's server arguments and shows in /server_info."""
         return {**asdict(self), "disk": list(self.disk)}
 
 

@@ -1,4 +1,4 @@
-"""Forms, layer plans and the byte layout of one block. Lowest room: imports nothing of the package."""
+"""Forms, layer plans and the byte layout of one block. Imports nothing of the package."""
 
 from __future__ import annotations
 

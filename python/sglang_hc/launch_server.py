@@ -1,6 +1,6 @@
 """`python -m sglang_hc.launch_server`: SGLang's server with the tiers; takes every SGLang flag.
 
-    python -m sglang_hc.launch_server --model-path MODEL [SGLang flags] [--hc-* flags]
+python -m sglang_hc.launch_server --model-path MODEL [SGLang flags] [--hc-* flags]
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ def main() -> int:
     """Start the server; returns when it ends. Exit status 2 for a wrong option or model."""
     from sglang_hc.srt.launch import launch
 
-    return launch(sys.argv[1:])
+    status: int = launch(sys.argv[1:])
+    return status
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from support.core import Core, run_in_child
 
 POOL = 640

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from support.core import Core, run_in_child
 
 FAMILIES = [
@@ -104,7 +105,7 @@ def test_mixed_plan_bfloat16(models: None, model: str) -> None:
 
 @pytest.mark.parametrize("form", ["kv", "hidden"])
 def test_restored_garbage_is_noticed(models: None, form: str) -> None:
-    """The control: were restored state not used, or not compared, the tests above would be blind."""
+    """The control: were restored state not used, or not compared, the tests would be blind."""
     kept, evicted, _ = run_in_child(both, "llama-mha", form, "float32", True)
     assert evicted["host"] == kept["device"]
     assert evicted["tokens"][1:] != kept["tokens"][1:]

@@ -15,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.tiers import HIDDEN_BYTES, LateLane, build, project
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.tree.identity import pack_tokens
+from support.tiers import HIDDEN_BYTES, LateLane, build, project
 
 SALTS = [None, "", "a"]
 DEVICE_SLOTS = 600
@@ -75,7 +75,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.begin(salt, old, cut, more)
 
     def begin(self, salt: str | None, old: int, cut: int, more: list[int]) -> Running | None:
-        """A request goes on from a prefix of something said before, restored if the tiers have it."""
+        """A request goes on from a prefix of something said before, restored if possible."""
         if len(self.running) == 3:
             return None
         known_salt, known = self.spoken[old % len(self.spoken)]

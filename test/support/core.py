@@ -1,4 +1,4 @@
-"""SGLang's real scheduler in one process, for tests: model, tree, event loop; no HTTP, no tokenizer.
+"""SGLang's real scheduler in one process, for tests: model, tree, event loop; no HTTP, no tokens.
 
 `run_in_child` forks, so each test has its own engine and pays the import once per test session.
 """
@@ -82,9 +82,7 @@ class Core:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        params = SamplingParams(
-            max_new_tokens=new, temperature=0.0, ignore_eos=True, **sampling
-        )
+        params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True, **sampling)
         params.normalize(None)
         rid = f"r{next(self._names)}"
         self._inbox.append(
@@ -170,7 +168,11 @@ class Core:
         slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
         if hasattr(pool, "k_buffer"):
-            return [b[i][slots].clone() for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
+            return [
+                b[i][slots].clone()
+                for i in range(pool.layer_num)
+                for b in (pool.k_buffer, pool.v_buffer)
+            ]
         return [pool.kv_buffer[i][slots].clone() for i in range(pool.layer_num)]
 
     def _receive(self) -> list[Any]:

@@ -34,9 +34,7 @@ FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(),
     "PhiForCausalLM": Family(),
     "OPTForCausalLM": Family(layers="model.decoder.layers", rotary=None),
-    "GPT2LMHeadModel": Family(
-        layers="transformer.h", attention="attn", qkv="c_attn", rotary=None
-    ),
+    "GPT2LMHeadModel": Family(layers="transformer.h", attention="attn", qkv="c_attn", rotary=None),
     "GraniteForCausalLM": Family(),
     "Starcoder2ForCausalLM": Family(),
 }

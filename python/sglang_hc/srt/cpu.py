@@ -15,7 +15,8 @@ def enable() -> None:
 
     if not hasattr(base, "_is_cpu"):
         raise RuntimeError(
-            "sglang.srt.layers.rotary_embedding.base has no _is_cpu: this SGLang cannot serve on a CPU"
+            "sglang.srt.layers.rotary_embedding.base has no _is_cpu: "
+            "this SGLang cannot serve on a CPU"
         )
     base._is_cpu = True
     _let_mla_use_torch_native()
@@ -33,7 +34,7 @@ def _let_mla_use_torch_native() -> None:
 
 
 def choose_backends(args: Any) -> list[str]:
-    """Fill in what a CPU needs where the user did not choose; returns the choices as `name=value`."""
+    """Fill in what a CPU needs and the user did not choose; returns that as `name=value`."""
     chosen = {
         "device": (None, "cpu"),
         "attention_backend": (None, "torch_native"),

@@ -15,9 +15,9 @@ from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
@@ -127,7 +127,7 @@ def _tiers(
 
 
 def _model_identity(runner: Any) -> list[str]:
-    """What else a state depends on: the checkpoint, how it is loaded, and this package's version."""
+    """What else a state depends on: the checkpoint, how it is loaded, this package's version."""
     args, model = runner.server_args, runner.model_config
     config = model.hf_config.to_json_string(use_diff=False)
     return [

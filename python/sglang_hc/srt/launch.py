@@ -12,7 +12,7 @@ from sglang_hc.srt.server_args import ALWAYS_ENV
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run the server with SGLang's and our flags. Returns the exit status; 2 is a user's mistake."""
+    """Run the server with SGLang's and our flags. Returns the exit status; 2: a user's mistake."""
     os.environ[ALWAYS_ENV] = "1"
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -51,7 +51,9 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    updates = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    updates = (
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    )
     return [
         (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
         (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),

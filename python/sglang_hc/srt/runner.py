@@ -121,7 +121,8 @@ def _plan(
         raise PlanError(f"--hc-forms: {error}") from None
     if plan.recompute:
         raise PlanError(
-            f"--hc-forms {forms}: recomputed layers cannot be restored yet; use hidden and kv counts"
+            f"--hc-forms {forms}: recomputed layers cannot be restored yet; "
+            "use hidden and kv counts"
         )
     if plan.hidden and reason is not None:
         logger.warning("sglang-hc: --hc-forms %s is served as KV form: %s", forms, reason)
@@ -135,7 +136,8 @@ def _hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) ->
 
     args = runner.server_args
     if layers is None:
-        return f"{type(runner.model).__name__} is not among the families restored from hidden states"
+        name = type(runner.model).__name__
+        return f"{name} is not among the families restored from hidden states"
     if args.enable_lora or args.lora_paths:
         return "adapters change the projection per request"
     if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
@@ -153,4 +155,3 @@ def _rows_per_pass(args: Any, context_len: int) -> int:
     chunk = args.chunked_prefill_size or -1
     prefill = chunk if chunk > 0 else max(args.max_prefill_tokens, context_len)
     return prefill + (args.max_running_requests or 1024)
-

@@ -38,9 +38,9 @@ def disagreement(
         for name, a, b in zip("KV", wanted, got, strict=True):
             if a.numel() != b.numel():
                 return f"layer {layer}: {name} has {b.numel()} elements, the model has {a.numel()}"
-            a = a.reshape(b.shape).float()
-            scale = float(a.abs().max()) or 1.0
-            error = float((a - b.float()).abs().max()) / scale
+            reference = a.reshape(b.shape).float()
+            scale = float(reference.abs().max()) or 1.0
+            error = float((reference - b.float()).abs().max()) / scale
             if not error <= TOLERANCE[dtype]:
                 return f"layer {layer}: {name} differs from the model's own by {error:.2e}"
     return None

@@ -39,7 +39,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 
 def post_init(original: Callable[[Any], None], self: Any) -> None:
-    """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what it cannot do.
+    """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what cannot be.
 
     `sgl.Engine` has no flags: there the options come from the environment (see `CONFIG_ENV`).
     """

@@ -112,7 +112,9 @@ class HcRadixCache(RadixCache):
         node = inserted.last_device_node
         assert inserted.prefix_len == start, "the device tree changed since the request matched"
         self.inc_lock_ref(node)
-        restoration = Restoration(nodes[: -(-(start + hit) // BLOCK_TOKENS)], start, start + hit, slots)
+        restoration = Restoration(
+            nodes[: -(-(start + hit) // BLOCK_TOKENS)], start, start + hit, slots
+        )
         self._live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
 
@@ -219,7 +221,7 @@ class HcRadixCache(RadixCache):
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        """A request is over. Without insertion (abort, retraction) only what the tree has is kept."""
+        """A request is over. Without insertion (abort, retraction) keep only what the tree has."""
         if self.disable or not _keeps(req):
             self._live.capture.drop(req.rid)
         else:
@@ -273,4 +275,3 @@ class HcRadixCache(RadixCache):
 def _keeps(req: Any) -> bool:
     """Whether the request's state depends on its tokens and namespace alone."""
     return req.input_embeds is None and req.positional_embed_overrides is None
-

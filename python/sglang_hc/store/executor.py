@@ -29,7 +29,7 @@ class RowSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class FileRows:
-    """Scatter rows of a snapshot buffer into slots: hidden layers, KV layers, whichever it holds."""
+    """Scatter rows of a snapshot buffer into slots: hidden layers, KV layers, what it holds."""
 
     buffer: int
     spans: tuple[RowSpan, ...]

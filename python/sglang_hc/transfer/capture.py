@@ -29,12 +29,12 @@ from sglang_hc.tree.identity import TOKEN_BYTES
 
 
 class Segment(NamedTuple):
-    """`count` rows of one forward pass: positions [position, position + count) of a request."""
+    """`rows` rows of one forward pass: positions [position, position + rows) of a request."""
 
     rid: str
     position: int
     row: int
-    count: int
+    rows: int
 
 
 class DevicePool(Protocol):
@@ -127,7 +127,7 @@ class Capture:
         last = 0
         for segment in segments:
             spans += self._place(segment)
-            last = max(last, segment.row + segment.count)
+            last = max(last, segment.row + segment.rows)
         if not spans:
             return
         if self._hidden.room < last:
@@ -205,7 +205,7 @@ class Capture:
             return []
         spans = []
         position, row = segment.position, segment.row
-        stop = segment.position + segment.count
+        stop = segment.position + segment.rows
         while position < stop:
             block, offset = divmod(position, BLOCK_TOKENS)
             slot = stage.slots.get(block)
@@ -263,7 +263,7 @@ class Capture:
             self._when_filed(slot, parent)
 
     def _slot_for(self, stage: _Stage | None, block: int, high: int, final: bool) -> int | None:
-        """A staged slot with this block's hidden rows, ready to be published; None: not to be had."""
+        """A staged slot with this block's hidden rows, ready to be published; None: no such."""
         if self._hidden is None:
             return self._new_slot()
         assert stage is not None
@@ -361,12 +361,16 @@ class Capture:
             return
         if self._hidden is not None:
             self._hidden.flush()
-        filed = self._filing.last()
-        if filed.done:
+
+        def unstage() -> None:
             for slot in slots:
                 self._tier.unstage(slot)
+
+        filed = self._filing.last()
+        if filed.done:
+            unstage()
         else:
-            filed.on_done.append(lambda: [self._tier.unstage(slot) for slot in slots])
+            filed.on_done.append(unstage)
 
 
 __all__ = ["Capture", "DevicePool", "Segment"]

@@ -54,7 +54,7 @@ class _Read:
 
 @dataclass(eq=False)
 class _Prefetch:
-    """What one queued request waits for. `namespace` and `prefix` lead to the first read's parent."""
+    """What a queued request waits for. `namespace` and `prefix` lead to the first read's parent."""
 
     namespace: str | None
     prefix: bytes
@@ -147,13 +147,11 @@ class DiskTier:
         for read in reads:
             self._readers.submit(self._fetch, read)
         prefix = tokens[: first * BLOCK_BYTES]
-        self._prefetches[rid] = _Prefetch(
-            namespace, prefix, reads, self._clock() + PATIENCE
-        )
+        self._prefetches[rid] = _Prefetch(namespace, prefix, reads, self._clock() + PATIENCE)
         self.counters["prefetches"] += 1
 
     def ready(self, rid: str) -> bool:
-        """Whether the request need not be passed over: nothing is on its way, or it takes too long."""
+        """False: pass the request over; something is on its way that does not take too long."""
         prefetch = self._prefetches.get(rid)
         if prefetch is None:
             return True
@@ -205,13 +203,13 @@ class DiskTier:
             time.sleep(0.001)
 
     def quiesce(self) -> None:
-        """No thread writes to a slot any more, and no block is pinned. Before the tier is cleared."""
+        """No thread writes to a slot any more, no block is pinned. Before the tier is cleared."""
         for rid in list(self._prefetches):
             self.cancel(rid)
         self.drain()
 
     def disown(self) -> None:
-        """The weights changed: what is on disk belongs to others, and what comes has no identity."""
+        """The weights changed: what is on disk belongs to others, what comes has no identity."""
         self.quiesce()
         if self._usable:
             logger.warning("sglang-hc: the weights changed; the disk tier is off until a restart")
@@ -297,7 +295,7 @@ class DiskTier:
     def _write(self) -> None:
         while True:
             self._spill_ready.acquire()
-            batch = []
+            batch: list[tuple[BlockNode, Block]] = []
             while self._spills and len(batch) < 32:
                 batch.append(self._spills.popleft())
             if not batch and self._closing:
@@ -309,4 +307,3 @@ class DiskTier:
                 logger.exception("writing %d blocks to disk failed", len(batch))
                 statuses = [WriteStatus.IO_ERROR] * len(batch)
             self._spilled.extend(zip((node for node, _ in batch), statuses, strict=True))
-

@@ -30,8 +30,8 @@ class Filed:
 class Filing:
     """Operations on their way to the executor, in order. Belongs to the scheduler thread.
 
-    bad_slots: slots an operation failed to write. They must not be served; whoever gives such a slot
-    a new owner discards it from the set.
+    bad_slots: slots an operation failed to write. They must not be served; whoever gives such a
+    slot a new owner discards it from the set.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -106,8 +106,8 @@ class _Staging:
 class Snapshots:
     """Rows of one kind (hidden states, or KV) gathered until they are worth one copy.
 
-    Not thread-safe. `capacity` rows per buffer; rows that find no free buffer are refused, so a slow
-    executor costs saves and never the scheduler's time.
+    Not thread-safe. `capacity` rows per buffer; rows that find no free buffer are refused, so a
+    slow executor costs saves and never the scheduler's time.
     """
 
     def __init__(

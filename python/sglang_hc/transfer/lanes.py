@@ -1,7 +1,7 @@
 """Ordered copies beside the computation, and when they are done: one small class per device.
 
-A lane is a queue of copies that runs beside the compute stream. Fences order the two; marks tell the
-host when everything enqueued before them has happened. Marks are real flags: torch's CPU events
+A lane is a queue of copies that runs beside the compute stream. Fences order the two; marks tell
+the host when everything enqueued before them has happened. Marks are real flags: torch's CPU events
 always answer "done", which would hide every ordering mistake from tests.
 """
 
@@ -74,7 +74,7 @@ class _CudaMark:
         self.event = event
 
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -84,7 +84,7 @@ class CudaLane:
     """Lane on its own CUDA stream. "Compute" is the stream current at the time of the call."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device=device)
+        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._pinned: list[Any] = []
 
     def after_compute(self) -> None:
@@ -98,7 +98,7 @@ class CudaLane:
                 tensor.record_stream(self._stream)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _CudaMark(event)
 
@@ -109,7 +109,8 @@ class CudaLane:
     def pin(self, buffer: Any) -> None:
         """Register host memory with CUDA. Raises RuntimeError when the driver refuses."""
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)  # type: ignore[attr-defined]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes: {status}")
         self._pinned.append(tensor)

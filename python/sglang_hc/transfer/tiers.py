@@ -71,7 +71,7 @@ class Tiers:
     # -- restore ---------------------------------------------------------------------------------
 
     def queue_restore(self, restoration: Restoration, release: Callable[[], None]) -> None:
-        """Restore during the next pass. `release` is called when its device slots hold the state."""
+        """Restore in the next pass; `release` is called when its device slots hold the state."""
         self.host.pin(restoration.nodes)
         self.host.access(restoration.nodes, time.monotonic())
         self._queued.append((restoration, release))
@@ -88,7 +88,7 @@ class Tiers:
         return len(self._queued) + sum(len(done) for done in self._running.values())
 
     def start_restores(self) -> int:
-        """Begin everything queued; returns the consumer index for the next batch, -1 for nothing."""
+        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing."""
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []

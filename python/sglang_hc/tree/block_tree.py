@@ -192,7 +192,7 @@ class BlockTree:
             index = bisect_left(siblings, tokens, key=_tokens_of)
             if index < len(siblings) and siblings[index].tokens.startswith(tokens):
                 return Insertion(siblings[index], created=False, superseded=None)
-            # A proper prefix sorts directly before its continuations, and siblings are an antichain.
+            # Siblings are an antichain, so a proper prefix sorts directly before its continuations.
             if index and tokens.startswith(siblings[index - 1].tokens):
                 superseded = siblings[index - 1]
                 self._detach(superseded)
