@@ -45,7 +45,7 @@ def activate() -> None:
 
 def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
-    from sglang_hc.srt import requests, runner, server_args
+    from sglang_hc.srt import cpu_attention, requests, runner, server_args
 
     args = "sglang.srt.server_args.ServerArgs"
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -54,6 +54,8 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     updates = (
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     )
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    extend = f"{backend}._run_sdpa_forward_extend"
     return [
         (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
         (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
@@ -64,6 +66,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
         *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
+        *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
     ]
 
 
