@@ -1,0 +1,135 @@
+"""Options: flags, JSON, sizes within the memory there is, messages that name the option."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_hc import config
+from sglang_hc.config import GIB, ConfigError, HcConfig
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 64 GiB, 32 of them free, with no control groups; files to be added to."""
+
+    class Rooted:
+        def __new__(cls, path: str) -> Path:  # type: ignore[misc]
+            return tmp_path / path.lstrip("/")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(
+        f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {32 << 20} kB\n"
+    )
+    monkeypatch.setattr(config, "Path", Rooted)
+    return tmp_path
+
+
+def limit_group(machine: Path, name: str, limit: str, used: int, cache: int) -> None:
+    folder = machine / "sys/fs/cgroup" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(limit + "\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cache}\ninactive_file {cache}\n")
+
+
+def parse(*argv: str) -> HcConfig:
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    return HcConfig.from_args(parser.parse_args(argv))
+
+
+def test_flags_become_a_config(machine: Path) -> None:
+    assert parse() == HcConfig()
+    wanted = HcConfig(1.5, "hidden:20,kv:12", True, ("/a:3", "/b"))
+    assert wanted == parse(
+        "--hc-host-size-gb", "1.5", "--hc-forms", "hidden:20,kv:12", "--hc-disable",
+        "--hc-disk", "/a:3", "--hc-disk", "/b",
+    )  # fmt: skip
+
+
+def test_a_config_survives_json(machine: Path) -> None:
+    wanted = HcConfig(1.5, "hidden", False, ("/a:3",))
+    assert HcConfig.from_json(json.dumps(wanted.to_dict())) == wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hc-host-size-gb", "many"], "--hc-host-size-gb: expected a number, got 'many'"),
+        (["--hc-host-size-gb", "0"], "--hc-host-size-gb: must be above 0 GiB"),
+        (["--hc-host-size-gb", "nan"], "--hc-host-size-gb: must be above 0 GiB"),
+        (["--hc-host-size-gb", "65"], "--hc-host-size-gb: 65 GiB is larger than"),
+        (["--hc-forms", "fast"], "--hc-forms: layer plan 'fast'"),
+        (["--hc-forms", "kv:2,hidden:2"], "--hc-forms: .*in the order"),
+        (["--hc-disk", ""], "--hc-disk: "),
+        (["--hc-disk", "/a:0"], "--hc-disk: "),
+    ],
+)
+def test_a_wrong_flag_is_named_with_status_2(
+    machine: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(*argv)
+    assert exit_.value.code == 2
+    assert re.search(f"argument {message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "SGLANG_HC_CONFIG is not JSON"),
+        ("[]", "must be a JSON object, got list"),
+        ('{"host_size": 1}', "unknown field 'host_size'; known are disable"),
+        ('{"host_size_gb": true}', "host_size_gb must be a number"),
+        ('{"host_size_gb": "1"}', "host_size_gb must be a number"),
+        ('{"host_size_gb": -1}', r"host size \(--hc-host-size-gb\): must be above 0"),
+        ('{"forms": 3}', "forms must be text"),
+        ('{"forms": "fast"}', r"forms \(--hc-forms\): layer plan 'fast'"),
+        ('{"disable": "no"}', "disable must be true or false"),
+        ('{"disk": "/a"}', "disk must be a list"),
+        ('{"disk": [1]}', "disk must be a list"),
+    ],
+)
+def test_a_wrong_field_is_named(machine: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HcConfig.from_json(text)
+
+
+def test_the_default_size_is_a_share_of_what_is_free(machine: Path) -> None:
+    assert config.host_bytes(HcConfig()) == int(32 * GIB * config.HOST_SHARE)
+    assert config.host_bytes(HcConfig(host_size_gb=0.5)) == GIB // 2
+
+
+def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> None:
+    """File cache that can be dropped counts as free; the tightest group decides."""
+    (machine / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    limit_group(machine, "", "max", 20 * GIB, 0)
+    limit_group(machine, "outer", str(16 * GIB), 10 * GIB, 4 * GIB)
+    limit_group(machine, "outer/inner", str(24 * GIB), 3 * GIB, 0)
+    assert config.total_memory() == 16 * GIB
+    assert config.available_memory() == 10 * GIB
+    with pytest.raises(ConfigError, match=r"larger than this machine's memory \(16.0 GiB\)"):
+        HcConfig(host_size_gb=17)
+
+
+def test_a_group_over_its_limit_has_nothing_free(machine: Path) -> None:
+    (machine / "proc/self/cgroup").write_text("0::/full\n")
+    limit_group(machine, "full", str(GIB), 2 * GIB, 0)
+    assert config.available_memory() == 0
+
+
+def test_a_group_that_cannot_be_read_does_not_bound(machine: Path) -> None:
+    (machine / "proc/self/cgroup").write_text("0::/gone\n")
+    assert config.available_memory() == 32 * GIB
+
+
+def test_no_memory_information_asks_for_the_flag(machine: Path) -> None:
+    (machine / "proc/meminfo").write_text("")
+    with pytest.raises(ConfigError, match="give --hc-host-size-gb"):
+        config.host_bytes(HcConfig())

@@ -1,0 +1,194 @@
+"""Slots of the host tier: one owner each, whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+
+
+def tier_of(slots: int) -> HostTier:
+    return HostTier(BlockTree(b"f" * 16), slots, LruPolicy())
+
+
+def keep(tier: HostTier, namespace: str | None, tokens: list[int], now: float = 0.0) -> None:
+    """Publish what is missing of a path of full blocks and a tail; there must be room."""
+    packed = pack_tokens(tokens)
+    known = tier.tree.match(namespace, packed)
+    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
+    pieces = [packed[at : at + BLOCK_BYTES] for at in range(first, len(packed), BLOCK_BYTES)]
+    tier.pin(known.nodes)
+    slots = [tier.stage(now) for _ in pieces]
+    tier.unpin(known.nodes)
+    node = known.full_parent or tier.tree.root(namespace)
+    for piece, slot in zip(pieces, slots, strict=True):
+        assert slot is not None
+        outcome = tier.publish(node, piece, slot, now)
+        assert outcome.created
+        node = outcome.node
+
+
+class TierMachine(RuleBasedStateMachine):
+    SLOTS = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = tier_of(self.SLOTS)
+        self.staged: list[int] = []
+        self.pinned: list[BlockNode] = []
+        self.now = 0.0
+
+    def some_block(self, which: int) -> BlockNode | None:
+        nodes = sorted(self.tier.tree.nodes(), key=lambda node: node.slot)
+        return nodes[which % len(nodes)] if nodes else None
+
+    @rule()
+    def stage(self) -> None:
+        slot = self.tier.stage(self.now)
+        if slot is None:
+            assert self.tier.free_slots == 0
+            assert all(node.pins or not node.is_leaf for node in self.tier.tree.nodes()), (
+                "a block could have been evicted"
+            )
+        else:
+            assert slot not in self.staged
+            self.staged.append(slot)
+
+    @precondition(lambda self: self.staged)
+    @rule(which=st.integers(0, 9))
+    def unstage(self, which: int) -> None:
+        self.tier.unstage(self.staged.pop(which % len(self.staged)))
+
+    @precondition(lambda self: self.staged)
+    @rule(
+        name=st.sampled_from([None, "", "a"]),
+        which=st.integers(0, 9),
+        token=st.integers(0, 1),
+        length=st.sampled_from([1, 2, BLOCK_TOKENS]),
+        deep=st.booleans(),
+    )
+    def publish(self, name: str | None, which: int, token: int, length: int, deep: bool) -> None:
+        parents = [node for node in self.tier.tree.nodes() if node.is_full and deep]
+        parents.sort(key=lambda node: node.slot)
+        parent = parents[which % len(parents)] if parents else self.tier.tree.root(name)
+        self.now += 1
+        slot = self.staged[0]
+        if self.tier.publish(parent, pack_tokens([token] * length), slot, self.now).created:
+            self.staged.remove(slot)
+
+    @rule(which=st.integers(0, 9))
+    def pin(self, which: int) -> None:
+        node = self.some_block(which)
+        if node is not None:
+            self.tier.pin([node])
+            self.pinned.append(node)
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 9))
+    def unpin(self, which: int) -> None:
+        self.tier.unpin([self.pinned.pop(which % len(self.pinned))])
+
+    @rule(which=st.integers(0, 9))
+    def drop_branch(self, which: int) -> None:
+        node = self.some_block(which)
+        if node is not None:
+            self.tier.drop_branch(node)
+
+    @rule(which=st.integers(0, 9))
+    def use(self, which: int) -> None:
+        node = self.some_block(which)
+        if node is not None:
+            self.now += 1
+            self.tier.access(node.path(), self.now)
+
+    @rule(count=st.integers(0, 3))
+    def evict(self, count: int) -> None:
+        before = self.tier.free_slots
+        freed = self.tier.evict(count, self.now)
+        assert self.tier.free_slots - before == freed <= count
+
+    @rule()
+    def clear(self) -> None:
+        self.tier.clear()
+        assert self.tier.published_blocks == 0
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.tier.check_integrity()
+        assert self.tier.staged_slots == len(self.staged)
+
+    @invariant()
+    def pinned_slots_are_not_handed_out(self) -> None:
+        held = {node.slot for node in self.pinned}
+        assert -1 not in held and not held & set(self.staged)
+
+    def teardown(self) -> None:
+        self.tier.unpin(self.pinned)
+        for slot in self.staged:
+            self.tier.unstage(slot)
+        self.tier.clear()
+        self.tier.check_integrity()
+        assert self.tier.free_slots == self.SLOTS
+
+
+TierMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestTier = TierMachine.TestCase
+
+
+def test_the_least_recently_used_path_leaves_from_its_end() -> None:
+    tier = tier_of(4)
+    keep(tier, None, [1] * 128, 1.0)
+    keep(tier, None, [2] * 128, 2.0)
+    tier.access(tier.tree.match(None, pack_tokens([1] * 128)).nodes, 3.0)
+    keep(tier, None, [3] * 64, 4.0)
+    assert tier.tree.match(None, pack_tokens([2] * 128)).tokens == 64
+    assert tier.tree.match(None, pack_tokens([1] * 128)).tokens == 128
+    assert tier.evicted_blocks == 1
+
+
+def test_room_is_never_made_by_taking_what_is_pinned() -> None:
+    tier = tier_of(2)
+    keep(tier, None, [1] * 128)
+    nodes = tier.tree.match(None, pack_tokens([1] * 128)).nodes
+    tier.pin(nodes)
+    assert tier.stage(0.0) is None
+    tier.unpin(nodes)
+    assert tier.stage(0.0) is not None
+    assert [node.slot == -1 for node in nodes] == [False, True]
+
+
+def test_a_block_that_left_while_in_use_keeps_its_slot_until_the_last_user_goes() -> None:
+    tier = tier_of(1)
+    keep(tier, None, [1])
+    (node,) = tier.tree.nodes()
+    tier.pin([node, node])
+    tier.clear()
+    assert tier.tree.match(None, pack_tokens([1])).tokens == 0
+    for free in (0, 1):
+        assert tier.free_slots == 0
+        tier.unpin([node])
+        assert tier.free_slots == free
+    with pytest.raises(RuntimeError, match="not pinned"):
+        tier.unpin([node])
+
+
+def test_a_tier_without_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one slot"):
+        tier_of(0)
+
+
+def test_a_lost_slot_is_noticed() -> None:
+    tier = tier_of(3)
+    keep(tier, None, [1])
+    next(tier.tree.nodes()).slot = 0 if next(tier.tree.nodes()).slot else 1
+    with pytest.raises(AssertionError, match="no owner or two"):
+        tier.check_integrity()

@@ -1,0 +1,58 @@
+"""Block identity: one hash per model, plan, namespace and token path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.tree.identity import TOKEN_BYTES, block_id, pack_tokens, root_id
+
+KEY = bytes(range(16))
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+
+
+@given(TOKENS, TOKENS)
+def test_packed_bytes_sort_as_tokens_do(a: list[int], b: list[int]) -> None:
+    assert (pack_tokens(a) < pack_tokens(b)) == (a < b)
+    assert len(pack_tokens(a)) == TOKEN_BYTES * len(a)
+
+
+@given(TOKENS)
+def test_packing_is_the_same_for_every_container(tokens: list[int]) -> None:
+    wide = np.array(tokens, dtype=np.int64)
+    assert pack_tokens(tokens) == pack_tokens(wide) == pack_tokens(memoryview(wide))
+    assert np.frombuffer(pack_tokens(tokens), ">i4").tolist() == tokens
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
+    with pytest.raises(OverflowError, match="token ids"):
+        pack_tokens([1, token])
+
+
+def test_identity_depends_on_every_field() -> None:
+    other = bytes(16)
+    names = [
+        block_id(KEY, root_id(KEY, None), b"\0\0\0\1"),
+        block_id(other, root_id(KEY, None), b"\0\0\0\1"),
+        block_id(other, root_id(other, None), b"\0\0\0\1"),
+        block_id(KEY, root_id(KEY, ""), b"\0\0\0\1"),
+        block_id(KEY, root_id(KEY, "a"), b"\0\0\0\1"),
+        block_id(KEY, root_id(KEY, None), b"\0\0\0\2"),
+        block_id(KEY, root_id(KEY, None), b"\0\0\0\1\0\0\0\1"),
+    ]
+    # The same two tokens as one block and as a chain of two.
+    names.append(block_id(KEY, names[0], b"\0\0\0\1"))
+    assert len(set(names)) == len(names)
+
+
+@given(st.text(max_size=5), st.text(max_size=5))
+def test_namespaces_have_different_roots(a: str, b: str) -> None:
+    assert (root_id(KEY, a) == root_id(KEY, b)) == (a == b)
+    assert root_id(KEY, a) != root_id(KEY, None)
+
+
+def test_a_namespace_named_like_the_absent_one_is_another() -> None:
+    assert len({root_id(KEY, name) for name in (None, "", "none", "None", "\ud800")}) == 5
