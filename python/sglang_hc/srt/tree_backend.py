@@ -26,7 +26,11 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
+
+UNSEEN: tuple[BlockNode | None, int] = (None, 0)
+"""What is noted on a device node whose path was not looked up in the host tier."""
 
 
 class HostPoolFacade:
@@ -86,12 +90,41 @@ class HcRadixCache(RadixCache):
         key = params.key
         if len(key) - on_device < self.page_size:
             return result
-        packed = pack_tokens(key.raw_token_ids())
-        _, usable = self._live.usable(key.extra_key, packed)
+        usable = self._on_host(key, result.last_device_node, on_device)
         if self.enable_storage:
+            packed = pack_tokens(key.raw_token_ids())
             self._queued[params.req.rid] = (key.extra_key, packed, usable, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
+
+    def _on_host(self, key: RadixKey, device_node: Any, on_device: int) -> int:
+        """Tokens of `key` that the host tier can serve.
+
+        The device matched the first `on_device` of them, to the end of `device_node`. Where the
+        tiers were found to hold that path is noted on the node: only what is new is compared.
+        """
+        root = self._live.host.tree.match(key.extra_key, b"").root
+        if root is None:
+            return 0
+        node = device_node
+        block, known = None, 0
+        while node is not self.root_node:
+            block, known = getattr(node, "hc_block", UNSEEN)
+            if block is not None and block.ready:
+                break
+            node = node.parent
+        else:
+            block, known = root, 0
+        tokens = pack_tokens(key.token_ids[known : key.limit])
+        nodes, count = self._live.host.tree.below(block, tokens)
+        for index, found in enumerate(nodes):
+            if not found.ready:
+                nodes, count = nodes[:index], index * BLOCK_TOKENS
+                break
+        shared = min(count, on_device - known) // BLOCK_TOKENS
+        if shared:
+            device_node.hc_block = nodes[shared - 1], known + shared * BLOCK_TOKENS
+        return int(known + count)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
@@ -192,12 +225,13 @@ class HcRadixCache(RadixCache):
         segments = []
         row = 0
         extends = forward_batch.forward_mode.is_extend()
+        lengths = () if extends else forward_batch.seq_lens_cpu.tolist()
         for index, req in enumerate(requests):
             if extends:
                 position = int(forward_batch.extend_prefix_lens_cpu[index])
                 count = int(forward_batch.extend_seq_lens_cpu[index])
             else:
-                position, count = int(forward_batch.seq_lens_cpu[index]) - 1, 1
+                position, count = lengths[index] - 1, 1
             if not tiers.capture.is_open(req.rid) and extends and _keeps(req):
                 prefix = pack_tokens(req.full_untruncated_fill_ids[:position])
                 tiers.capture.open(req.rid, req.extra_key, prefix)

@@ -29,7 +29,8 @@ class BlockNode:
 
     tokens: packed token ids, at most BLOCK_TOKENS; empty for a namespace's root.
     slot: index of the block's slot in the host pool; -1 only for roots and detached nodes.
-    ready: the slot's bytes are complete; a block that is still being filed is not served.
+    ready: the slot's bytes are complete; a block that is still being filed is not served. Ends when
+        the block leaves the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     last_access, created, hits: for eviction policies; times are on the caller's clock.
     """
@@ -163,10 +164,21 @@ class BlockTree:
         root = self._roots.get(namespace)
         if root is None:
             return PathMatch(None, (), 0)
-        node, nodes, start = root, [], 0
+        nodes, count = self.below(root, tokens)
+        return PathMatch(root, tuple(nodes), count)
+
+    def below(self, node: BlockNode, tokens: bytes) -> tuple[list[BlockNode], int]:
+        """Longest prefix of packed `tokens` under a full block or root: its blocks, its length."""
+        nodes: list[BlockNode] = []
+        start = 0
         while start < len(tokens) and node.children:
-            piece = tokens[start : start + BLOCK_BYTES]
-            child, shared = _closest(node.children, piece)
+            children = node.children
+            child = children[0]
+            # Most blocks have one successor; comparing in place there makes long paths cheap.
+            if len(children) == 1 and child.is_full and tokens.startswith(child.tokens, start):
+                shared = BLOCK_TOKENS
+            else:
+                child, shared = _closest(children, tokens[start : start + BLOCK_BYTES])
             if shared == 0:
                 break
             nodes.append(child)
@@ -174,7 +186,7 @@ class BlockTree:
             if shared < BLOCK_TOKENS:
                 break
             node = child
-        return PathMatch(root, tuple(nodes), start // TOKEN_BYTES)
+        return nodes, start // TOKEN_BYTES
 
     def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
         """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.

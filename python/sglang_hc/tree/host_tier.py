@@ -149,6 +149,7 @@ class HostTier:
 
     def _retire(self, node: BlockNode) -> None:
         self._policy.remove(node)
+        node.ready = False
         if node.pins:
             self._detached.add(node)
         else:
@@ -157,4 +158,3 @@ class HostTier:
     def _release(self, node: BlockNode) -> None:
         self._free.append(node.slot)
         node.slot = -1
-        node.ready = False

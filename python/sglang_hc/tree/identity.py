@@ -28,7 +28,7 @@ def pack_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
     Raises OverflowError for an id outside [0, 2**31).
     """
     wide = np.asarray(tokens, dtype=np.int64)
-    if wide.size and (int(wide.min()) < 0 or int(wide.max()) >= 1 << 31):
+    if int(wide.view(np.uint64).max(initial=0)) >= 1 << 31:  # as unsigned, negative is large
         raise OverflowError("token ids must lie in [0, 2**31)")
     return wide.astype(">i4").tobytes()
 

@@ -1,0 +1,259 @@
+"""What the tiers cost the scheduler thread, in one process without a model.
+
+    PYTHONPATH=python python benchmark/hooks/run.py [--out benchmark/results/cpu-hooks.json]
+
+Workloads:
+  idle    everything the hooks do in one decode pass with nothing to restore, stage or file
+  match   match_prefix of a 10,000-token request against stock RadixCache, arms interleaved
+  memory  the block index at 100,000 blocks, counted by tracemalloc
+
+Host and device sizes are in tokens; chunks of the toy model are as small as chunks can be, because
+no state is moved here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_hc.bench import machine
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.executor import ThreadExecutor
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.transfer.capture import Capture
+from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.lanes import HostLane
+from sglang_hc.transfer.taps import TapBuffer
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+
+TOKENS = 10_000
+TURN = 200
+CPU = torch.device("cpu")
+
+
+def tiers_of(slots: int) -> Tiers:
+    """Real parts, a layer of 8 bytes a token, kept as hidden states."""
+    layout = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
+    host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, LruPolicy())
+    pool = HostPool(layout, slots)
+    buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
+    filing = Filing(ThreadExecutor(pool, buffers))
+    lane = HostLane()
+    hidden = Snapshots(layout, buffers, 0, "hidden", CPU, lane, filing)
+    device: Any = None  # nothing is restored or gathered from the device here
+    capture = Capture(layout, host, filing, hidden, None, device, time.monotonic)
+    taps = TapBuffer(1, 64, 2, torch.float32, CPU)
+    return Tiers(layout, host, pool, capture, filing, device, lane, CPU, taps)
+
+
+def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
+    """Make the blocks of a path servable without moving bytes."""
+    known = tiers.host.tree.match(namespace, tokens)
+    node = known.full_parent or tiers.host.tree.root(namespace)
+    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
+    for at in range(first, len(tokens), BLOCK_BYTES):
+        slot = tiers.host.stage(0.0)
+        assert slot is not None
+        outcome = tiers.host.publish(node, tokens[at : at + BLOCK_BYTES], slot, 0.0)
+        if not outcome.created:
+            tiers.host.unstage(slot)
+        node = outcome.node
+        node.ready = True
+
+
+def cache_params() -> CacheInitParams:
+    return CacheInitParams(
+        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1
+    )
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start) / 1000
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {
+        "median_us": round(statistics.median(ordered), 2),
+        "p99_us": round(ordered[int(0.99 * len(ordered))], 2),
+    }
+
+
+def measure_idle(passes: int) -> dict[str, Any]:
+    """A decode pass as the scheduler makes it: events, start of restorations, capture."""
+    rows: dict[str, Any] = {}
+    for running in (1, 16):
+        cache = HcRadixCache(cache_params(), tiers_of(64), None)
+        requests = [
+            SimpleNamespace(
+                rid=f"r{n}", input_embeds=None, positional_embed_overrides=None, extra_key=None
+            )
+            for n in range(running)
+        ]
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda: False),
+            seq_lens_cpu=torch.full((running,), 500),
+        )
+
+        def one_pass(
+            cache: HcRadixCache = cache, batch: Any = batch, requests: list[Any] = requests
+        ) -> None:
+            cache.check_hicache_events()
+            cache.ready_to_load_host_cache()
+            cache.after_forward(batch, requests)
+
+        rows[f"{running} running"] = summary([microseconds(one_pass) for _ in range(passes)])
+    return rows
+
+
+def caches(on_host: bytes) -> tuple[RadixCache, HcRadixCache]:
+    """Both arms, the host tier with a path in it."""
+    ours = HcRadixCache(cache_params(), tiers_of(512), None)
+    fill(ours.tiers, None, on_host)
+    return RadixCache(cache_params()), ours
+
+
+def grow(cache: RadixCache, tokens: array[int], start: int, stop: int) -> None:
+    """The device holds a conversation as turns of TURN tokens leave it."""
+    for end in range(start, stop + 1, TURN):
+        cache.insert(InsertParams(key=RadixKey(tokens[:end]), value=torch.arange(end)))
+
+
+def timed_match(cache: RadixCache, tokens: array[int], on_device: int, on_host: int) -> float:
+    """Microseconds of one match; checks what it found. `on_host` counts for our arm only."""
+    params = MatchPrefixParams(key=RadixKey(tokens), req=SimpleNamespace(rid="r0"))
+    start = time.perf_counter_ns()
+    result = cache.match_prefix(params)
+    taken = (time.perf_counter_ns() - start) / 1000
+    assert len(result.device_indices) == on_device
+    if isinstance(cache, HcRadixCache):
+        assert result.host_hit_length == max(on_host - on_device, 0)
+    return taken
+
+
+def measure_match(rounds: int) -> list[dict[str, Any]]:
+    """Requests of about 10,000 tokens, by where their history is. Both arms take turns."""
+    rng = random.Random(0)
+    tokens = array("q", [rng.randrange(100_000) for _ in range(TOKENS)])
+    packed = pack_tokens(tokens)
+    history = TOKENS - TURN
+    cases = [compared("each turn of a chat, 8,000 to 12,000 tokens", chat_turns(rounds))]
+    for name, on_device, on_host in (
+        ("a waiting request matched again", history, history),
+        ("the whole prompt is on the device", TOKENS, TOKENS),
+        ("on the device, nothing in the host tier", history, 0),
+        ("in the host tier only", 0, history),
+    ):
+        arms = caches(packed[: on_host * TOKEN_BYTES])
+        for cache in arms:
+            grow(cache, tokens, TURN, on_device)
+        times: list[tuple[float, float]] = []
+        for number in range(rounds):
+            order = arms if number % 2 else arms[::-1]
+            pair = [timed_match(cache, tokens, on_device, on_host) for cache in order]
+            times.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
+        cases.append(compared(name, times))
+    return cases
+
+
+def chat_turns(rounds: int) -> list[tuple[float, float]]:
+    """(stock, ours) of the one match per turn, then the turn is kept in both tiers."""
+    times: list[tuple[float, float]] = []
+    rng = random.Random(1)
+    while len(times) < rounds:
+        tokens = array("q", [rng.randrange(100_000) for _ in range(12_000)])
+        packed = pack_tokens(tokens)
+        stock, ours = arms = caches(packed[: 8_000 * TOKEN_BYTES])
+        for cache in arms:
+            grow(cache, tokens, TURN, 8_000)
+        for known in range(8_000, 12_000, TURN):
+            request = tokens[: known + TURN]
+            order = arms if len(times) % 2 else arms[::-1]
+            taken = {cache: timed_match(cache, request, known, known) for cache in order}
+            times.append((taken[stock], taken[ours]))
+            for cache in arms:
+                grow(cache, tokens, known + TURN, known + TURN)
+            fill(ours.tiers, None, packed[: (known + TURN) * TOKEN_BYTES])
+    return times
+
+
+def compared(case: str, times: list[tuple[float, float]]) -> dict[str, Any]:
+    stock, ours = ([pair[arm] for pair in times] for arm in (0, 1))
+    medians = statistics.median(stock), statistics.median(ours)
+    return {
+        "case": case,
+        "stock": summary(stock),
+        "ours": summary(ours),
+        "ratio": round(medians[1] / medians[0], 3),
+        "extra_us": round(medians[1] - medians[0], 2),
+    }
+
+
+def measure_memory(blocks: int) -> dict[str, Any]:
+    """Python memory of tree, slots and eviction policy; the pool's bytes are not counted."""
+    rng = random.Random(0)
+    paths = 100  # conversations of a thousand blocks each would be as dear; nothing is shared
+    gc.collect()
+    tracemalloc.start()
+    host = HostTier(BlockTree(b"f" * 16), blocks, LruPolicy())
+    for _ in range(paths):
+        node = host.tree.root(None)
+        for _ in range(blocks // paths):
+            tokens = pack_tokens([rng.randrange(100_000) for _ in range(BLOCK_TOKENS)])
+            slot = host.stage(0.0)
+            assert slot is not None
+            node = host.publish(node, tokens, slot, 0.0).node
+            node.ready = True
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert host.published_blocks == blocks
+    return {"blocks": blocks, "bytes": used, "bytes_per_block": round(used / blocks, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--passes", type=int, default=5000, help="passes timed for idle")
+    parser.add_argument("--rounds", type=int, default=2000, help="matches timed per arm")
+    parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the memory run")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "command": "python benchmark/hooks/run.py " + " ".join(sys.argv[1:]),
+        "machine": machine.describe(),
+        "idle": measure_idle(args.passes),
+        "match": {"tokens": TOKENS, "rounds": args.rounds, "cases": measure_match(args.rounds)},
+        "memory": measure_memory(args.blocks),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    print(text, end="")
+    if args.out is not None:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
