@@ -132,7 +132,8 @@ def measure_idle(passes: int) -> dict[str, Any]:
 def caches(on_host: bytes) -> tuple[RadixCache, HcRadixCache]:
     """Both arms, the host tier with a path in it."""
     ours = HcRadixCache(cache_params(), tiers_of(512), None)
-    fill(ours.tiers, None, on_host)
+    if on_host:
+        fill(ours.tiers, None, on_host)
     return RadixCache(cache_params()), ours
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.transfer.capture import Segment
+from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
@@ -64,15 +66,30 @@ class HcRadixCache(RadixCache):
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_prefetch: dict[str, Any] = {}
         self.ongoing_backup: dict[int, Any] = {}
-        self.enable_storage = tiers.disk is not None
+        self.enable_storage = True  # has SGLang tell us of every request that is queued
         self.hicache_storage_pass_prefix_keys = False
         if tiers.disk is not None:  # its class name is shown as the storage back end of a hit
             self.cache_controller = SimpleNamespace(storage_backend=tiers.disk)
-        self._queued: dict[str, tuple[str | None, bytes, int, int]] = {}
+        self.scheduler: Callable[[], Any] = lambda: None
+        """The scheduler this tree serves, held weakly; set once it exists."""
+        self._last_matched: Any = None
+        self._waiting: dict[str, Any] = {}
 
     @property
     def ongoing_load_back(self) -> range:
         return range(self._live.restoring)
+
+    @property
+    def _queue(self) -> QueueView:
+        queue = self._live.queue
+        assert queue is not None
+        return queue
+
+    def _waiting_request(self, rid: str) -> Waiting:
+        req = self._waiting[rid]
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
+        on_device = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        return Waiting(req.extra_key, pack_tokens(key.token_ids), len(on_device))
 
     @property
     def _live(self) -> Tiers:
@@ -84,6 +101,8 @@ class HcRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
         result = super().match_prefix(params)
+        if params.req is not None:
+            self._last_matched = params.req
         if params.req is None or self.disable or len(params.key) == 0:
             return result
         on_device = len(result.device_indices)
@@ -91,9 +110,6 @@ class HcRadixCache(RadixCache):
         if len(key) - on_device < self.page_size:
             return result
         usable = self._on_host(key, result.last_device_node, on_device)
-        if self.enable_storage:
-            packed = pack_tokens(key.raw_token_ids())
-            self._queued[params.req.rid] = (key.extra_key, packed, usable, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
 
@@ -104,7 +120,7 @@ class HcRadixCache(RadixCache):
         tiers were found to hold that path is noted on the node: only what is new is compared.
         """
         root = self._live.host.tree.match(key.extra_key, b"").root
-        if root is None:
+        if root is None or root.is_leaf:
             return 0
         node = device_node
         block, known = None, 0
@@ -169,6 +185,10 @@ class HcRadixCache(RadixCache):
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         tiers = self._live
         tiers.poll()
+        scheduler = self.scheduler()
+        if scheduler is not None:
+            waiting = [req.rid for req in scheduler.waiting_queue if req.rid in self._waiting]
+            self._queue.look(waiting, self._waiting_request)
         if tiers.has_queued:
             with self._on_compute_stream():
                 tiers.restore_now()
@@ -180,16 +200,14 @@ class HcRadixCache(RadixCache):
         return True
 
     def prefetch_from_storage(self, rid: str, *_: Any) -> None:
-        """A request was queued, and matched just before: read ahead what the disk has for it."""
-        matched = self._queued.pop(rid, None)
-        if matched is not None and self._live.disk is not None:
-            namespace, tokens, in_host, on_device = matched
-            self._live.disk.prefetch(rid, namespace, tokens, in_host, on_device)
+        """A request was queued, and matched just before."""
+        if self._last_matched is not None and self._last_matched.rid == rid:
+            self._waiting[rid] = self._last_matched
+            self._queue.arrived(rid, self._waiting_request)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass."""
-        disk = self._live.disk
-        return disk is None or disk.ready(rid)
+        return rid not in self._waiting or self._queue.ready(rid, self._waiting_request)
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         disk = self._live.disk
@@ -197,9 +215,8 @@ class HcRadixCache(RadixCache):
 
     def release_aborted_request(self, rid: str) -> None:
         """A request left the queue."""
-        self._queued.pop(rid, None)
-        if self._live.disk is not None:
-            self._live.disk.cancel(rid)
+        self._waiting.pop(rid, None)
+        self._queue.gone(rid)
 
     def terminate_prefetch(self, rid: str) -> None:
         """Waiting for this request's prefetch has ended."""
@@ -259,12 +276,13 @@ class HcRadixCache(RadixCache):
         if self.disable or not _keeps(req):
             self._live.capture.drop(req.rid)
         else:
-            self._queued.pop(req.rid, None)
             keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
             self._commit(req, tokens, length, final=True)
+        self._waiting.pop(req.rid, None)
+        self._queue.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> None:
