@@ -1,0 +1,76 @@
+"""Bytes of the host tier: rows where the layout says, executed in order, failures reported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan, ThreadExecutor
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+
+LAYOUT = BlockLayout(LayerPlan(1, 2, 3), StateShape(6, 5, (3, 2), "uint8"))
+
+
+def numbered(pool: HostPool) -> None:
+    """Every row of every view holds a value of its own."""
+    for number, view in enumerate((pool.hidden, *pool.kv)):
+        size = view.size // view.shape[-1]
+        values = (np.arange(size) * 7 + number * 31).astype(np.uint8)
+        view[...] = values.reshape(view.shape[:-1])[..., None]
+
+
+def test_rows_lie_in_the_chunk_of_their_layer() -> None:
+    pool = HostPool(LAYOUT, 3)
+    numbered(pool)
+    for layer, offset, _ in LAYOUT.chunks():
+        chunk = pool.slot(2)[offset:]
+        if layer in LAYOUT.plan.hidden_layers:
+            rows = pool.hidden[2, layer - 1]
+            assert np.array_equal(chunk[: rows.size].reshape(rows.shape), rows)
+        else:
+            keys, values = (part[2, layer - 3] for part in pool.kv)
+            assert np.array_equal(chunk[: keys.size].reshape(keys.shape), keys)
+            rest = chunk[keys.size : keys.size + values.size]
+            assert np.array_equal(rest.reshape(values.shape), values)
+
+
+def test_a_copy_takes_the_first_rows_of_every_layer_and_no_more() -> None:
+    pool = HostPool(LAYOUT, 3)
+    numbered(pool)
+    before = pool.bytes.copy()
+    pool.copy_rows(0, 2, 10)
+    for view in (pool.hidden, *pool.kv):
+        assert np.array_equal(view[2, :, :10], view[0, :, :10])
+    pool.slot(2)[:] = before[2]
+    assert np.array_equal(pool.bytes, before), "another slot was touched"
+
+
+def test_the_executor_files_rows_in_order_and_says_when() -> None:
+    pool = HostPool(LAYOUT, 2)
+    buffers = [SnapshotBuffer(LAYOUT, 8, hidden=True, kv=False)]
+    buffers[0].hidden[:] = np.arange(8, dtype=np.uint8)[None, :, None]
+    executor = ThreadExecutor(pool, buffers)
+    spans = (RowSpan(2, 0, 60, 4), RowSpan(6, 1, 0, 2))
+    tickets = [
+        executor.submit(FileRows(0, spans)),
+        executor.submit(CopyRows(0, 1, BLOCK_TOKENS)),
+    ]
+    assert executor.drain() == [Completion(ticket, True) for ticket in tickets]
+    for slot in (0, 1):  # the copy came after the second span, and covers it
+        assert pool.hidden[slot, 1, 60:, 0].tolist() == [2, 3, 4, 5]
+        assert pool.hidden[slot, 0, :2, 0].tolist() == [0, 0]
+    assert not pool.kv[0].any()
+    assert executor.poll() == []
+    executor.close()
+
+
+def test_a_failed_operation_is_reported_and_the_next_one_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    executor = ThreadExecutor(HostPool(LAYOUT, 2), [])
+    executor.submit(CopyRows(0, 99, 1))
+    executor.submit(CopyRows(0, 1, 1))
+    assert executor.drain() == [Completion(1, False), Completion(2, True)]
+    assert "its blocks are not kept" in caplog.text
+    executor.close()
