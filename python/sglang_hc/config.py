@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +21,9 @@ HOST_SHARE = 0.4
 
 GIB = 1 << 30
 
+EVICTIONS = ("queue", "lru", "fifo", "lfu")
+PREFETCHES = ("queue", "on-arrival", "off")
+
 
 class ConfigError(ValueError):
     """A bad option. The message names the option and the remedy."""
@@ -33,6 +36,8 @@ class HcConfig:
     host_size_gb: size of the host tier in GiB; None takes HOST_SHARE of the free memory.
     forms: `auto`, `kv`, `hidden` or an explicit layer plan (see `forms.LayerPlan.parse`).
     disk: directories of the disk tier, each DIR or DIR:SIZE_GB; none by default.
+    eviction: which blocks leave the host tier first, one of EVICTIONS.
+    prefetch: when blocks are read from disk, one of PREFETCHES.
     disable: plain SGLang, for comparison.
     """
 
@@ -40,6 +45,8 @@ class HcConfig:
     forms: str = "auto"
     disable: bool = False
     disk: tuple[str, ...] = ()
+    eviction: str = "queue"
+    prefetch: str = "queue"
 
     def __post_init__(self) -> None:
         try:
@@ -48,6 +55,10 @@ class HcConfig:
                 check_host_size(self.host_size_gb)
             option = "forms (--hc-forms)"
             check_forms(self.forms)
+            option = "eviction (--hc-eviction)"
+            _check_choice(self.eviction, EVICTIONS)
+            option = "prefetch (--hc-prefetch)"
+            _check_choice(self.prefetch, PREFETCHES)
             option = "disk (--hc-disk)"
             for directory in self.disk:
                 check_disk(directory)
@@ -74,7 +85,11 @@ class HcConfig:
         disk = values.get("disk", ())
         if not isinstance(disk, (list, tuple)) or not all(isinstance(d, str) for d in disk):
             raise ConfigError(f"{where}: disk must be a list of DIR[:SIZE_GB], got {disk!r}")
-        return cls(None if size is None else float(size), forms, disable, tuple(disk))
+        eviction, prefetch = values.get("eviction", "queue"), values.get("prefetch", "queue")
+        if not isinstance(eviction, str) or not isinstance(prefetch, str):
+            raise ConfigError(f"{where}: eviction and prefetch must be text")
+        host = None if size is None else float(size)
+        return cls(host, forms, disable, tuple(disk), eviction, prefetch)
 
     @classmethod
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:
@@ -90,7 +105,14 @@ class HcConfig:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HcConfig:
         """Config from parsed `--hc-*` flags."""
-        return cls(args.hc_host_size_gb, args.hc_forms, args.hc_disable, tuple(args.hc_disk))
+        return cls(
+            args.hc_host_size_gb,
+            args.hc_forms,
+            args.hc_disable,
+            tuple(args.hc_disk),
+            args.hc_eviction,
+            args.hc_prefetch,
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types: it travels in SGLang's server arguments and shows in /server_info."""
@@ -123,6 +145,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="keep blocks in this directory too; repeat for several SSDs",
     )
     group.add_argument(
+        "--hc-eviction",
+        choices=EVICTIONS,
+        default="queue",
+        help="what leaves the host tier first: what no waiting request needs, or by age or use",
+    )
+    group.add_argument(
+        "--hc-prefetch",
+        choices=PREFETCHES,
+        default="queue",
+        help="when blocks are read from disk: ahead of a request's turn, when it arrives, never",
+    )
+    group.add_argument(
         "--hc-disable", action="store_true", help="plain SGLang without the tiers, for comparison"
     )
 
@@ -148,6 +182,11 @@ def check_forms(text: str) -> None:
         LayerPlan.parse(text, _sum_of_counts(text))
     except PlanError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_choice(value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{value!r} is not one of {', '.join(choices)}")
 
 
 def check_disk(text: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from sglang_hc import __version__
 from sglang_hc.config import GIB, ConfigError, host_bytes
 from sglang_hc.forms import BlockLayout, StateShape
-from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt import plugin
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
@@ -22,6 +23,7 @@ from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import lane_for
+from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -86,7 +88,8 @@ def _tiers(
             f"{layout.slot_bytes / GIB:.3g} GiB"
         )
     fingerprint = layout.fingerprint(*_model_identity(runner))
-    tier = HostTier(BlockTree(fingerprint), num_slots, LruPolicy())
+    window: LookAhead[str] = LookAhead()
+    tier = HostTier(BlockTree(fingerprint), num_slots, make_policy(config.eviction, window))
     pool = HostPool(layout, num_slots)
     lane = lane_for(rows.device)
     lane.pin(pool.buffer)
@@ -113,7 +116,7 @@ def _tiers(
         num_slots,
         num_slots * 64,
     )
-    disk = None
+    store = disk = None
     if config.disk:
         specs = [DirectorySpec.parse(text) for text in config.disk]
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
@@ -123,7 +126,17 @@ def _tiers(
             raise ConfigError(str(error)) from None
         disk = DiskTier(store, tier, pool, len(specs))
         logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
-    return Tiers(layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk)
+    sizes = (num_slots, _disk_blocks(store, layout) if store is not None else 0)
+    queue = QueueView(tier, disk, window, sizes, config.prefetch)
+    return Tiers(
+        layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk, queue
+    )
+
+
+def _disk_blocks(store: DiskStore, layout: BlockLayout) -> int:
+    """Blocks that fit into the budgets of all directories."""
+    budget = sum(directory.budget_bytes for directory in store.stats().directories)
+    return budget // layout.slot_bytes
 
 
 def _model_identity(runner: Any) -> list[str]:

@@ -62,6 +62,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
         (f"{model_runner}.load_model", HookType.AFTER, runner.after_load_model),
         (f"{model_runner}.forward", HookType.AROUND, runner.forward),
+        (f"{scheduler}.__init__", HookType.AFTER, runner.link_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),

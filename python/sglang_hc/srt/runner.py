@@ -8,6 +8,7 @@ taps, before any CUDA graph is captured; SGLang sizes the KV pool and captures; 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,13 @@ def run_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, *
         return original(self, batch, *args, **kwargs)
     finally:
         state.requests = []
+
+
+def link_scheduler(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Scheduler.__init__: the tree looks at the waiting queue."""
+    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
+    if state is not None and state.tree is not None:
+        state.tree.scheduler = weakref.ref(self)
 
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:

@@ -55,8 +55,8 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
             refuse_modes(self)
             self.radix_cache_backend = "hc"
             self.enable_hierarchical_cache = True
-            if config.disk:  # switches SGLang's prefetch calls on; its own back end is not built
-                self.hicache_storage_backend = "file"
+            # Has SGLang tell the tree of every queued request; its own back end is not built.
+            self.hicache_storage_backend = "file"
         object.__setattr__(self, "_hc_config", config.to_dict())
     original(self)
 

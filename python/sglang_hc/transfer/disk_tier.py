@@ -12,11 +12,12 @@ to the scheduler thread and never wait; the threads touch the store and the slot
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk import Block, DiskStore, ReadStatus, WriteStatus
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
-from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.host_tier import HostTier, Spare
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,14 @@ READ_DEADLINE_S = 10.0
 
 PATIENCE = 5.0
 """Seconds a request is passed over for its prefetch before it recomputes instead."""
+
+
+class Prefetched(enum.Enum):
+    """What became of the wish to prefetch."""
+
+    NOTHING = enum.auto()  # the disk has nothing to add
+    STARTED = enum.auto()
+    NO_ROOM = enum.auto()  # no slot, or another request is fetching the same block
 
 
 @dataclass(eq=False)
@@ -120,35 +129,56 @@ class DiskTier:
     # -- prefetch --------------------------------------------------------------------------------
 
     def prefetch(
-        self, rid: str, namespace: str | None, tokens: bytes, in_host: int, on_device: int
-    ) -> None:
-        """Start reading what a queued request needs beyond `in_host` tokens of packed `tokens`.
+        self,
+        rid: str,
+        namespace: str | None,
+        tokens: bytes,
+        on_device: int,
+        spare: Spare | None = None,
+    ) -> Prefetched:
+        """Start reading what a queued request needs beyond what the host tier can serve.
 
         Only whole blocks, as far as they are on disk without a gap, and only if that goes beyond
-        what the device has. Nothing is allocated for a miss.
+        the `on_device` tokens the device has. Room is made by evicting what `spare` does not
+        protect. Nothing is allocated for a miss.
         """
-        if not self._usable or rid in self._prefetches:
-            return
-        first = in_host // BLOCK_TOKENS
+        if rid in self._prefetches:
+            return Prefetched.STARTED
+        match = self._host.tree.match(namespace, tokens)
+        if not self._usable or any(not node.ready for node in match.nodes):
+            return Prefetched.NOTHING  # a block still being filed was computed just now
+        first = match.tokens // BLOCK_TOKENS
         wanted = self._identities(namespace, tokens, first)
         found = self._store.contains([identity for identity, _ in wanted])
-        if (first + found) * BLOCK_TOKENS <= max(on_device, in_host):
-            return
-        reads = []
-        for identity, piece in wanted[:found]:
-            # A block another request is fetching ends this one's run; it goes on from there.
-            slot = None if identity in self._reading else self._host.stage(self._clock())
-            if slot is None:
-                break
-            self._reading.add(identity)
-            reads.append(_Read(identity, piece, slot))
-        if not reads:
-            return
+        if found == 0 or (first + found) * BLOCK_TOKENS <= on_device:
+            return Prefetched.NOTHING
+        if any(identity in self._reading for identity, _ in wanted[:found]):
+            return Prefetched.NO_ROOM  # once it has arrived for the other request, it is in memory
+        slots = self._stage(found, match.nodes, spare)
+        if slots is None:
+            return Prefetched.NO_ROOM
+        blocks = zip(wanted[:found], slots, strict=True)
+        reads = [_Read(identity, piece, slot) for (identity, piece), slot in blocks]
+        self._reading.update(read.identity for read in reads)
         for read in reads:
             self._readers.submit(self._fetch, read)
         prefix = tokens[: first * BLOCK_BYTES]
         self._prefetches[rid] = _Prefetch(namespace, prefix, reads, self._clock() + PATIENCE)
         self.counters["prefetches"] += 1
+        return Prefetched.STARTED
+
+    def beyond(
+        self, namespace: str | None, tokens: bytes, nodes: Sequence[BlockNode]
+    ) -> list[bytes]:
+        """Identities of whole blocks on disk that continue the host tier's path `nodes`."""
+        first = sum(node.is_full for node in nodes)
+        if (
+            first
+            and tokens[(first - 1) * BLOCK_BYTES : first * BLOCK_BYTES] != nodes[first - 1].tokens
+        ):
+            first -= 1  # only the first rows of that block are shared
+        identities = [identity for identity, _ in self._identities(namespace, tokens, first)]
+        return identities[: self._store.contains(identities)]
 
     def ready(self, rid: str) -> bool:
         """False: pass the request over; something is on its way that does not take too long."""
@@ -159,8 +189,9 @@ class DiskTier:
             return False
         if not prefetch.over:
             self.counters["prefetch_late"] += 1
+        loaded = self.take_loaded(rid) + prefetch.published * BLOCK_TOKENS
         self.cancel(rid)
-        self._loaded[rid] = prefetch.published * BLOCK_TOKENS
+        self._loaded[rid] = loaded
         return True
 
     def take_loaded(self, rid: str) -> int:
@@ -188,6 +219,11 @@ class DiskTier:
         for prefetch in [*self._prefetches.values(), *self._orphans]:
             self._publish(prefetch)
         self._orphans = [prefetch for prefetch in self._orphans if not prefetch.over]
+
+    @property
+    def reading(self) -> bool:
+        """Blocks are on their way from disk."""
+        return bool(self._reading)
 
     @property
     def busy(self) -> int:
@@ -244,6 +280,24 @@ class DiskTier:
             parent = block_id(tree.fingerprint, parent, piece)
             wanted.append((parent, piece))
         return wanted
+
+    def _stage(
+        self, count: int, path: Sequence[BlockNode], spare: Spare | None
+    ) -> list[int] | None:
+        """Slots for all of a run, or none: half a prefetch would evict for little."""
+        slots: list[int] = []
+        self._host.pin(path)  # making room must not take the path the run extends
+        while len(slots) < count:
+            slot = self._host.stage(self._clock(), spare)
+            if slot is None:
+                break
+            slots.append(slot)
+        self._host.unpin(path)
+        if len(slots) == count:
+            return slots
+        for slot in slots:
+            self._host.unstage(slot)
+        return None
 
     def _publish(self, prefetch: _Prefetch) -> None:
         """Make blocks of the reads that are through, in path order; end the run at a failure."""

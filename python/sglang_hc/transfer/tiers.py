@@ -18,6 +18,7 @@ from sglang_hc.transfer.capture import Capture, Segment
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass, RestoreSink
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.tree.block_tree import BlockNode
@@ -39,11 +40,13 @@ class Tiers:
         device: torch.device,
         taps: TapBuffer | None,
         disk: DiskTier | None = None,
+        queue: QueueView | None = None,
     ) -> None:
         self.layout = layout
         self.host = host
         self.capture = capture
         self.disk = disk
+        self.queue = queue
         if disk is not None:
             capture.on_ready = disk.spill
         self.gate = LayerGate()

@@ -8,10 +8,13 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
+
+Spare = Callable[[BlockNode], bool]
+"""Blocks that must not make room this time."""
 
 
 class EvictionPolicy(Protocol):
@@ -58,9 +61,9 @@ class HostTier:
     def published_blocks(self) -> int:
         return self.tree.num_blocks
 
-    def stage(self, now: float) -> int | None:
-        """A slot for a request to write into, evicting if none is free. None: all are in use."""
-        if not self._free and self.evict(1, now) == 0:
+    def stage(self, now: float, spare: Spare | None = None) -> int | None:
+        """A slot to write into, evicting if none is free. None: all are in use, or to be spared."""
+        if not self._free and self.evict(1, now, spare) == 0:
             return None
         slot = self._free.pop()
         self._staged.add(slot)
@@ -107,12 +110,15 @@ class HostTier:
                 self._detached.remove(node)
                 self._release(node)
 
-    def evict(self, count: int, now: float) -> int:
-        """Free up to `count` slots, best victims first. Returns how many; 0 is always safe."""
+    def evict(self, count: int, now: float, spare: Spare | None = None) -> int:
+        """Free up to `count` slots, best victims first, none of those `spare` is true for.
+
+        Returns how many; 0 is always safe.
+        """
         freed = 0
         if count > 0:
             for node in self._policy.victims():
-                if node.is_leaf and not node.pins:
+                if node.is_leaf and not node.pins and not (spare and spare(node)):
                     self.drop(node)
                     freed += 1
                     if freed == count:

@@ -1,0 +1,144 @@
+"""What the waiting queue tells the tiers (AttentionStore section 3.3).
+
+Once per scheduling pass the queue is looked at: what the requests in the eviction window need stays
+in the host tier, and for the requests in the prefetch window reads from disk are started, head
+first. Belongs to the scheduler thread; a pass costs O(window).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+from sglang_hc.transfer.disk_tier import DiskTier, Prefetched
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.host_tier import HostTier, Spare
+
+MAX_PASSES = 10_000
+"""Scheduling passes a request may be passed over because its prefetch finds no room."""
+
+
+class Waiting(NamedTuple):
+    """A waiting request: its packed prompt, and how many tokens of it the device has now."""
+
+    namespace: str | None
+    tokens: bytes
+    on_device: int
+
+
+WaitingOf = Callable[[str], Waiting]
+
+
+class QueueView:
+    """Look-ahead over one scheduler's waiting queue.
+
+    `window` is the one the eviction policy asks. `prefetch` is `queue` (reads start as requests
+    enter the prefetch window), `on-arrival` (when they are queued) or `off`.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        window: LookAhead[str],
+        slots: tuple[int, int],
+        prefetch: str,
+    ) -> None:
+        """slots: blocks the host tier holds, and the disk tier (0 without one)."""
+        self._host = host
+        self._disk = disk
+        self._window = window
+        self._host_slots, self._disk_slots = slots
+        self._prefetch = prefetch
+        self._blocks = RunningMean()
+        self._started: set[str] = set()
+        self._passed: Counter[str] = Counter()
+
+    @property
+    def eviction_window(self) -> int:
+        """Requests whose state is kept: (C_mem + C_disk) / S_kv, stretched (see windows.py)."""
+        slots = self._host_slots + self._disk_slots
+        return int(EVICTION_STRETCH * window_length(slots, self._blocks.value))
+
+    @property
+    def prefetch_window(self) -> int:
+        """Requests whose state is fetched early: C_mem / S_kv."""
+        return window_length(self._host_slots, self._blocks.value)
+
+    def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+        """The waiting requests, the next to be served first; once per pass."""
+        if not queue and not len(self._window):
+            return
+        self._window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
+        if self._prefetch == "queue":
+            for rid in self._window.order[: self.prefetch_window]:
+                self._start(rid, waiting_of)
+
+    def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
+        """A request was queued, or queued again."""
+        self._started.discard(rid)
+        if self._prefetch == "on-arrival":
+            self._start(rid, waiting_of)
+
+    def ready(self, rid: str, waiting_of: WaitingOf) -> bool:
+        """Whether the request may be admitted now. Its turn has come: what it needs is started."""
+        if self._disk is None or self._prefetch == "off":
+            return True
+        if not self._disk.ready(rid):
+            return False
+        outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
+        if outcome is Prefetched.NOTHING:
+            return True
+        if outcome is Prefetched.NO_ROOM and self._is_head(rid) and not self._disk.reading:
+            return True  # nothing will make room before its turn is over
+        self._passed[rid] += 1
+        if self._passed[rid] <= MAX_PASSES:
+            return False
+        self._disk.cancel(rid)
+        return True
+
+    def gone(self, rid: str) -> None:
+        """The request left the queue without being admitted, or is over."""
+        self._started.discard(rid)
+        del self._passed[rid]
+        self._window.discard(rid)
+        if self._disk is not None:
+            self._disk.cancel(rid)
+
+    def finished(self, rid: str, blocks: int) -> None:
+        """A request of so many blocks is over: S_kv's next sample."""
+        self._blocks.add(blocks)
+        self.gone(rid)
+
+    def _start(self, rid: str, waiting_of: WaitingOf) -> None:
+        if self._disk is None or rid in self._started:
+            return
+        outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
+        if outcome is not Prefetched.NO_ROOM:
+            self._started.add(rid)
+
+    def _is_head(self, rid: str) -> bool:
+        order = self._window.order
+        return not order or order[0] == rid
+
+    def _sooner_than(self, rid: str) -> Spare | None:
+        """Blocks needed no later than by this request do not make room for it."""
+        rank = self._window.rank(rid)
+        if self._prefetch != "queue" or rank is None:
+            return None
+
+        def spare(node: BlockNode) -> bool:
+            use = self._window.next_use(node.block_id)
+            return use is not None and use <= rank
+
+        return spare
+
+    def _needs(self, waiting: Waiting) -> list[bytes]:
+        """Identities of the blocks a request needs, as far as they are in memory or on disk."""
+        nodes = self._host.tree.match(waiting.namespace, waiting.tokens).nodes
+        needs = [node.block_id for node in nodes]
+        if self._disk is not None:
+            needs += self._disk.beyond(waiting.namespace, waiting.tokens, nodes)
+        return list(dict.fromkeys(needs))

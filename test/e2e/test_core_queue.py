@@ -1,0 +1,61 @@
+"""The waiting queue decides: what is needed stays, what is needed comes from disk before its turn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from support.core import Core, run_in_child
+
+POOL = 640
+TURNS = 12
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 900) for _ in range(190)] for _ in range(TURNS)]
+
+
+def second_turns(directory: str, eviction: str, prefetch: str) -> tuple:
+    """Twelve conversations of which the host tier holds about five; all of them come back at once."""
+    core = Core(
+        "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--max-total-tokens", str(POOL),
+        "--dtype", "float32", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction,
+        "--hc-prefetch", prefetch, "--max-running-requests", "1",
+    )  # fmt: skip
+    histories = []
+    for prompt in prompts():
+        histories.append(prompt + core.ask(prompt, 8).tokens)
+        core.settle()
+    rids = [core.submit([*history, 7, 8, 9], 4) for history in histories]
+    core.run()
+    replies = [core.reply(rid) for rid in rids]
+    core.settle()
+    return replies, core.tree.stats()
+
+
+def never_evicted() -> list[list[int]]:
+    core = Core(
+        "--max-total-tokens", "8000", "--dtype", "float32", "--max-running-requests", "1",
+        "--hc-host-size-gb", "0.5",
+    )  # fmt: skip
+    histories = [prompt + core.ask(prompt, 8).tokens for prompt in prompts()]
+    return [core.ask([*history, 7, 8, 9], 4).tokens for history in histories]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "prefetch"), [("queue", "queue"), ("lru", "on-arrival"), ("lru", "off")]
+)
+def test_a_queue_of_returning_conversations(
+    models: None, tmp_path: Path, eviction: str, prefetch: str
+) -> None:
+    replies, stats = run_in_child(second_turns, str(tmp_path / "d"), eviction, prefetch)
+    assert [reply.tokens for reply in replies] == run_in_child(never_evicted)
+    served = sum(reply.cached >= 192 for reply in replies)
+    if prefetch == "off":
+        assert stats.get("disk_loaded_blocks", 0) == 0
+    else:
+        assert served == TURNS
+        assert stats["disk_loaded_blocks"] > 0
