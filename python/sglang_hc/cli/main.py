@@ -44,4 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not this module's own main: commands raise the UsageError of the imported one.
+    from sglang_hc.cli.main import main as imported_main
+
+    sys.exit(imported_main())
