@@ -1,4 +1,4 @@
-"""The waiting queue decides: what is needed stays, what is needed comes from disk before its turn."""
+"""The waiting queue decides: what it needs stays, and comes from disk before its turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prompts() -> list[list[int]]:
 
 
 def second_turns(directory: str, eviction: str, prefetch: str) -> tuple:
-    """Twelve conversations of which the host tier holds about five; all of them come back at once."""
+    """Twelve conversations, of which the host tier holds two or three, come back at once."""
     core = Core(
         "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--max-total-tokens", str(POOL),
         "--dtype", "float32", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction,
