@@ -314,7 +314,7 @@ class Capture:
         filed = self._filing.last()
 
         def settle() -> None:
-            if node.slot != slot:  # left the tier meanwhile
+            if node.parent is None or node.slot != slot:  # left the tier meanwhile
                 return
             if slot in self._filing.bad_slots:
                 self.counters["file_failed"] += 1

@@ -155,6 +155,7 @@ class HostTier:
 
     def _retire(self, node: BlockNode) -> None:
         self._policy.remove(node)
+        node.parent = None  # no longer of the tree, whoever still holds it
         node.ready = False
         if node.pins:
             self._detached.add(node)
