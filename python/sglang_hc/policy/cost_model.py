@@ -1,7 +1,7 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
 A cost model is fitted to samples measured on the device, or derived from data sheets. Its JSON form
-is the profile file that `--hc-profile` loads and `sglang-hc profile` writes; docs/planner.md
+is the format of a profile file; docs/planner.md
 describes it.
 """
 
@@ -127,7 +127,7 @@ class CostModel:
         fits.append(("the prefill of a layer", self.prefill))
         return tuple(
             f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
-            "be off; measure again on an idle machine with `sglang-hc profile`"
+            "be off; measure again on an idle machine"
             for name, fit in fits
             if fit is not None and fit.is_poor
         )
@@ -224,17 +224,17 @@ class CostModel:
         """
         data = Fields.parse(text, where, CostModelError)
         if data.text("format") != PROFILE_FORMAT:
-            raise CostModelError(f"{where}: not a cost model; `sglang-hc profile` writes one")
+            raise CostModelError(f"{where}: not a cost model; give a profile file")
         if data.number("version") != PROFILE_VERSION:
             raise CostModelError(
                 f"{where}: format version {data.number('version'):g}, this release reads version "
-                f"{PROFILE_VERSION}; write a new one with `sglang-hc profile`"
+                f"{PROFILE_VERSION}; measure again with this version"
             )
         found = data.text("fingerprint")
         if fingerprint is not None and found != fingerprint:
             raise CostModelError(
                 f"{where}: measured for {found!r}, but this server is {fingerprint!r}; write a new "
-                "one with `sglang-hc profile`"
+                "one here"
             )
         tiers = data.child("copies")
         known = {tier.value: tier for tier in SourceTier}
