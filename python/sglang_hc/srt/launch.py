@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_hc.config import ConfigError
-from sglang_hc.srt.server_args import ALWAYS_ENV
+from sglang_hc.forms import PlanError
+from sglang_hc.srt.server_args import ALWAYS_ENV, config_of, explicit_plan
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -35,6 +37,9 @@ def launch(argv: Sequence[str]) -> int:
         server_args = prepare_server_args(list(argv))
     except ConfigError as error:
         return _refuse(str(error))
+    problem = _plan_problem(server_args)
+    if problem:
+        return _refuse(problem)
     try:
         run_server(server_args)
     finally:
@@ -54,6 +59,18 @@ def _model_problem(argv: Sequence[str]) -> str | None:
                 return f"--model-path {path} has no config.json; give a folder with a model in it"
             if looks_local and not folder.exists():
                 return f"--model-path {path} does not exist; give a folder with a model in it"
+    return None
+
+
+def _plan_problem(server_args: Any) -> str | None:
+    """A plan that does not fit the model, told before any process is started."""
+    config = config_of(server_args)
+    if config is None or config.forms in ("auto", "kv", "hidden"):
+        return None
+    try:
+        explicit_plan(config.forms, server_args.get_model_config().num_hidden_layers)
+    except PlanError as error:
+        return str(error)
     return None
 
 

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.forms import LayerPlan
 from sglang_hc.srt import adapters
-from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.server_args import config_of, explicit_plan
 from sglang_hc.transfer.taps import TapBuffer
 
 logger = logging.getLogger(__name__)
@@ -123,15 +123,7 @@ def _plan(
             max(hidden_elements, kv_elements),
         )
         return plan
-    try:
-        plan = LayerPlan.parse(forms, num_layers)
-    except PlanError as error:
-        raise PlanError(f"--hc-forms: {error}") from None
-    if plan.recompute:
-        raise PlanError(
-            f"--hc-forms {forms}: recomputed layers cannot be restored yet; "
-            "use hidden and kv counts"
-        )
+    plan = explicit_plan(forms, num_layers)
     if plan.hidden and reason is not None:
         logger.warning("sglang-hc: --hc-forms %s is served as KV form: %s", forms, reason)
         return kv

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, add_flags
+from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.srt import cpu
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,20 @@ def config_of(args: Any) -> HcConfig | None:
         return None
     config = HcConfig.from_mapping(values, "server arguments")
     return None if config.disable else config
+
+
+def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
+    """The plan `--hc-forms` names. Raises PlanError unless a model of `num_layers` can use it."""
+    try:
+        plan = LayerPlan.parse(forms, num_layers)
+    except PlanError as error:
+        raise PlanError(f"--hc-forms: {error}") from None
+    if plan.recompute:
+        raise PlanError(
+            f"--hc-forms {forms}: recomputed layers cannot be restored yet; "
+            "use hidden and kv counts"
+        )
+    return plan
 
 
 def refuse_modes(args: Any) -> None:

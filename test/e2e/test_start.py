@@ -1,0 +1,116 @@
+"""Starts that must fail say why in one line; plain SGLang and `sgl.Engine` start as promised."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.core import MODELS, run_in_child
+
+MODEL = ("--model-path", str(MODELS / "llama-mha"))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
+    """Exit status and stderr of a launch that never gets as far as a server."""
+    import sglang.launch_server
+
+    os.environ.update(env)
+
+    def served(args: object) -> None:
+        raise AssertionError("the server was started")
+
+    sglang.launch_server.run_server = served
+    from sglang_hc.srt.launch import launch
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            status: object = launch(argv)
+        except SystemExit as end:
+            status = end.code
+    return status, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--hc-forms", "squeezed"), ("--hc-forms", "squeezed")),
+        (("--hc-forms", "hidden:20,kv:12"), ("--hc-forms", "32 layers", "has 4")),
+        (("--hc-host-size-gb", "-1"), ("--hc-host-size-gb", "above 0")),
+        (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
+        (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
+        (("--speculative-algorithm", "NGRAM"), ("--speculative-algorithm", "--hc-disable")),
+        (("--tp-size", "2"), ("--tp-size", "--hc-disable")),
+        (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
+        (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_an_option_that_cannot_be_is_refused(
+    models: None, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    status, said = run_in_child(refusal, (*MODEL, *flags), {})
+    assert status == 2
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said
+    assert sum("error:" in line or line.startswith("sglang-hc:") for line in said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_path_without_a_model_is_refused(models: None, tmp_path: Path, empty: bool) -> None:
+    path = tmp_path if empty else tmp_path / "nothing"
+    status, said = run_in_child(refusal, ("--model-path", str(path)), {})
+    assert status == 2
+    assert said.startswith("sglang-hc: --model-path") and len(said.splitlines()) == 1
+
+
+def test_a_launch_without_the_hooks_is_refused(models: None) -> None:
+    status, said = run_in_child(refusal, MODEL, {"SGLANG_PLUGINS": "other"})
+    assert status == 2
+    lines = [line for line in said.splitlines() if line.startswith("sglang-hc:")]
+    assert len(lines) == 1 and "Scheduler.run_batch" in lines[0] and "SGLANG_PLUGINS" in lines[0]
+
+
+ENGINE = """
+import random
+import sglang as sgl
+
+def main():
+    rng = random.Random(1)
+    draw = lambda n: [rng.randrange(3, 900) for _ in range(n)]
+    engine = sgl.Engine(model_path={model!r}, dtype="float32", max_total_tokens=640,
+                        skip_server_warmup=True, log_level="error")
+    ask = lambda ids: engine.generate(input_ids=ids, sampling_params={{
+        "max_new_tokens": 8, "temperature": 0, "ignore_eos": True}})
+    prompt = draw(200)
+    first = ask(prompt)
+    for _ in range(4):
+        ask(draw(320))
+    again = ask(prompt)
+    details = again["meta_info"]["cached_tokens_details"]
+    print("RESULT", first["output_ids"] == again["output_ids"], details["device"], details["host"])
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.server
+def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE.format(model=str(MODELS / "llama-mha")))
+    env = {**os.environ, "SGLANG_HC_CONFIG": '{"forms": "hidden", "host_size_gb": 0.2}'}
+    env["PYTHONPATH"] = str(ROOT / "python")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert "RESULT True 0 199" in done.stdout, done.stdout + done.stderr
