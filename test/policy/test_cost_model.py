@@ -75,7 +75,7 @@ def test_a_poor_fit_is_named_with_its_remedy():
     model = CostModel.from_samples(samples(project=wild), "here")
     (sentence,) = model.complaints()
     assert "the projection of hidden states is poor" in sentence
-    assert "sglang-hc profile" in sentence
+    assert "idle machine" in sentence
 
 
 def test_a_model_without_hidden_form_has_no_hidden_costs():
