@@ -50,6 +50,7 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--tp-size", "2"), ("--tp-size", "--hc-disable")),
         (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
+        (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_hc.config import ConfigError
+
 
 def enable() -> None:
     """Let rotary embeddings be built without CUDA.
@@ -43,6 +45,11 @@ def choose_backends(args: Any) -> list[str]:
         "page_size": (None, 1),
         "sleep_on_idle": (False, True),
     }
+    if args.page_size not in (None, 1):
+        raise ConfigError(
+            f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single tokens; "
+            "leave the flag out"
+        )
     said = []
     for name, (unset, value) in chosen.items():
         if getattr(args, name) == unset:
