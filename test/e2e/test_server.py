@@ -1,0 +1,176 @@
+"""One real server: what clients, frontend programs and SGLang's own benchmark see of the tiers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.bench.server import ServerProcess
+from support.core import MODELS
+
+pytestmark = pytest.mark.server
+
+ROOT = Path(__file__).resolve().parents[2]
+POOL = 640
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
+COMMON = (
+    "--model-path", str(MODELS / "llama-mha"), "--dtype", "float32", "--skip-server-warmup",
+    "--max-total-tokens", str(POOL), "--enable-cache-report",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = (*COMMON, "--hc-forms", "hidden", "--hc-host-size-gb", "0.2")
+    with ServerProcess("sglang_hc.launch_server", flags, ENV, log) as process:
+        yield process
+
+
+def post(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        text = reply.read().decode()
+    return json.loads(text) if text.startswith(("{", "[")) else text
+
+
+def generate(server: ServerProcess, tokens: list[int], new: int = 8) -> Any:
+    sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
+    return post(f"{server.url}/generate", {"input_ids": tokens, "sampling_params": sampling})
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(length)]
+
+
+def flood(server: ServerProcess) -> None:
+    for _ in range(4):
+        generate(server, [random.randrange(3, 900) for _ in range(POOL // 2)], 1)
+
+
+def stats(server: ServerProcess) -> Any:
+    with urllib.request.urlopen(f"{server.url}/server_info", timeout=60) as reply:
+        return json.load(reply)["internal_states"][0]["hc"]
+
+
+def test_host_hits_show_in_meta_info_and_server_info(server: ServerProcess) -> None:
+    first = generate(server, prompt(1, 200))
+    flood(server)
+    again = generate(server, prompt(1, 200))
+    assert again["output_ids"] == first["output_ids"]
+    details = again["meta_info"]["cached_tokens_details"]
+    assert (details["device"], details["host"]) == (0, 199)
+    numbers = stats(server)
+    assert numbers["layer_plan"] == "hidden:4"
+    assert numbers["restored_tokens"] >= 199 and numbers["host_blocks"] >= 4
+
+
+def test_a_flush_forgets_both_tiers(server: ServerProcess) -> None:
+    generate(server, prompt(2, 200))
+    post(f"{server.url}/flush_cache")
+    assert stats(server)["host_blocks"] == 0
+    assert generate(server, prompt(2, 200))["meta_info"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_outside_the_vocabulary_are_answered_with_400(
+    server: ServerProcess, wrong: int
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        generate(server, [5, wrong, 7])
+    assert raised.value.code == 400
+    assert str(wrong) in raised.value.read().decode()
+    assert len(generate(server, [5, 6, 7])["output_ids"]) == 8
+
+
+def test_openai_client(server: ServerProcess) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    messages: list[Any] = [{"role": "user", "content": "Tell me about memory. " * 10}]
+    options: Any = {"model": model, "max_tokens": 24, "temperature": 0}
+    first = client.chat.completions.create(messages=messages, **options)
+    text = first.choices[0].message.content or ""
+    parts = client.chat.completions.create(messages=messages, stream=True, **options)
+    streamed = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+    assert streamed == text
+    messages += [
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "And then?"},
+    ]
+    flood(server)
+    restored = stats(server).get("restored_tokens", 0)
+    second = client.chat.completions.create(messages=messages, **options)
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached >= 64
+    assert stats(server)["restored_tokens"] - restored == cached
+
+
+def test_frontend_program(server: ServerProcess) -> None:
+    import sglang as sgl
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += "A conversation about caches. " * 8
+        s += "Question: what is kept? Answer:" + sgl.gen("one", max_tokens=12, temperature=0)
+        branches = s.fork(2)
+        for index in range(2):
+            branches[index] += f" Tip {index}:" + sgl.gen("tip", max_tokens=8, temperature=0)
+        s += "".join(branch["tip"] for branch in branches)
+        s += " Keep it? " + sgl.select("choice", choices=["yes", "no"])
+        s += " Next:" + sgl.gen("two", max_tokens=12, temperature=0)
+
+    sgl.set_default_backend(sgl.RuntimeEndpoint(server.url))
+    states = []
+    for _ in range(2):
+        states.append(program.run())
+        flood(server)
+    assert all(state["choice"] in ("yes", "no") for state in states)
+    assert states[0]["one"] and states[0]["two"]
+    assert states[0].text() == states[1].text()
+
+
+def test_sglangs_own_benchmark_runs_to_its_end(server: ServerProcess, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    command = [
+        sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang-oai-chat",
+        "--base-url", server.url, "--dataset-name", "generated-shared-prefix",
+        "--gsp-num-groups", "2", "--gsp-prompts-per-group", "2", "--gsp-system-prompt-len", "48",
+        "--gsp-question-len", "16", "--gsp-output-len", "8", "--gsp-num-turns", "3",
+        "--max-concurrency", "2", "--output-file", str(results), "--disable-tqdm",
+        "--tokenizer", str(MODELS / "llama-mha"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env={**os.environ, **ENV, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(results.read_text().splitlines()[-1])["completed"] >= 4
+
+
+def test_disabled_it_is_plain_sglang(models: None, tmp_path: Path) -> None:
+    with ServerProcess(
+        "sglang_hc.launch_server", (*COMMON, "--hc-disable"), ENV, tmp_path / "log"
+    ) as plain:
+        first = generate(plain, prompt(1, 200))
+        flood(plain)
+        again = generate(plain, prompt(1, 200))
+        with urllib.request.urlopen(f"{plain.url}/server_info", timeout=60) as reply:
+            state = json.load(reply)["internal_states"][0]
+    assert again["output_ids"] == first["output_ids"]
+    assert again["meta_info"]["cached_tokens"] == 0
+    assert "hc" not in state
