@@ -156,8 +156,11 @@ def test_an_abort_leaks_nothing(models: None, form: str, where: str) -> None:
 
 
 def retracting(form: str, retract: bool) -> tuple[list, list, int, dict]:
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"} if retract else {}
-    core = Core("--hc-forms", form, *FLAGS, **env)
+    from sglang.srt.managers import scheduler
+
+    # SGLang reads SGLANG_TEST_RETRACT at import, which was before this process began.
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = retract, 4
+    core = Core("--hc-forms", form, *FLAGS)
     prompts = [[*prompt(5, 70), *prompt(60 + i, 30)] for i in range(3)]
     rids = [core.submit(tokens, 24) for tokens in prompts]
     core.run()

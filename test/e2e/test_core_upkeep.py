@@ -54,7 +54,8 @@ def salted(form: str) -> list:
         evict(core)
         seen.append((fresh.cached, fresh.tokens))
     for salt in salts:
-        seen.append((core.ask(prompt(2, 200), 8, salt).host, fresh.tokens))
+        again = core.ask(prompt(2, 200), 8, salt)
+        seen.append((again.host, again.tokens))
         evict(core)
     return seen
 
