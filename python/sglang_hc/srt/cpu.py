@@ -47,8 +47,8 @@ def choose_backends(args: Any) -> list[str]:
     }
     if args.page_size not in (None, 1):
         raise ConfigError(
-            f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single tokens; "
-            "leave the flag out"
+            f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single "
+            "tokens; leave the flag out"
         )
     said = []
     for name, (unset, value) in chosen.items():
