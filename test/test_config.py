@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc import config
+from sglang_hc import config, memory, options
 from sglang_hc.config import GIB, ConfigError, HcConfig
 
 
@@ -26,7 +26,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "proc/meminfo").write_text(
         f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {32 << 20} kB\n"
     )
-    monkeypatch.setattr(config, "Path", Rooted)
+    monkeypatch.setattr(memory, "Path", Rooted)
     return tmp_path
 
 
@@ -51,6 +51,14 @@ def test_flags_become_a_config(machine: Path) -> None:
         "--hc-host-size-gb", "1.5", "--hc-forms", "hidden:20,kv:12", "--hc-disable",
         "--hc-disk", "/a:3", "--hc-disk", "/b",
     )  # fmt: skip
+
+
+def test_help_lists_every_flag(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    for name in HcConfig().to_dict():
+        assert options.flag_of(name) in shown
 
 
 def test_a_config_survives_json(machine: Path) -> None:
@@ -88,7 +96,7 @@ def test_a_wrong_flag_is_named_with_status_2(
         ('{"host_size": 1}', "unknown field 'host_size'; known are disable"),
         ('{"host_size_gb": true}', "host_size_gb must be a number"),
         ('{"host_size_gb": "1"}', "host_size_gb must be a number"),
-        ('{"host_size_gb": -1}', r"host size \(--hc-host-size-gb\): must be above 0"),
+        ('{"host_size_gb": -1}', r"host_size_gb \(--hc-host-size-gb\): must be above 0"),
         ('{"forms": 3}', "forms must be text"),
         ('{"forms": "fast"}', r"forms \(--hc-forms\): layer plan 'fast'"),
         ('{"disable": "no"}', "disable must be true or false"),
@@ -112,8 +120,8 @@ def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> No
     limit_group(machine, "", "max", 20 * GIB, 0)
     limit_group(machine, "outer", str(16 * GIB), 10 * GIB, 4 * GIB)
     limit_group(machine, "outer/inner", str(24 * GIB), 3 * GIB, 0)
-    assert config.total_memory() == 16 * GIB
-    assert config.available_memory() == 10 * GIB
+    assert memory.total_memory() == 16 * GIB
+    assert memory.available_memory() == 10 * GIB
     with pytest.raises(ConfigError, match=r"larger than this machine's memory \(16.0 GiB\)"):
         HcConfig(host_size_gb=17)
 
@@ -121,12 +129,12 @@ def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> No
 def test_a_group_over_its_limit_has_nothing_free(machine: Path) -> None:
     (machine / "proc/self/cgroup").write_text("0::/full\n")
     limit_group(machine, "full", str(GIB), 2 * GIB, 0)
-    assert config.available_memory() == 0
+    assert memory.available_memory() == 0
 
 
 def test_a_group_that_cannot_be_read_does_not_bound(machine: Path) -> None:
     (machine / "proc/self/cgroup").write_text("0::/gone\n")
-    assert config.available_memory() == 32 * GIB
+    assert memory.available_memory() == 32 * GIB
 
 
 def test_no_memory_information_asks_for_the_flag(machine: Path) -> None:

@@ -1,0 +1,48 @@
+"""How much memory this process may use: the machine's, within its control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_hc.options import ConfigError
+
+GIB = 1 << 30
+
+
+def total_memory() -> int:
+    """Bytes of memory this process may use at most: the machine's or its control group's."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroups())])
+
+
+def available_memory() -> int:
+    """Bytes that are free now, within the machine and within every enclosing control group."""
+    rooms = [max(limit - used, 0) for limit, used in _cgroups()]
+    return min([_meminfo("MemAvailable"), *rooms])
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"/proc/meminfo has no {field}; give --hc-host-size-gb")
+
+
+def _cgroups() -> list[tuple[int, int]]:
+    """(limit, used without reclaimable file cache) of each control group that limits memory."""
+    root = Path("/sys/fs/cgroup")
+    found: list[tuple[int, int]] = []
+    try:
+        line = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1]
+        below = root / line.rsplit(":", 1)[1].lstrip("/")
+        for folder in [below, *below.parents]:
+            if not folder.is_relative_to(root):
+                break
+            limit = (folder / "memory.max").read_text().strip()
+            used = int((folder / "memory.current").read_text())
+            if limit != "max":
+                stat = (folder / "memory.stat").read_text().split()
+                cache = int(stat[stat.index("inactive_file") + 1])
+                found.append((int(limit), max(used - cache, 0)))
+    except (OSError, ValueError, IndexError):
+        pass  # no unified control groups here: the machine's memory is the only bound
+    return found
