@@ -334,7 +334,7 @@ class TieredCache:
             if not outcome.created:
                 self.host.unstage(slot)
             parent = outcome.node
-            parent.ready = True
+            self.host.mark_ready(parent)
         for slot in slots.values():
             self.host.unstage(slot)
 
@@ -360,7 +360,7 @@ class TieredCache:
             if not outcome.created:
                 tier.unstage(slot)
             parent = outcome.node
-            parent.ready = True
+            tier.mark_ready(parent)
         tier.unpin(match.nodes)
 
     def _forget_path(self, job: Job) -> None:

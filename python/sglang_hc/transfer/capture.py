@@ -320,7 +320,7 @@ class Capture:
                 self.counters["file_failed"] += 1
                 self._tier.drop_branch(node)
             else:
-                node.ready = True
+                self._tier.mark_ready(node)
                 self.on_ready(node)
 
         if filed.done:

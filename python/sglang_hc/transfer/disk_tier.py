@@ -314,7 +314,7 @@ class DiskTier:
             outcome = self._host.publish(parent, read.tokens, read.slot, self._clock())
             self._reading.discard(read.identity)
             if outcome.created:
-                outcome.node.ready = True
+                self._host.mark_ready(outcome.node)
                 self._host.access(outcome.node.path(), self._clock())
             else:
                 self._host.unstage(read.slot)

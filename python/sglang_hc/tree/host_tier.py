@@ -77,7 +77,7 @@ class HostTier:
     def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
         """Make a staged slot a block of the tree. The slot stays staged if nothing was created.
 
-        The new block is not `ready`; whoever files its bytes sets that.
+        The new block is not `ready`; whoever files its bytes calls `mark_ready`.
         """
         outcome = self.tree.insert(parent, tokens)
         if outcome.superseded is not None:
@@ -88,6 +88,10 @@ class HostTier:
             node.slot, node.created, node.last_access = slot, now, now
             self._policy.insert(node, now)
         return outcome
+
+    def mark_ready(self, node: BlockNode) -> None:
+        """The slot of a published block holds all its bytes: from now on the block is served."""
+        node.ready = True
 
     def access(self, path: Sequence[BlockNode], now: float) -> None:
         """Record a use of the blocks of one path, root first."""
