@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from sglang_hc.bench.server import ServerProcess
+from sglang_hc.cli.main import main
 from support.core import MODELS
 
 pytestmark = pytest.mark.server
@@ -32,9 +35,21 @@ COMMON = (
 @pytest.fixture(scope="module")
 def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = (*COMMON, "--hc-forms", "hidden", "--hc-host-size-gb", "0.2")
+    flags = (*COMMON, "--hc-forms", "hidden", "--hc-host-size-gb", "0.2", "--enable-metrics")
     with ServerProcess("sglang_hc.launch_server", flags, ENV, log) as process:
         yield process
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """A Mooncake file: three prompts of 300 tokens, then the same three again."""
+    lines = [
+        {"timestamp": 40 * i, "input_length": 300, "output_length": 6, "hash_ids": [i % 3]}
+        for i in range(6)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 def post(url: str, body: dict[str, Any] | None = None) -> Any:
@@ -75,6 +90,29 @@ def test_host_hits_show_in_meta_info_and_server_info(server: ServerProcess) -> N
     numbers = stats(server)
     assert numbers["layer_plan"] == "hidden:4"
     assert numbers["restored_tokens"] >= 199 and numbers["host_blocks"] >= 4
+
+
+def test_the_same_numbers_are_prometheus_metrics(server: ServerProcess) -> None:
+    generate(server, prompt(3, 200))
+    wanted = {name: value for name, value in stats(server).items() if name != "layer_plan"}
+    assert wanted["kept_tokens"] > 0
+    found: dict[str, float] = {}
+    for _ in range(60):
+        found = metrics(server)
+        if all(value in (found.get(k), found.get(f"{k}_total")) for k, value in wanted.items()):
+            return
+        time.sleep(0.5)
+    pytest.fail(f"/server_info has {wanted}, /metrics {found}")
+
+
+def metrics(server: ServerProcess) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    ours = [line for line in lines if line.startswith("sglang_hc_")]
+    return {
+        line.partition("{")[0].removeprefix("sglang_hc_"): float(line.rpartition(" ")[2])
+        for line in ours
+    }
 
 
 def test_a_flush_forgets_both_tiers(server: ServerProcess) -> None:
@@ -144,22 +182,70 @@ def test_frontend_program(server: ServerProcess) -> None:
     assert states[0].text() == states[1].text()
 
 
-def test_sglangs_own_benchmark_runs_to_its_end(server: ServerProcess, tmp_path: Path) -> None:
-    results = tmp_path / "results.jsonl"
+def run_sglangs_benchmark(server: ServerProcess, folder: Path, *flags: str) -> dict[str, Any]:
+    """The last line of what `python -m sglang.benchmark.serving` writes."""
+    results = folder / "results.jsonl"
     command = [
-        sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang-oai-chat",
-        "--base-url", server.url, "--dataset-name", "generated-shared-prefix",
-        "--gsp-num-groups", "2", "--gsp-prompts-per-group", "2", "--gsp-system-prompt-len", "48",
-        "--gsp-question-len", "16", "--gsp-output-len", "8", "--gsp-num-turns", "3",
-        "--max-concurrency", "2", "--output-file", str(results), "--disable-tqdm",
-        "--tokenizer", str(MODELS / "llama-mha"),
+        sys.executable, "-m", "sglang.benchmark.serving", "--base-url", server.url,
+        "--output-file", str(results), "--tokenizer", str(MODELS / "llama-mha"), "--disable-tqdm",
+        *flags,
     ]  # fmt: skip
     done = subprocess.run(
-        command, env={**os.environ, **ENV, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path,
+        command, env={**os.environ, **ENV, "HF_HUB_OFFLINE": "1"}, cwd=folder,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(results.read_text().splitlines()[-1])["completed"] >= 4
+    last: dict[str, Any] = json.loads(results.read_text().splitlines()[-1])
+    return last
+
+
+def test_sglangs_own_benchmark_with_shared_prefixes(server: ServerProcess, tmp_path: Path) -> None:
+    result = run_sglangs_benchmark(
+        server, tmp_path, "--backend", "sglang-oai-chat",
+        "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2",
+        "--gsp-prompts-per-group", "2", "--gsp-system-prompt-len", "48", "--gsp-question-len", "16",
+        "--gsp-output-len", "8", "--gsp-num-turns", "3", "--max-concurrency", "2",
+    )  # fmt: skip
+    assert result["completed"] >= 4
+
+
+def test_sglangs_mooncake_trace_reader(server: ServerProcess, mooncake: Path) -> None:
+    """Prompts as SGLang's reader makes them of a Mooncake file.
+
+    The reader is called directly: the command line of sglang.benchmark.serving 0.5.17 fails on any
+    Mooncake file before it sends a request (sglang#37201 mends it).
+    """
+    from sglang.benchmark.datasets.mooncake import MooncakeDataset, get_mooncake_request_over_time
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama-mha")
+    rows = MooncakeDataset(str(mooncake), "conversation", 9).load()
+
+    async def prompts() -> list[str]:
+        made = get_mooncake_request_over_time(rows, tokenizer, slowdown_factor=0, num_rounds=1)
+        return [row.prompt async for row in made]
+
+    replies = []
+    for text in asyncio.run(prompts()):
+        sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+        body = {"text": text, "sampling_params": sampling}
+        replies.append(post(f"{server.url}/generate", body))
+    assert len(replies) == 6
+    assert [r["output_ids"] for r in replies[:3]] == [r["output_ids"] for r in replies[3:]]
+    assert all(reply["meta_info"]["cached_tokens"] >= 128 for reply in replies[3:])
+
+
+def test_our_benchmark_replays_a_mooncake_trace(
+    server: ServerProcess, mooncake: Path, tmp_path: Path
+) -> None:
+    words = ["bench", "multi-turn", "--base-url", server.url, "--model", str(MODELS / "llama-mha")]
+    words += ["--dataset", f"mooncake:{mooncake}", "--max-parallel", "1", "--repeat", "1"]
+    assert main([*words, "--warmup", "1", "--output", str(tmp_path / "out")]) == 0
+    run = json.loads((tmp_path / "out" / "result.json").read_text())["runs"][0]
+    assert run["summary"]["total_requests"] == 6
+    # The second half asks for the prompts of the first again, after the pool had overflowed.
+    assert run["summary"]["hits"]["host"] >= 3 * 256
+    assert run["flushed"]
 
 
 def test_disabled_it_is_plain_sglang(models: None, tmp_path: Path) -> None:

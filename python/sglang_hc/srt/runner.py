@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.metrics import Exporter
 from sglang_hc.srt import adapters
 from sglang_hc.srt.server_args import config_of, explicit_plan
 from sglang_hc.transfer.taps import TapBuffer
@@ -81,10 +82,13 @@ def run_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, *
 
 
 def link_scheduler(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER Scheduler.__init__: the tree looks at the waiting queue."""
+    """AFTER Scheduler.__init__: the tree looks at the waiting queue, and exports its numbers."""
     state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
     if state is not None and state.tree is not None:
         state.tree.scheduler = weakref.ref(self)
+        reporter = self.metrics_reporter
+        if reporter.current_scheduler_metrics_enabled:
+            state.tree.exporter = Exporter(reporter.metrics_collector.labels)
 
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:

@@ -8,6 +8,7 @@ content arrives layer by layer while the request's own tokens are prefilled.
 from __future__ import annotations
 
 import contextlib
+import time
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.metrics import Exporter
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
@@ -72,6 +74,7 @@ class HcRadixCache(RadixCache):
             self.cache_controller = SimpleNamespace(storage_backend=tiers.disk)
         self.scheduler: Callable[[], Any] = lambda: None
         """The scheduler this tree serves, held weakly; set once it exists."""
+        self.exporter: Exporter | None = None
         self._last_matched: Any = None
         self._waiting: dict[str, Any] = {}
 
@@ -185,6 +188,8 @@ class HcRadixCache(RadixCache):
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         tiers = self._live
         tiers.poll()
+        if self.exporter is not None and self.exporter.due(time.monotonic()):
+            self.exporter.publish(tiers.levels(), tiers.counts())
         scheduler = self.scheduler()
         if scheduler is not None:
             waiting = [req.rid for req in scheduler.waiting_queue if req.rid in self._waiting]

@@ -154,26 +154,29 @@ class Tiers:
         self.capture.clear()
 
     def stats(self) -> dict[str, object]:
-        """Plain numbers for /server_info and the metrics."""
+        """Plain numbers for /server_info."""
+        return {"layer_plan": str(self.layout.plan), **self.levels(), **self.counts()}
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
         return {
-            "layer_plan": str(self.layout.plan),
             "host_slots": self.host.num_slots,
             "host_free_slots": self.host.free_slots,
             "host_staged_slots": self.host.staged_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
-            "evicted_blocks": self.host.evicted_blocks,
-            **{name: int(count) for name, count in self._counts().items()},
         }
+
+    def counts(self) -> dict[str, int]:
+        """Numbers that only grow; one that never counted is absent."""
+        disk = self.disk.counters if self.disk is not None else Counter[str]()
+        total = self.counters + self.capture.counters + disk
+        return {"evicted_blocks": self.host.evicted_blocks, **total}
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
-
-    def _counts(self) -> Counter[str]:
-        disk = self.disk.counters if self.disk is not None else Counter[str]()
-        return self.counters + self.capture.counters + disk
 
     def _finish_pass(self) -> None:
         index = self.gate.current

@@ -1,0 +1,110 @@
+"""The tiers' numbers as Prometheus metrics: `sglang_hc_NAME`, `sglang_hc_NAME_total` for counts.
+
+SGLang serves /metrics with --enable-metrics: every process writes its metrics into files of one
+folder (multi-process mode of prometheus_client), and the HTTP process reads them. These are written
+by the scheduler process, which owns the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge
+
+PREFIX = "sglang_hc_"
+PERIOD_S = 1.0
+"""Shortest time between two updates: writing them costs the scheduler thread some 50 us."""
+
+LEVELS = {
+    "host_slots": "Slots of the host tier, of one block each.",
+    "host_free_slots": "Slots of the host tier that hold nothing.",
+    "host_staged_slots": "Slots of the host tier that belong to running requests.",
+    "host_blocks": "Blocks in the host tier that can be served.",
+    "host_bytes": "Size of the host tier in bytes.",
+}
+COUNTS = {
+    "kept_tokens": "Tokens whose blocks came into the host tier.",
+    "restorations": "Restorations from the host tier.",
+    "restored_tokens": "Tokens restored from the host tier.",
+    "restore_refused": "Host hits that were recomputed.",
+    "evicted_blocks": "Blocks that left the host tier.",
+    "hole": "Requests whose hidden states were not kept: rows before theirs are missing.",
+    "gap": "Requests given up because a pass left positions out.",
+    "host_full": "Requests given up because every slot was in use.",
+    "backpressure": "Saves dropped because filing was behind.",
+    "tap_overflow": "Passes with more rows than the tap buffer.",
+    "given_up": "Requests given up for such a pass.",
+    "not_staged_tokens": "Tokens of requests that were given up.",
+    "file_failed": "Blocks dropped because filing failed.",
+    "prefetches": "Requests that waited for the disk.",
+    "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
+    "disk_saved_blocks": "Blocks written to disk.",
+    "disk_loaded_blocks": "Blocks read from disk.",
+    "disk_save_dropped": "Blocks not written to disk because the queue was full.",
+}
+"""Known from the start, so that zero is visible. Others appear when they first count."""
+
+
+class Exporter:
+    """Writes numbers that are kept elsewhere; belongs to the thread that keeps them.
+
+    labels: label names and values, those of SGLang's own scheduler metrics. registry: for tests.
+    Create it after PROMETHEUS_MULTIPROC_DIR is set, which SGLang's launcher does.
+    """
+
+    def __init__(
+        self, labels: Mapping[str, object], registry: CollectorRegistry | None = None
+    ) -> None:
+        self._labels = {name: str(value) for name, value in labels.items()}
+        self._options: dict[str, Any] = {"labelnames": tuple(self._labels)}
+        if registry is not None:
+            self._options["registry"] = registry
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._seen: dict[str, int] = {}
+        self._due = float("-inf")
+        for name in COUNTS:
+            self._count(name, 0)
+
+    def due(self, now: float) -> bool:
+        """Whether PERIOD_S have passed since this was last True. `now`: seconds, any clock."""
+        if now < self._due:
+            return False
+        self._due = now + PERIOD_S
+        return True
+
+    def publish(self, levels: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Write what changed. `levels` go up and down; `counts` only grow."""
+        for name, value in levels.items():
+            if self._seen.get(name) != value:
+                self._level(name, value)
+        for name, value in counts.items():
+            if self._seen.get(name) != value:
+                self._count(name, value)
+
+    def _level(self, name: str, value: int) -> None:
+        if name not in self._gauges:
+            from prometheus_client import Gauge
+
+            # The newest value wins: a restarted process leaves its files behind.
+            gauge = Gauge(
+                PREFIX + name, _help(LEVELS, name), multiprocess_mode="mostrecent", **self._options
+            )
+            self._gauges[name] = gauge.labels(**self._labels)
+        self._gauges[name].set(value)
+        self._seen[name] = value
+
+    def _count(self, name: str, value: int) -> None:
+        if name not in self._counters:
+            from prometheus_client import Counter
+
+            counter = Counter(PREFIX + name, _help(COUNTS, name), **self._options)
+            self._counters[name] = counter.labels(**self._labels)
+        self._counters[name].inc(max(0, value - self._seen.get(name, 0)))
+        self._seen[name] = value
+
+
+def _help(known: Mapping[str, str], name: str) -> str:
+    return known.get(name, "See docs/metrics.md of sglang-hc.")

@@ -1,0 +1,85 @@
+"""The tiers' numbers as Prometheus metrics."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from sglang_hc.metrics import COUNTS, LEVELS, PERIOD_S, Exporter
+
+ROOT = Path(__file__).resolve().parents[1]
+LABELS = {"model_name": "m", "tp_rank": 0}
+SEEN = {"model_name": "m", "tp_rank": "0"}
+
+WRITER = """
+from sglang_hc.metrics import Exporter
+exporter = Exporter({"model_name": "m"})
+exporter.publish({"host_blocks": 9}, {"restored_tokens": 5})
+exporter.publish({"host_blocks": 4}, {"restored_tokens": 8})
+"""
+
+
+def test_what_never_counted_shows_as_zero() -> None:
+    registry = CollectorRegistry()
+    Exporter(LABELS, registry)
+    for name in COUNTS:
+        assert registry.get_sample_value(f"sglang_hc_{name}_total", SEEN) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from(["host_blocks", "host_free_slots"]), st.integers(0)),
+            st.dictionaries(st.sampled_from(["kept_tokens", "disk_read_corrupt"]), st.integers(1)),
+        )
+    )
+)
+def test_metrics_follow_levels_and_counts(
+    steps: list[tuple[dict[str, int], dict[str, int]]],
+) -> None:
+    registry = CollectorRegistry()
+    exporter = Exporter(LABELS, registry)
+    levels: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for changed, added in steps:
+        levels |= changed
+        counts |= {name: counts.get(name, 0) + more for name, more in added.items()}
+        exporter.publish(levels, counts)
+    for name, value in levels.items():
+        assert registry.get_sample_value(f"sglang_hc_{name}", SEEN) == float(value)
+    for name, value in counts.items():
+        found = registry.get_sample_value(f"sglang_hc_{name}_total", SEEN)
+        assert found is not None and abs(found - value) <= 1e-9 * value
+
+
+def test_updates_are_rare_however_often_the_scheduler_asks() -> None:
+    exporter = Exporter(LABELS, CollectorRegistry())
+    asked = [step * PERIOD_S / 10 for step in range(100)]
+    assert sum(exporter.due(now) for now in asked) == 10
+
+
+def test_another_process_reads_them_from_the_folder(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "python"),
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+    }
+    subprocess.run([sys.executable, "-c", WRITER], env=environment, check=True)
+    from prometheus_client import multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    assert registry.get_sample_value("sglang_hc_host_blocks", {"model_name": "m"}) == 4
+    assert registry.get_sample_value("sglang_hc_restored_tokens_total", {"model_name": "m"}) == 8
+
+
+def test_every_metric_is_in_the_manual() -> None:
+    manual = (ROOT / "docs" / "metrics.md").read_text()
+    missing = [name for name in (*LEVELS, *COUNTS) if f"`{name}`" not in manual]
+    assert not missing
