@@ -14,6 +14,7 @@ from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import HostLane, Lane
+from sglang_hc.transfer.restore import Recomputer
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -136,7 +137,7 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
 
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
-    lane: Lane | None = None,
+    lane: Lane | None = None, recomputer: Recomputer | None = None,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots."""
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
@@ -153,4 +154,7 @@ def build(
     if plan.kv:
         kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, lane, filing)
     capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
-    return Tiers(layout, tier, pool, capture, filing, device, lane, CPU, None), device, executor
+    tiers = Tiers(
+        layout, tier, pool, capture, filing, device, lane, CPU, None, recomputer=recomputer
+    )
+    return tiers, device, executor

@@ -19,7 +19,13 @@ from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark
 from sglang_hc.transfer.queue_view import QueueView
-from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass, RestoreSink
+from sglang_hc.transfer.restore import (
+    LayerGate,
+    Recomputer,
+    Restoration,
+    RestorePass,
+    RestoreSink,
+)
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -41,6 +47,7 @@ class Tiers:
         taps: TapBuffer | None,
         disk: DiskTier | None = None,
         queue: QueueView | None = None,
+        recomputer: Recomputer | None = None,
     ) -> None:
         self.layout = layout
         self.host = host
@@ -57,6 +64,7 @@ class Tiers:
         self._lane = lane
         self._device = device
         self._taps = taps
+        self._recomputer = recomputer
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
         self._running: dict[int, list[Callable[[], None]]] = {}
         self._releasing: deque[tuple[Mark, tuple[Restoration, ...]]] = deque()
@@ -75,10 +83,13 @@ class Tiers:
 
     def queue_restore(self, restoration: Restoration, release: Callable[[], None]) -> None:
         """Restore in the next pass; `release` is called when its device slots hold the state."""
+        assert restoration.recompute >= self.layout.plan.recompute, "layers that are not stored"
         self.host.pin(restoration.nodes)
         self.host.access(restoration.nodes, time.monotonic())
         self._queued.append((restoration, release))
-        self.counters["restored_tokens"] += restoration.stop - restoration.start
+        tokens = restoration.stop - restoration.start
+        self.counters["restored_tokens"] += tokens
+        self.counters["recomputed_layer_tokens"] += tokens * restoration.recompute
         self.counters["restorations"] += 1
 
     @property
@@ -91,15 +102,27 @@ class Tiers:
         return len(self._queued) + sum(len(done) for done in self._running.values())
 
     def start_restores(self) -> int:
-        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing."""
+        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing.
+
+        Layers that are recomputed are submitted here, before the batch is put together. What that
+        raises ends the scheduler, as the same error in a forward pass does: the slots were
+        promised, and nothing may read them.
+        """
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
         restore = RestorePass(
-            self.layout, self._pool, self._sink, self._lane, [r for r, _ in queued], self._device
+            self.layout,
+            self._pool,
+            self._sink,
+            self._lane,
+            [r for r, _ in queued],
+            self._device,
+            self._recomputer,
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]
+        self.gate.recompute(index)
         return index
 
     def restore_now(self) -> None:

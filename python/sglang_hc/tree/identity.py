@@ -33,6 +33,11 @@ def pack_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
     return wide.astype(">i4").tobytes()
 
 
+def unpack_tokens(packed: bytes) -> npt.NDArray[np.int64]:
+    """Token ids of packed tokens."""
+    return np.frombuffer(packed, dtype=">i4").astype(np.int64)
+
+
 def root_id(fingerprint: bytes, namespace: str | None) -> bytes:
     """Identity of a namespace's root. None and the empty string are different namespaces."""
     text = b"none" if namespace is None else b"some" + namespace.encode("utf-8", "surrogatepass")
