@@ -16,6 +16,7 @@ from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.block_io import DiskThreads
 from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
@@ -116,7 +117,7 @@ def _tiers(
         num_slots,
         num_slots * 64,
     )
-    store = disk = None
+    disk = None
     if config.disk:
         specs = [DirectorySpec.parse(text) for text in config.disk]
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
@@ -124,19 +125,13 @@ def _tiers(
             store = DiskStore.open(specs, layout.chunks(), fingerprint, label)
         except DirectoryError as error:
             raise ConfigError(str(error)) from None
-        disk = DiskTier(store, tier, pool, len(specs))
+        disk = DiskTier(DiskThreads(store, pool), tier)
         logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
-    sizes = (num_slots, _disk_blocks(store, layout) if store is not None else 0)
+    sizes = (num_slots, disk.capacity if disk is not None else 0)
     queue = QueueView(tier, disk, window, sizes, config.prefetch)
     return Tiers(
         layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk, queue
     )
-
-
-def _disk_blocks(store: DiskStore, layout: BlockLayout) -> int:
-    """Blocks that fit into the budgets of all directories."""
-    budget = sum(directory.budget_bytes for directory in store.stats().directories)
-    return budget // layout.slot_bytes
 
 
 def _model_identity(runner: Any) -> list[str]:

@@ -1,43 +1,39 @@
 """The disk tier beside the host tier: full blocks spill once, and come back ahead of admission.
 
-    spill      a block whose bytes are in place is written by one thread; it stays pinned meanwhile
-    prefetch   blocks a queued request needs are read by several threads into staged host slots, and
-               published in path order; the request is passed over until they are there
+    spill      a block whose bytes are in place is written; it stays pinned meanwhile
+    prefetch   blocks a queued request needs are read into staged host slots and published in path
+               order; the request is passed over until they are there
     failure    a block that cannot be written is not on disk; one that cannot be read or verified is
                a miss: the request recomputes. Both are counted.
 
-Blocks are found on disk by identity alone, so a restarted server needs no scan. All methods belong
-to the scheduler thread and never wait; the threads touch the store and the slots' bytes only.
+Blocks are found on disk by identity alone, so a restarted server needs no scan. Which blocks exist
+and who owns which slot is decided here; moving the bytes is `store.block_io`'s business. All
+methods belong to the scheduler thread and never wait.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.store.disk import Block, DiskStore, ReadStatus, WriteStatus
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.block_io import BlockDone, BlockIo, Outcome
+from sglang_hc.store.disk import Block
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id
 
 logger = logging.getLogger(__name__)
 
-SPILL_QUEUE = 256
-"""Blocks that may wait to be written; beyond it a save is dropped and counted."""
-
-READ_THREADS = 4
-"""Reads under way per directory."""
-
 READ_DEADLINE_S = 10.0
 """Longest a read may take before it counts as failed."""
+
+WRITE_DEADLINE_S = 30.0
+"""Longest a block may wait to be written: it holds its slot meanwhile."""
 
 PATIENCE = 5.0
 """Seconds a request is passed over for its prefetch before it recomputes instead."""
@@ -53,12 +49,12 @@ class Prefetched(enum.Enum):
 
 @dataclass(eq=False)
 class _Read:
-    """One block on its way into a staged slot. status is None until the thread is through."""
+    """One block on its way into a staged slot. done is None until the read is through."""
 
     identity: bytes
     tokens: bytes
     slot: int
-    status: ReadStatus | None = None
+    done: BlockDone | None = None
 
 
 @dataclass(eq=False)
@@ -81,50 +77,42 @@ class DiskTier:
     """Spills and prefetches blocks of one host tier."""
 
     def __init__(
-        self,
-        store: DiskStore,
-        host: HostTier,
-        pool: HostPool,
-        num_directories: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, io: BlockIo, host: HostTier, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store = store
+        self._io = io
         self._host = host
-        self._pool = pool
         self._clock = clock
         self._usable = True
         self._prefetches: dict[str, _Prefetch] = {}
         self._orphans: list[_Prefetch] = []
         self._loaded: dict[str, int] = {}
         self._reading: set[bytes] = set()
-        self._readers = ThreadPoolExecutor(READ_THREADS * num_directories, "hc-read")
-        self._spills: deque[tuple[BlockNode, Block]] = deque()
-        self._spill_ready = threading.Semaphore(0)
-        self._spilled: deque[tuple[BlockNode, WriteStatus]] = deque()
-        self._spilling = 0
-        self._closing = False
-        self._writer = threading.Thread(target=self._write, name="hc-write", daemon=True)
-        self._writer.start()
+        self._reads: dict[int, _Read] = {}
+        self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that fit; 0 when that is not known."""
+        return self._io.capacity
 
     # -- spill -----------------------------------------------------------------------------------
 
     def spill(self, node: BlockNode) -> None:
         """A block's bytes are in place: write it, unless it is a tail or on disk already."""
-        if not self._usable or not node.is_full or self._store.contains([node.block_id]):
-            return
-        if self._spilling >= SPILL_QUEUE:
-            self.counters["disk_save_dropped"] += 1
+        if not self._usable or not node.is_full or self._io.contains([node.block_id]):
             return
         path = node.path()
         parent = node.parent
         assert parent is not None
         label = "" if node.namespace is None else node.namespace
         block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
+        ticket = self._io.write(block, node.slot, self._clock() + WRITE_DEADLINE_S)
+        if ticket is None:
+            self.counters["disk_save_dropped"] += 1
+            return
         self._host.pin([node])
-        self._spilling += 1
-        self._spills.append((node, block))
-        self._spill_ready.release()
+        self._spills[ticket] = node
 
     # -- prefetch --------------------------------------------------------------------------------
 
@@ -149,7 +137,7 @@ class DiskTier:
             return Prefetched.NOTHING  # a block still being filed was computed just now
         first = match.tokens // BLOCK_TOKENS
         wanted = self._identities(namespace, tokens, first)
-        found = self._store.contains([identity for identity, _ in wanted])
+        found = self._io.contains([identity for identity, _ in wanted])
         if found == 0 or (first + found) * BLOCK_TOKENS <= on_device:
             return Prefetched.NOTHING
         if any(identity in self._reading for identity, _ in wanted[:found]):
@@ -160,8 +148,9 @@ class DiskTier:
         blocks = zip(wanted[:found], slots, strict=True)
         reads = [_Read(identity, piece, slot) for (identity, piece), slot in blocks]
         self._reading.update(read.identity for read in reads)
+        deadline = self._clock() + READ_DEADLINE_S
         for read in reads:
-            self._readers.submit(self._fetch, read)
+            self._reads[self._io.read(read.identity, read.slot, deadline)] = read
         prefix = tokens[: first * BLOCK_BYTES]
         self._prefetches[rid] = _Prefetch(namespace, prefix, reads, self._clock() + PATIENCE)
         self.counters["prefetches"] += 1
@@ -178,7 +167,7 @@ class DiskTier:
         ):
             first -= 1  # only the first rows of that block are shared
         identities = [identity for identity, _ in self._identities(namespace, tokens, first)]
-        return identities[: self._store.contains(identities)]
+        return identities[: self._io.contains(identities)]
 
     def ready(self, rid: str) -> bool:
         """False: pass the request over; something is on its way that does not take too long."""
@@ -208,14 +197,13 @@ class DiskTier:
     # -- upkeep ----------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Apply what the threads have finished, whoever waits for it."""
-        while self._spilled:
-            node, status = self._spilled.popleft()
-            self._spilling -= 1
-            self._host.unpin([node])
-            self.counters["disk_saved_blocks"] += status is WriteStatus.OK
-            if status in (WriteStatus.NO_SPACE, WriteStatus.IO_ERROR):
-                self.counters[f"disk_write_{status.name.lower()}"] += 1
+        """Apply what is done, whoever waits for it."""
+        for done in self._io.poll():
+            read = self._reads.pop(done.ticket, None)
+            if read is not None:
+                read.done = done
+            else:
+                self._end_spill(self._spills.pop(done.ticket), done)
         for prefetch in [*self._prefetches.values(), *self._orphans]:
             self._publish(prefetch)
         self._orphans = [prefetch for prefetch in self._orphans if not prefetch.over]
@@ -228,7 +216,7 @@ class DiskTier:
     @property
     def busy(self) -> int:
         """Operations under way."""
-        return self._spilling + len(self._prefetches) + len(self._orphans)
+        return len(self._spills) + len(self._prefetches) + len(self._orphans)
 
     def drain(self) -> None:
         """Wait for everything under way; for tests and orderly stops."""
@@ -239,7 +227,7 @@ class DiskTier:
             time.sleep(0.001)
 
     def quiesce(self) -> None:
-        """No thread writes to a slot any more, no block is pinned. Before the tier is cleared."""
+        """Nothing is on its way to a slot, no block is pinned. Before the tier is cleared."""
         for rid in list(self._prefetches):
             self.cancel(rid)
         self.drain()
@@ -255,17 +243,21 @@ class DiskTier:
         """Delete every block on disk. False when the disk tier is off."""
         self.quiesce()
         if self._usable:
-            self._store.delete(self._store.block_ids())
+            self._io.clear()
         return self._usable
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
+        return self._io.levels()
+
+    def counts(self) -> Counter[str]:
+        """Numbers that only grow, those of what is below included."""
+        return self.counters + self._io.counts()
 
     def close(self) -> None:
         """Finish writes under way and close the store."""
         self.quiesce()
-        self._closing = True
-        self._spill_ready.release()
-        self._writer.join()
-        self._readers.shutdown()
-        self._store.close()
+        self._io.close()
 
     def _identities(
         self, namespace: str | None, tokens: bytes, first: int
@@ -303,12 +295,12 @@ class DiskTier:
         """Make blocks of the reads that are through, in path order; end the run at a failure."""
         while not prefetch.over:
             read = prefetch.reads[prefetch.published]
-            if read.status is None:
+            if read.done is None:
                 return
             match = self._host.tree.match(prefetch.namespace, prefetch.prefix)
             whole = match.tokens * TOKEN_BYTES == len(prefetch.prefix)
-            if read.status is not ReadStatus.OK or not whole:
-                self._give_up(prefetch, read.status)
+            if read.done.outcome is not Outcome.OK or not whole:
+                self._give_up(prefetch, read.done)
                 return
             parent = match.nodes[-1] if match.nodes else self._host.tree.root(prefetch.namespace)
             outcome = self._host.publish(parent, read.tokens, read.slot, self._clock())
@@ -320,44 +312,23 @@ class DiskTier:
                 self._host.unstage(read.slot)
             prefetch.prefix += read.tokens
             prefetch.published += 1
-            self.counters["disk_loaded_blocks"] += 1
+            self.counters[f"{read.done.tier}_loaded_blocks"] += 1
 
-    def _give_up(self, prefetch: _Prefetch, status: ReadStatus) -> None:
+    def _give_up(self, prefetch: _Prefetch, done: BlockDone) -> None:
         """Free the slots of the reads that are left; only once all of them are through."""
         left = prefetch.reads[prefetch.published :]
-        if any(read.status is None for read in left):
+        if any(read.done is None for read in left):
             return
         for read in left:
             self._host.unstage(read.slot)
             self._reading.discard(read.identity)
         prefetch.failed = True
-        name = "parent_gone" if status is ReadStatus.OK else status.name.lower()
-        self.counters[f"disk_read_{name}"] += 1
+        reason = "parent_gone" if done.outcome is Outcome.OK else done.outcome.value
+        self.counters[f"{done.tier}_read_{reason}"] += 1
 
-    # -- threads ---------------------------------------------------------------------------------
-
-    def _fetch(self, read: _Read) -> None:
-        try:
-            deadline = time.monotonic() + READ_DEADLINE_S
-            read.status = self._store.read(
-                read.identity, self._pool.slot(read.slot), deadline=deadline
-            )
-        except Exception:
-            logger.exception("reading a block from disk failed")
-            read.status = ReadStatus.IO_ERROR
-
-    def _write(self) -> None:
-        while True:
-            self._spill_ready.acquire()
-            batch: list[tuple[BlockNode, Block]] = []
-            while self._spills and len(batch) < 32:
-                batch.append(self._spills.popleft())
-            if not batch and self._closing:
-                return
-            try:
-                items = [(block, self._pool.slot(node.slot)) for node, block in batch]
-                statuses = self._store.write_many(items) if items else []
-            except Exception:
-                logger.exception("writing %d blocks to disk failed", len(batch))
-                statuses = [WriteStatus.IO_ERROR] * len(batch)
-            self._spilled.extend(zip((node for node, _ in batch), statuses, strict=True))
+    def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
+        self._host.unpin([node])
+        if done.outcome is Outcome.OK:
+            self.counters[f"{done.tier}_saved_blocks"] += 1
+        elif done.outcome is not Outcome.DUPLICATE:
+            self.counters[f"{done.tier}_write_{done.outcome.value}"] += 1

@@ -188,11 +188,12 @@ class Tiers:
             "host_staged_slots": self.host.staged_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
+            **(self.disk.levels() if self.disk is not None else {}),
         }
 
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""
-        disk = self.disk.counters if self.disk is not None else Counter[str]()
+        disk = self.disk.counts() if self.disk is not None else Counter[str]()
         total = self.counters + self.capture.counters + disk
         return {"evicted_blocks": self.host.evicted_blocks, **total}
 

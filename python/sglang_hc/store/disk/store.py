@@ -142,6 +142,14 @@ class DiskStore:
             gone.append(self._blocks.removed.popleft())
         return gone
 
+    def counters(self) -> dict[str, int]:
+        """Sums since the store was opened (counters.Counters)."""
+        return self._blocks.counters.snapshot()
+
+    def __len__(self) -> int:
+        """Blocks here."""
+        return len(self._blocks)
+
     def block_ids(self) -> list[bytes]:
         """Identities of all blocks here, for whoever mirrors them from the start."""
         return self._blocks.ids()
@@ -193,7 +201,7 @@ class DiskStore:
             self._blocks.usable(),
             self._blocks.breaker.trips,
             tuple(_directory_stats(d) for d in self._blocks.directories),
-            self._blocks.counters.snapshot(),
+            self.counters(),
         )
 
     def check_integrity(self) -> None:

@@ -1,0 +1,225 @@
+"""Where blocks go below the host tier: submit reads and writes of whole slots, poll what is done.
+
+One narrow interface, so that a disk, a remote store, a chain of both, or a process that holds them
+look the same to whoever owns the slots. An operation that fails is answered, never raised.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from sglang_hc.store.disk import Block, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.host_pool import HostPool
+
+logger = logging.getLogger(__name__)
+
+WRITE_QUEUE = 256
+"""Blocks that may wait to be written; a write beyond it is refused."""
+
+READ_THREADS = 4
+"""Reads under way per directory."""
+
+BATCH_BLOCKS = 32
+BATCH_BYTES = 64 << 20
+"""Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
+
+
+class Outcome(enum.Enum):
+    """How an operation ended. Only after OK does a read's slot hold the block."""
+
+    OK = "ok"
+    MISSING = "missing"
+    DAMAGED = "damaged"
+    IO_ERROR = "io_error"
+    TIMED_OUT = "timed_out"  # the deadline passed before it was through
+    DUPLICATE = "duplicate"  # a write of what is there already
+    NO_SPACE = "no_space"
+    LOST = "lost"  # whoever was to do it is gone
+
+
+class BlockDone(NamedTuple):
+    """Answer to one ticket. tier: which tier served or took the block, `disk` or `remote`."""
+
+    ticket: int
+    outcome: Outcome
+    tier: str
+
+
+class BlockIo(Protocol):
+    """Holds blocks below the host tier. All methods belong to one thread and none waits, except
+    `close`.
+
+    A slot given to `read` or `write` belongs to the operation until its answer was polled: nobody
+    else writes it, and after the answer nothing here touches it any more. Deadlines are on
+    `time.monotonic`; an operation not begun by then is answered TIMED_OUT.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that fit; 0 when that is not known."""
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first identities are here without a gap, as far as known now. In
+        microseconds: who must ask somebody else asks behind the caller's back. A yes is no
+        promise."""
+
+    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+        """Store a block from its slot; returns a ticket, or None when it is refused: the queue is
+        full."""
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        """Fetch a block into a slot and verify it; returns a ticket."""
+
+    def poll(self) -> list[BlockDone]:
+        """Answers since the last call, in the order in which they came."""
+
+    def clear(self) -> None:
+        """Remove every block of this model. Nothing that was here is found from now on."""
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down, by the name under which they are shown."""
+
+    def counts(self) -> Counter[str]:
+        """Numbers that only grow, for what no answer tells."""
+
+    def close(self) -> None:
+        """Finish what was submitted and give everything back."""
+
+
+_COUNTED = (
+    "evicted_blocks",
+    "expired_blocks",
+    "incomplete_blocks",
+    "index_refused",
+    "scrub_damaged",
+    "maintenance_errors",
+)
+"""Counters of the store that no answer tells."""
+
+_READ = {status: Outcome(status.value) for status in ReadStatus}
+_WRITTEN = {status: Outcome(status.value) for status in WriteStatus}
+
+
+class DiskThreads:
+    """BlockIo on threads of this process: one writes in batches, several read.
+
+    on_done: called on a thread of this class after each answer, for whoever sleeps until then.
+    """
+
+    def __init__(
+        self, store: DiskStore, pool: HostPool, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._on_done = on_done
+        directories = store.stats().directories
+        budget = sum(directory.budget_bytes for directory in directories)
+        self._capacity = budget // store.slot_bytes
+        self._tickets = itertools.count(1)
+        self._done: deque[BlockDone] = deque()
+        self._writes: deque[_Write] = deque()
+        self._work = threading.Semaphore(0)
+        self._closing = False
+        self._readers = ThreadPoolExecutor(READ_THREADS * len(directories), "hc-read")
+        self._writer = threading.Thread(target=self._write_all, name="hc-write", daemon=True)
+        self._writer.start()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return self._store.contains(block_ids)
+
+    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+        if len(self._writes) >= WRITE_QUEUE:
+            return None
+        ticket = next(self._tickets)
+        self._writes.append(_Write(ticket, block, slot, deadline))
+        self._work.release()
+        return ticket
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        ticket = next(self._tickets)
+        self._readers.submit(self._read, ticket, block_id, slot, deadline)
+        return ticket
+
+    def poll(self) -> list[BlockDone]:
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def clear(self) -> None:
+        self._store.delete(self._store.block_ids())
+
+    def levels(self) -> dict[str, int]:
+        return {"disk_blocks": len(self._store)}
+
+    def counts(self) -> Counter[str]:
+        counters = self._store.counters()
+        return Counter({f"disk_{name}": counters[name] for name in _COUNTED})
+
+    def close(self) -> None:
+        self._closing = True
+        self._work.release()
+        self._writer.join()
+        self._readers.shutdown()
+        self._store.close()
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _answer(self, ticket: int, outcome: Outcome) -> None:
+        self._done.append(BlockDone(ticket, outcome, "disk"))
+        self._on_done()
+
+    def _read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        try:
+            status = self._store.read(block_id, self._pool.slot(slot), deadline=deadline)
+            outcome = _READ[status]
+        except Exception:
+            logger.exception("reading a block from disk failed")
+            outcome = Outcome.IO_ERROR
+        self._answer(ticket, outcome)
+
+    def _write_all(self) -> None:
+        most = max(1, min(BATCH_BLOCKS, BATCH_BYTES // self._store.slot_bytes))
+        while True:
+            self._work.acquire()
+            batch: list[_Write] = []
+            while self._writes and len(batch) < most:
+                batch.append(self._writes.popleft())
+            if not batch and self._closing:
+                return
+            if batch:
+                self._write(batch)
+
+    def _write(self, batch: list[_Write]) -> None:
+        now = time.monotonic()
+        fresh = [write for write in batch if now < write.deadline]
+        items = [(write.block, self._pool.slot(write.slot)) for write in fresh]
+        try:
+            outcomes = [_WRITTEN[status] for status in self._store.write_many(items)]
+        except Exception:
+            logger.exception("writing %d blocks to disk failed", len(fresh))
+            outcomes = [Outcome.IO_ERROR] * len(fresh)
+        for write in batch:
+            if write.deadline <= now:
+                self._answer(write.ticket, Outcome.TIMED_OUT)
+        for write, outcome in zip(fresh, outcomes, strict=True):
+            self._answer(write.ticket, outcome)
+
+
+class _Write(NamedTuple):
+    ticket: int
+    block: Block
+    slot: int
+    deadline: float

@@ -1,0 +1,130 @@
+"""Reads and writes of whole slots behind the narrow interface, on threads over a real store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "disk"))
+from disk_support import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
+
+from sglang_hc.store import block_io
+from sglang_hc.store.block_io import BlockDone, BlockIo, DiskThreads, Outcome
+from sglang_hc.store.host_pool import HostPool
+
+SLOTS = 16
+
+
+def wait(io: BlockIo, count: int) -> list[BlockDone]:
+    """The next `count` answers."""
+    done: list[BlockDone] = []
+    end = time.monotonic() + 30
+    while len(done) < count and time.monotonic() < end:
+        done += io.poll()
+        time.sleep(0.001)
+    return done
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    return HostPool(LAYOUT, SLOTS)
+
+
+@pytest.fixture
+def io(tmp_path: Path, pool: HostPool, faults: Faults) -> Iterator[DiskThreads]:
+    io = DiskThreads(open_store(tmp_path, backend=FaultyBackend(faults)), pool)
+    yield io
+    io.close()
+
+
+def save(io: BlockIo, pool: HostPool, count: int) -> list:
+    blocks = make_path(count)
+    for slot, block in enumerate(blocks):
+        pool.slot(slot)[:] = data_of(block)
+        assert io.write(block, slot, soon()) is not None
+    assert {done.outcome for done in wait(io, count)} == {Outcome.OK}
+    return blocks
+
+
+def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> None:
+    blocks = save(io, pool, 4)
+    names = [block.block_id for block in blocks]
+    assert io.contains(names) == 4 and io.contains([bytes(16), *names]) == 0
+    assert io.capacity >= 4
+    tickets = [io.read(name, 8 + index, soon()) for index, name in enumerate(names)]
+    done = wait(io, 4)
+    assert sorted(done) == sorted(BlockDone(ticket, Outcome.OK, "disk") for ticket in tickets)
+    for index, block in enumerate(blocks):
+        assert np.array_equal(pool.slot(8 + index), data_of(block))
+    assert io.levels()["disk_blocks"] == 4
+
+
+def test_a_second_write_says_that_it_is_there(io: DiskThreads, pool: HostPool) -> None:
+    blocks = save(io, pool, 1)
+    io.write(blocks[0], 0, soon())
+    assert wait(io, 1)[0].outcome is Outcome.DUPLICATE
+
+
+def test_failures_are_answers(io: DiskThreads, pool: HostPool, faults: Faults) -> None:
+    blocks = save(io, pool, 2)
+    io.read(bytes(16), 8, soon())
+    assert wait(io, 1)[0].outcome is Outcome.MISSING
+    io.read(blocks[0].block_id, 8, time.monotonic())
+    assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
+    faults.on_read = EIO
+    io.read(blocks[0].block_id, 8, soon())
+    assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
+    faults.on_write = EIO
+    io.write(make_path(1, seed=9)[0], 0, soon())
+    assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
+
+
+def test_a_write_that_comes_too_late_is_not_begun(
+    io: DiskThreads, pool: HostPool, faults: Faults
+) -> None:
+    wrote = []
+    faults.on_write = wrote.append
+    io.write(make_path(1)[0], 0, time.monotonic())
+    assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
+    assert not wrote
+
+
+def test_a_full_queue_refuses_writes(
+    io: DiskThreads, pool: HostPool, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_io, "WRITE_QUEUE", 2)
+    held = [True]
+
+    def hold(path: str) -> None:
+        while held[0]:
+            time.sleep(0.001)
+
+    faults.on_write = hold
+    blocks = make_path(12)
+    tickets = [io.write(block, slot, soon()) for slot, block in enumerate(blocks)]
+    accepted = [ticket for ticket in tickets if ticket is not None]
+    assert 2 <= len(accepted) < 12
+    held[0] = False
+    assert len(wait(io, len(accepted))) == len(accepted)
+
+
+def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:
+    blocks = save(io, pool, 3)
+    io.clear()
+    assert io.contains([blocks[0].block_id]) == 0
+    io.read(blocks[0].block_id, 8, soon())
+    assert wait(io, 1)[0].outcome is Outcome.MISSING
