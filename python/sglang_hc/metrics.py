@@ -23,6 +23,7 @@ LEVELS = {
     "host_staged_slots": "Slots of the host tier that belong to running requests.",
     "host_blocks": "Blocks in the host tier that can be served.",
     "host_bytes": "Size of the host tier in bytes.",
+    "disk_blocks": "Blocks on disk.",
 }
 COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
