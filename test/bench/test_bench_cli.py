@@ -82,6 +82,8 @@ def test_repeats_ask_different_things_and_arms_the_same(fake_server: Start, tmp_
     asked = [
         sorted(tuple(body["input_ids"]) for body in s.paths("/generate")) for s in (stock, other)
     ]
+    rates = [run["summary"]["request_rate"] for run in result_of(tmp_path)["runs"]]
+    assert sorted(rates) == [0, 0, 0, 0, 50, 50, 50, 50]  # 0: all at once
     assert asked[0] == asked[1]
     assert len(set(asked[0])) == len(asked[0]) == 1 + 4 * 9
 
@@ -105,6 +107,36 @@ def test_arms_are_started_and_stopped(
     assert "--hc-forms hidden:8,kv:4 --hc-host-size-gb 4" in plan and "--mine" not in plan
     assert "--max-total-tokens 99" in plan and "--sleep-on-idle" in plan
     assert "without a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("own_servers")
+def test_with_a_gpu_stock_and_hicache_are_sglang_as_it_comes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "SGLANG_MODULE", "fake_sglang")
+    monkeypatch.setattr(arms.machine, "has_gpu", lambda: True)
+    names = "stock,hicache,hicache-direct,auto"
+    words = ["--model", model, "--arms", names, "--arm-args", "hicache=--page-size 64"]
+    words += ["--host-size-gb", "8", "--no-compare", "--rates", "50,100", "--repeat", "1"]
+    # Answers that differ are not looked at with --no-compare.
+    words += ["--arm-args", "auto=--fake-disagree-after 12"]
+    assert bench("multi-turn", *words, *CHAT, "--output", str(tmp_path)) == 0
+    result = result_of(tmp_path)
+    commands = {arm["name"]: arm["command"] for arm in result["arms"]}
+    plain = "SGLANG_PLUGINS=none python -m fake_sglang"
+    hicache = "--enable-hierarchical-cache --hicache-size 9 --hicache-write-policy write_through"
+    assert commands["stock"].startswith(plain) and "--hc" not in commands["stock"]
+    assert commands["hicache"].startswith(plain) and hicache in commands["hicache"]
+    assert commands["hicache"].endswith("--page-size 64")
+    assert commands["hicache-direct"].endswith("--hicache-io-backend direct")
+    assert "SGLANG_PLUGINS" not in commands["auto"]
+    assert result["agreement"] == []
+    compared = {(row["arm"], row["against"]) for row in result["ratios"]}
+    ours = {("auto", name) for name in ("stock", "hicache", "hicache-direct")}
+    assert compared == ours | {("hicache", "stock"), ("hicache-direct", "stock")}
+    page = (tmp_path / "report.html").read_text()
+    assert "Against stock (above 1 is better)" in page
+    assert "Against hicache (above 1 is better)" in page
 
 
 @pytest.mark.usefixtures("own_servers")
@@ -142,7 +174,12 @@ def test_a_server_that_does_not_start_is_one_message(
 def test_concurrency_gives_the_largest_cxs(fake_server: Start, tmp_path: Path) -> None:
     words = ["--base-url", fake_server().url, "--concurrency", "1,3", "--ttft-bound", "60"]
     assert bench("multi-turn", *words, *CHAT, "--repeat", "1", "--output", str(tmp_path)) == 0
-    assert result_of(tmp_path)["cxs"] == {"bound_s": 60.0, "by_arm": {"server": 9}}
+    result = result_of(tmp_path)
+    assert result["cxs"] == {"bound_s": 60.0, "by_arm": {"server": 9}}
+    assert [(run["value"], run["summary"]["request_rate"]) for run in result["runs"]] == [
+        (1, 0.0),
+        (3, 0.0),
+    ]
 
 
 def test_a_trace_file_with_its_own_times(fake_server: Start, tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ def test_summary_has_the_schema_of_bench_multiturn() -> None:
     total = metrics.summary(run, 2.0)
     for name in ("prompt_len", "output_len", "ttft", "itl", "latency"):
         assert {f"average_{name}", f"p90_{name}", f"p99_{name}"} <= set(total)
+    for name in ("ttft", "itl", "latency"):
+        assert {f"median_{name}", f"max_{name}"} <= set(total)
+    assert total["request_rate"] == 2.0
+    assert {"input_token_throughput", "output_token_throughput", "throughput"} <= set(total)
     assert total["total_requests"] == 2 and total["failed"] == 1
     assert total["median_ttft"] == pytest.approx(0.2)
     assert total["cache_hit_rate"] == pytest.approx(10 / 30)
@@ -150,10 +154,13 @@ def test_ratios_are_paired_by_repeat_and_losses_are_said() -> None:
         run_object("kv", 1, 1.0, 80.0),
     ]
     ttft, throughput = metrics.ratio_rows(runs, "stock")
+    assert ttft["against"] == "stock"
     assert (ttft["median"], ttft["low"], ttft["high"], ttft["repeats"]) == (3.0, 2.0, 4.0, 2)
     assert throughput["median"] == pytest.approx(0.85)
     (line,) = metrics.losses([ttft, throughput])
-    assert line.startswith("kv, p, all: output throughput is 0.85 times as good")
+    assert line == (
+        "kv, p, all: output throughput is 0.85 times as good as stock's (0.80 to 0.90 in 2 repeats)"
+    )
 
 
 def test_the_largest_concurrency_times_depth() -> None:

@@ -12,11 +12,19 @@ from sglang_hc.cli.main import UsageError
 
 HC_MODULE = "sglang_hc.launch_server"
 SGLANG_MODULE = "sglang.launch_server"
+WITHOUT_US = {"SGLANG_PLUGINS": "none"}
+"""Environment of SGLang as it comes: this package, which is installed beside it, is not loaded."""
 NAMED = ("stock", "hicache", "kv", "hidden", "auto")
+HICACHE: dict[str, tuple[str, ...]] = {
+    "hicache": (),
+    "hicache-layer-first": ("--hicache-mem-layout", "layer_first"),
+    "hicache-direct": ("--hicache-io-backend", "direct"),
+}
+"""SGLang's hierarchical cache: as it comes, and its other ways to copy."""
 
 _GIB = 1 << 30
 _HICACHE_SKIPPED = (
-    "hicache: left out, SGLang's hierarchical cache pins host memory with CUDA and does not start "
+    "left out, SGLang's hierarchical cache pins host memory with CUDA and does not start "
     "without a GPU"
 )
 
@@ -61,7 +69,7 @@ def make_arms(
 ) -> tuple[list[Arm], list[str]]:
     """(arms, sentences about the ones left out).
 
-    A name is one of NAMED, or an explicit layer plan with `+` between its parts, such as
+    A name is one of NAMED or HICACHE, or an explicit layer plan with `+` between its parts, such as
     `hidden:8+kv:4`. Raises UsageError for other names, doubles, and flags for absent arms.
     """
     gpu = machine.has_gpu() if gpu is None else gpu
@@ -75,8 +83,8 @@ def make_arms(
         )
     arms, skipped = [], []
     for name in names:
-        if name == "hicache" and not gpu:
-            skipped.append(_HICACHE_SKIPPED)
+        if name in HICACHE and not gpu:
+            skipped.append(f"{name}: {_HICACHE_SKIPPED}")
         else:
             arms.append(_arm(name, settings, gpu))
     if not arms:
@@ -85,7 +93,8 @@ def make_arms(
 
 
 def _arm(name: str, settings: ServerSettings, gpu: bool) -> Arm:
-    module, own = _kind(name, settings)
+    plain = name in HICACHE or (name == "stock" and gpu)
+    own = _own_flags(name, settings, gpu)
     args = ["--model-path", settings.model, "--enable-cache-report", *own]
     if settings.max_total_tokens:
         args += ["--max-total-tokens", str(settings.max_total_tokens)]
@@ -93,22 +102,26 @@ def _arm(name: str, settings: ServerSettings, gpu: bool) -> Arm:
         # An idle scheduler spins on a core otherwise, at the cost of the arm being measured.
         args.append("--sleep-on-idle")
     args += [*settings.extra, *settings.per_arm.get(name, ())]
-    return Arm(name, module, tuple(args))
+    if plain:
+        return Arm(name, SGLANG_MODULE, tuple(args), WITHOUT_US)
+    return Arm(name, HC_MODULE, tuple(args))
 
 
-def _kind(name: str, settings: ServerSettings) -> tuple[str, list[str]]:
+def _own_flags(name: str, settings: ServerSettings, gpu: bool) -> list[str]:
     size = f"{settings.host_size_gb:g}"
     if name == "stock":
-        return HC_MODULE, ["--hc-disable"]
-    if name == "hicache":
+        # Without a GPU plain SGLang needs the flags that our launcher chooses.
+        return [] if gpu else ["--hc-disable"]
+    if name in HICACHE:
         # Whole decimal GB there, GiB here: rounding up never gives HiCache less memory.
         whole_gb = str(math.ceil(settings.host_size_gb * _GIB / 10**9))
-        return SGLANG_MODULE, [
+        return [
             *("--enable-hierarchical-cache", "--hicache-size", whole_gb),
             *("--hicache-write-policy", "write_through"),
+            *HICACHE[name],
         ]
     if name in NAMED or ":" in name:
-        return HC_MODULE, ["--hc-forms", name.replace("+", ","), "--hc-host-size-gb", size]
+        return ["--hc-forms", name.replace("+", ","), "--hc-host-size-gb", size]
     raise UsageError(
         f"--arms: {name!r} is no arm; give {', '.join(NAMED)} or a layer plan like hidden:8+kv:4"
     )

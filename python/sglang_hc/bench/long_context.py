@@ -48,7 +48,7 @@ _DEFAULTS = {
     "host_size_gb": 16.0,
 }
 _QUICK = {
-    "arms": "stock,hicache,kv,hidden",
+    "arms": "stock,hicache,kv,hidden,auto",
     "tasks": "gsm100,mixed",
     "zipf": "0,1.0,2.0",
     "contexts": 4,

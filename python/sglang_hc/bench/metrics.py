@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from sglang_hc.bench.arms import HICACHE
+
 if TYPE_CHECKING:  # tables are made from JSON alone, without the HTTP client
     from sglang_hc.bench.driver import Record, Run
     from sglang_hc.bench.suite import Cell
@@ -138,7 +140,7 @@ def _group(records: list[Record]) -> dict[str, Any]:
 
 
 def ratio_rows(runs: Sequence[Mapping[str, Any]], reference: str) -> list[dict[str, Any]]:
-    """How many times better each arm is than the reference, above 1 is better.
+    """How many times better each arm is than the reference (`against`), above 1 is better.
 
     `runs` are the result's run objects. Every repeat gives one ratio of the two arms in that
     repeat; a row has their median, smallest and largest.
@@ -160,6 +162,7 @@ def ratio_rows(runs: Sequence[Mapping[str, Any]], reference: str) -> list[dict[s
             "low": min(values),
             "high": max(values),
             "repeats": len(values),
+            "against": reference,
         }
         for key, values in found.items()
     ]
@@ -177,7 +180,7 @@ def _pairs(
 
 
 def losses(ratios: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences about every place where an arm is slower than the reference."""
+    """Sentences about every place where an arm of ours is slower than what it is compared with."""
     words = {
         "median_ttft": "median TTFT",
         "median_tbt": "median time between tokens",
@@ -185,15 +188,20 @@ def losses(ratios: Sequence[Mapping[str, Any]]) -> list[str]:
     }
     said = []
     for row in sorted(ratios, key=lambda row: float(row["median"])):
-        if row["median"] >= 1:
+        if row["median"] >= 1 or row["arm"] in HICACHE:
             continue
-        noise = ", within the spread of the repeats" if row["high"] >= 1 else ""
         said.append(
             f"{row['arm']}, {row['point']}, {row['group']}: {words[row['metric']]} is "
-            f"{row['median']:.2f} times as good ({row['low']:.2f} to {row['high']:.2f} in "
-            f"{row['repeats']} repeats{noise})"
+            f"{row['median']:.2f} times as good as {row['against']}'s ({_spread(row)})"
         )
     return said
+
+
+def _spread(row: Mapping[str, Any]) -> str:
+    if row["repeats"] == 1:
+        return "one repeat"
+    noise = ", within the spread of the repeats" if row["high"] >= 1 else ""
+    return f"{row['low']:.2f} to {row['high']:.2f} in {row['repeats']} repeats{noise}"
 
 
 def largest_cxs(cells: Sequence[Cell], users: Mapping[str, int], bound_s: float) -> dict[str, int]:

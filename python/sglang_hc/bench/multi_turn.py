@@ -139,16 +139,12 @@ def _points(args: argparse.Namespace, setup: Setup) -> tuple[list[Point], dict[s
             Point(name, count, maker.of(index, count, float("inf")), pace)
             for index, (name, count) in enumerate(users.items())
         ], users
-    rates = _numbers(args.rates or "inf", "--rates")
-    return [
-        Point(
-            f"rate={rate:g}",
-            None if rate == float("inf") else rate,
-            maker.of(index, args.sessions, rate),
-            pace,
-        )
-        for index, rate in enumerate(rates)
-    ], {}
+    points = []
+    for index, rate in enumerate(_numbers(args.rates or "inf", "--rates")):
+        finite = None if rate == float("inf") else rate
+        trace = maker.of(index, args.sessions, rate)
+        points.append(Point(f"rate={rate:g}", finite, trace, pace, finite))
+    return points, {}
 
 
 def _numbers(text: str, option: str) -> list[float]:

@@ -37,8 +37,9 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     )
     servers.add_argument(
         "--arms",
-        help=f"servers to start and stop, first one is the reference: {DEFAULT_ARMS}, or a layer "
-        "plan with + between its parts, such as hidden:8+kv:4 (default: all named ones)",
+        help=f"servers to start and stop, first one is the reference: {DEFAULT_ARMS} (all by "
+        "default), hicache-layer-first, hicache-direct, or a layer plan with + between its parts, "
+        "such as hidden:8+kv:4",
     )
     servers.add_argument("--model", help="model folder (--model-path of the servers)")
     servers.add_argument("--max-total-tokens", type=_positive, help="KV pool size in tokens")
@@ -65,6 +66,12 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     )
     client.add_argument("--request-timeout", type=float, default=600.0, metavar="SECONDS")
     client.add_argument("--warmup", type=int, default=2, help="requests before the first point")
+    client.add_argument(
+        "--no-compare",
+        action="store_true",
+        help="do not compare outputs: requests that overlap are batched differently in every run, "
+        "and rounding then parts even two runs of one server",
+    )
     client.add_argument("--repeat", type=_positive, help="interleaved repeats of everything")
     client.add_argument("--seed", type=int, default=1)
     client.add_argument("--tag", default="", help="put before the arm name in the JSONL tag")

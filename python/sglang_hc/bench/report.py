@@ -49,8 +49,7 @@ def seconds(value: float) -> str:
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, the most important first."""
     chosen = [group_table(result), summary_table(result)]
-    if result["ratios"]:
-        chosen.append(ratio_table(result))
+    chosen += [ratio_table(result, name) for name in _compared_with(result)]
     if result["experiment"] == "long-context":
         chosen.append(gain_table(result))
     if result["agreement"]:
@@ -140,8 +139,18 @@ def _tbt(parts: Sequence[dict[str, Any]]) -> str:
     return seconds(value) if value else "-"  # replies of one token have none
 
 
-def ratio_table(result: dict[str, Any]) -> Table:
-    """How many times better than the reference, with the spread over the repeats."""
+def _compared_with(result: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(_against(result, row) for row in result["ratios"]))
+
+
+def _against(result: dict[str, Any], row: dict[str, Any]) -> str:
+    """The arm a ratio compares with; results made before there could be several do not say."""
+    return str(row.get("against", result["reference"]))
+
+
+def ratio_table(result: dict[str, Any], against: str | None = None) -> Table:
+    """How many times better than `against` (the reference), with the spread over the repeats."""
+    against = against or result["reference"]
     rows = [
         (
             *(row["point"], row["arm"], row["group"], row["metric"]),
@@ -150,9 +159,10 @@ def ratio_table(result: dict[str, Any]) -> Table:
             str(row["repeats"]),
         )
         for row in result["ratios"]
+        if _against(result, row) == against
     ]
     head = ("point", "arm", "group", "metric", "times better", "range", "repeats")
-    return Table(f"Against {result['reference']} (above 1 is better)", head, tuple(rows))
+    return Table(f"Against {against} (above 1 is better)", head, tuple(rows))
 
 
 def gains(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,6 +171,8 @@ def gains(result: dict[str, Any]) -> list[dict[str, Any]]:
     values = {p["name"]: p["value"] for p in result["points"] if p["value"] is not None}
     for row in result["ratios"]:
         if row["metric"] != "median_ttft" or row["point"] not in values:
+            continue
+        if _against(result, row) != result["reference"]:
             continue
         rates = [
             run["groups"][row["group"]]["device_hit_rate"]
@@ -287,7 +299,7 @@ def headline(result: dict[str, Any]) -> list[str]:
     """One line for every arm: the median gain at turns after the first."""
     return [
         f"{row['arm']}, {row['point']}: TTFT after the first turn {row['median']:.2f} times "
-        f"better than {result['reference']}"
+        f"better than {_against(result, row)}"
         for row in result["ratios"]
         if row["group"] == metrics.LATER_TURNS and row["metric"] == "median_ttft"
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hc.bench import machine, metrics
-from sglang_hc.bench.arms import Arm
+from sglang_hc.bench.arms import HICACHE, Arm
 from sglang_hc.bench.compare import Agreement
 from sglang_hc.bench.metrics import Groups
 from sglang_hc.bench.suite import Cell, Point
@@ -31,11 +31,18 @@ def build(
     settings: dict[str, Any],
     names: Groups,
 ) -> dict[str, Any]:
-    """JSON-ready result. The first arm is the reference of ratios and comparisons."""
-    values = {point.name: point.value for point in points}
-    runs = [_run(cell, values[cell.point], names) for cell in cells]
+    """JSON-ready result. The first arm is the reference of ratios and comparisons.
+
+    Ratios are given against HiCache too, when it is an arm.
+    """
+    by_name = {point.name: point for point in points}
+    runs = [_run(cell, by_name[cell.point], names) for cell in cells]
     reference = arms[0].name
     ratios = metrics.ratio_rows(runs, reference)
+    for arm in arms[1:]:
+        if arm.name in HICACHE:
+            rows = metrics.ratio_rows(runs, arm.name)
+            ratios += [row for row in rows if row["arm"] not in (reference, *HICACHE)]
     return {
         "schema": SCHEMA,
         "experiment": experiment,
@@ -76,15 +83,15 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-def _run(cell: Cell, value: float | None, names: Groups) -> dict[str, Any]:
+def _run(cell: Cell, point: Point, names: Groups) -> dict[str, Any]:
     return {
         "arm": cell.arm,
         "point": cell.point,
-        "value": value,
+        "value": point.value,
         "repeat": cell.repeat,
         "load_average": round(cell.load, 2),
         "flushed": cell.flushed,
-        "summary": metrics.summary(cell.run, value or 0.0),
+        "summary": metrics.summary(cell.run, point.rate or 0.0),
         "rounds": metrics.rounds(cell.run),
         "groups": metrics.groups(cell.run, names),
     }

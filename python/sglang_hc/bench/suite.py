@@ -27,12 +27,14 @@ class Point:
 
     trace: the trace of a repeat, the same for all arms; content differs between repeats so that
     nothing is found in a cache by accident. value: the swept quantity, None outside a sweep.
+    rate: sessions arriving per second, None when all come at once or by their own times.
     """
 
     name: str
     value: float | None
     trace: Callable[[int], Trace]
     pace: Pace
+    rate: float | None = None
 
 
 @dataclass
