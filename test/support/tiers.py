@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,12 +44,17 @@ class LateLane:
     The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
     """
 
+    own_memory = False
+
     def __init__(self) -> None:
         self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self.enqueued = 0
         self.performed = 0
 
-    def after_compute(self) -> None:
+    def computed(self) -> LateMark:
+        return LateMark(self, 0)  # what is computed here is computed at once
+
+    def after(self, computed: Any) -> None:
         return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -127,6 +133,10 @@ class ToyPool:
     ) -> None:
         for part, rows in zip(self.kv[layer], project(layer, hidden, positions), strict=True):
             part.index_copy_(0, slots, rows)
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        for target, rows in zip(self.kv[layer], parts, strict=True):
+            target.index_copy_(0, slots, rows)
 
 
 def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:

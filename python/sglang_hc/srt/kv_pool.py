@@ -61,3 +61,7 @@ class KvPoolRows:
             states = hidden.view(adapter.qkv.weight.dtype)
             k, v = adapter.project(states, positions)
             self._pool.set_kv_buffer(adapter.radix, slots, k, v)
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        for target, rows in zip(self._rows[layer], parts, strict=True):
+            target.index_copy_(0, slots, rows)

@@ -128,8 +128,9 @@ class Snapshots:
         for index, buffer in enumerate(buffers, start=first_index):
             arrays = [buffer.hidden] if kind == "hidden" else buffer.kv
             host = [torch.from_numpy(array) for array in arrays]
-            twin = host if device.type == "cpu" else [t.to(device) for t in host]
-            if device.type != "cpu":
+            twin = host
+            if lane.own_memory:
+                twin = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in host]
                 for array in arrays:
                     lane.pin(array)
             self._free.append(_Staging(index, host, twin))
@@ -174,10 +175,10 @@ class Snapshots:
             return filed
         self._current = None
         if staging.device is not staging.host:
-            self._lane.after_compute()
+            self._lane.after(self._lane.computed())
             for host, device in zip(staging.host, staging.device, strict=True):
-                for layer in range(host.shape[0]):  # each is contiguous, which a lane copy needs
-                    self._lane.copy(host[layer, : self._rows], device[layer, : self._rows])
+                width = self._rows * host.shape[2]
+                self._lane.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
         operation = FileRows(staging.index, tuple(self._spans))
         self._spans = []
         self._filed = self._filing.submit(operation, after=self._lane.mark())

@@ -7,13 +7,14 @@ always answer "done", which would hide every ordering mistake from tests.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Protocol
 
 import torch
 
 
 class Mark(Protocol):
-    """A point in a lane."""
+    """A point in a lane, or in the compute work (`Lane.computed`)."""
 
     def done(self) -> bool:
         """Everything enqueued before the mark has happened. Never waits."""
@@ -25,13 +26,24 @@ class Mark(Protocol):
 class Lane(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
 
-    def after_compute(self) -> None:
-        """Copies enqueued from now on start after the compute work submitted so far."""
+    own_memory: bool
+    """The device has memory of its own, so what goes to the host is staged there."""
+
+    def computed(self) -> Mark:
+        """A point behind the compute work submitted so far."""
+
+    def after(self, computed: Mark) -> None:
+        """Copies enqueued from now on start after that point in the compute work."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` into `target`; both keep their bytes until a later mark is done."""
+        """Copy `source` into `target`; both live and keep their bytes until a later mark is done.
 
-    def mark(self) -> Mark: ...
+        Both uint8 and of one shape: contiguous, or (rows, bytes) with contiguous rows that lie any
+        stride apart.
+        """
+
+    def mark(self) -> Mark:
+        """A point behind the copies enqueued so far."""
 
     def before_compute(self, mark: Mark) -> None:
         """Compute work submitted from now on starts after `mark`."""
@@ -51,9 +63,13 @@ class _Done:
 class HostLane:
     """Lane of a machine without an accelerator: every copy happens at once."""
 
+    own_memory = False
     _mark = _Done()
 
-    def after_compute(self) -> None:
+    def computed(self) -> Mark:
+        return self._mark
+
+    def after(self, computed: Mark) -> None:
         return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -70,8 +86,9 @@ class HostLane:
 
 
 class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
@@ -81,26 +98,35 @@ class _CudaMark:
 
 
 class CudaLane:
-    """Lane on its own CUDA stream. "Compute" is the stream current at the time of the call."""
+    """Lane on its own CUDA stream. "Compute" is the stream current at the time of the call.
+
+    Buffers must outlive their copies: the caching allocator is told nothing of this stream.
+    """
+
+    own_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._pinned: list[Any] = []
+        self._runtime = cuda_runtime()
 
-    def after_compute(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def computed(self) -> Mark:
+        return _CudaMark(torch.cuda.current_stream())
+
+    def after(self, computed: Mark) -> None:
+        assert isinstance(computed, _CudaMark)
+        self._stream.wait_event(computed.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch would gather strided rows on the host first; the copy engine takes them as they are.
+        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
+            copy_2d(self._runtime, target, source, self._stream.cuda_stream)
+            return
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        for tensor in (target, source):
-            if tensor.is_cuda:  # the allocator must not reuse it before this stream is through
-                tensor.record_stream(self._stream)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return _CudaMark(event)
+        return _CudaMark(self._stream)
 
     def before_compute(self, mark: Mark) -> None:
         assert isinstance(mark, _CudaMark)
@@ -114,6 +140,39 @@ class CudaLane:
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes: {status}")
         self._pinned.append(tensor)
+
+
+def cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded. Raises OSError when torch has none."""
+    major = (torch.version.cuda or "0").partition(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{major}")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    runtime.cudaMemcpy2DAsync.argtypes = [
+        pointer, size, pointer, size, size, size, ctypes.c_int, pointer
+    ]  # fmt: skip
+    return runtime
+
+
+MEMCPY_DEFAULT = 4
+"""cudaMemcpyDefault: the direction follows from the addresses."""
+
+
+def copy_2d(runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    """Enqueue a copy of (rows, bytes) uint8 with contiguous rows on a CUDA stream handle.
+
+    Host memory must be pinned, or the call waits for the copy. Raises RuntimeError.
+    """
+    rows, width = source.shape
+    if source.stride(1) != 1 or target.stride(1) != 1 or target.shape != source.shape:
+        raise ValueError("a copy of rows needs contiguous rows and one shape on both sides")
+    status = runtime.cudaMemcpy2DAsync(
+        target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0),
+        width, rows, MEMCPY_DEFAULT, stream,
+    )  # fmt: skip
+    if status != 0:
+        raise RuntimeError(
+            f"cudaMemcpy2DAsync of {rows} rows of {width} bytes: CUDA error {status}"
+        )
 
 
 def lane_for(device: torch.device) -> Lane:

@@ -1,9 +1,11 @@
 """Restore: blocks of the host tier become KV in the device pool, layer by layer, during a forward.
 
 A `Restoration` is one request's span; a `RestorePass` is what one forward pass has to wait for: all
-restorations queued since the last one, run as one batch. Layer i's attention calls `wait(i)`, which
-fences on layer i's copies only, rebuilds or scatters its K/V, and enqueues the copies of a layer
-further on, so copies run ahead of the compute by `AHEAD` layers (HCache section 4.1).
+restorations queued since the last one, run as one batch. A layer's rows travel in pieces through
+the frames of a ring (`staging.py`). Layer i's attention calls `wait(i)`, which for each piece up to
+that layer fences on the piece's copies only, rebuilds or scatters its K/V, and enqueues the copies
+of a piece further on. So copies run ahead of the compute by as much as the ring holds (HCache
+section 4.1), across layers and within one.
 
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
 the history tokens; it does so before any `wait`, while the first copies are under way.
@@ -12,9 +14,10 @@ the history tokens; it does so before any `wait`, while the first copies are und
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +26,13 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.staging import HostSpan, Piece, StagingRing, carve, copy_runs, cut
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import unpack_tokens
-
-AHEAD = 2
-"""Layers whose copies may be under way beside the one being computed: double buffering."""
 
 
 class RestoreSink(Protocol):
     """The device's KV pool as the target of a restoration."""
-
-    def rows(self, layer: int) -> list[torch.Tensor]:
-        """One (slots, part bytes) uint8 view per part of a KV row."""
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -44,13 +42,8 @@ class RestoreSink(Protocol):
         Bias, K norm and position embedding included. Must not change its inputs.
         """
 
-
-class HostSpan(NamedTuple):
-    """`rows` consecutive rows of one host slot."""
-
-    slot: int
-    row: int
-    rows: int
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        """Store (n, part bytes) uint8 rows, one tensor per part of a KV row, at int64 slots."""
 
 
 @dataclass(eq=False)
@@ -99,6 +92,17 @@ class Recomputer(Protocol):
         """
 
 
+@dataclass(eq=False)
+class _Staged:
+    """A piece of one layer whose copies are enqueued."""
+
+    layer: int
+    piece: Piece
+    parts: list[torch.Tensor]
+    frame: torch.Tensor
+    mark: Mark
+
+
 class RestorePass:
     """Restorations of one forward pass. Each layer's work happens once, at its first `wait`.
 
@@ -113,39 +117,37 @@ class RestorePass:
         sink: RestoreSink,
         lane: Lane,
         restorations: Sequence[Restoration],
-        device: torch.device,
+        staging: StagingRing,
         recomputer: Recomputer | None = None,
     ) -> None:
         """`recomputer` may be left out where no restoration recomputes."""
         self.restorations = tuple(restorations)
-        self._layout = layout
+        self._plan = layout.plan
+        self._shape = layout.shape
         self._sink = sink
         self._lane = lane
+        self._staging = staging
         self._recomputer = recomputer
         ordered = sorted(restorations, key=lambda r: r.recompute)
         self._starts = [r.recompute for r in ordered]
         self._spans: list[HostSpan] = []
-        self._ends = [(0, 0)]
-        """(spans, tokens) of the first so many restorations in this order."""
+        self._ends = [0]
+        """Spans of the first so many restorations in this order."""
         for r in ordered:
             self._spans += r.spans()
-            self._ends.append((len(self._spans), self._ends[-1][1] + r.stop - r.start))
+            self._ends.append(len(self._spans))
         self._slots = torch.cat([r.device_slots for r in ordered])
+        device = self._slots.device
         self._positions = torch.cat(
-            [torch.arange(r.start, r.stop, dtype=torch.int64) for r in ordered]
-        ).to(device)
+            [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ordered]
+        )
         self._hidden = torch.from_numpy(pool.hidden)
         self._kv = [torch.from_numpy(part) for part in pool.kv]
-        self._device = device
-        self._marks: dict[int, tuple[Mark, list[torch.Tensor]]] = {}
-        plan = layout.plan
-        stored = [*plan.hidden_layers, *plan.kv_layers]
-        self._todo = [layer for layer in stored if self._loaded(layer)[1]]
-        self._next_copy = 0
-        self._done: set[int] = set()
-        lane.after_compute()
-        for _ in range(AHEAD):
-            self._enqueue()
+        self._todo = deque(self._pieces())
+        self._open = Counter(layer for layer, _ in self._todo)
+        self._staged: deque[_Staged] = deque()
+        staging.claim(self.finish)
+        self._run_ahead()
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -159,54 +161,61 @@ class RestorePass:
                 self._recomputer.run(restoration)
 
     def wait(self, layer: int) -> None:
-        """Make layer `layer`'s loaded K/V valid for compute work submitted after."""
-        tokens = self._loaded(layer)[1]
-        if layer in self._done or not tokens:
-            return
-        while layer not in self._marks:  # layers asked for out of order
-            self._enqueue()
-        mark, staged = self._marks.pop(layer)
-        self._lane.before_compute(mark)
-        if self._layout.plan.form(layer) is Form.HIDDEN:
-            positions, slots = self._positions[:tokens], self._slots[:tokens]
-            self._sink.write_hidden(layer, staged[0], positions, slots)
-        else:
-            for target, rows in zip(self._sink.rows(layer), staged, strict=True):
-                target.index_copy_(0, self._slots[:tokens], rows)
-        self._done.add(layer)
-        self._lane.after_compute()
-        self._enqueue()
+        """Make layer `layer`'s loaded K/V valid for compute work submitted after.
+
+        Layers before it that nothing has asked for become valid with it.
+        """
+        while self._open[layer]:
+            self._advance()
 
     def finish(self) -> None:
         """Do what no attention asked for, so that the slots are valid whatever was run."""
-        for layer in self._todo:
-            self.wait(layer)
+        while self._staged:
+            self._advance()
 
-    def _loaded(self, layer: int) -> tuple[int, int]:
-        """How many of the spans and of the tokens this layer is loaded for."""
-        return self._ends[bisect_right(self._starts, layer)]
+    def _pieces(self) -> Iterator[tuple[int, Piece]]:
+        """(layer, piece) of all that is to be loaded, in the order the model needs it."""
+        for layers, width in (
+            (self._plan.hidden_layers, self._shape.hidden_bytes),
+            (self._plan.kv_layers, self._shape.kv_bytes),
+        ):
+            pieces, count = list[Piece](), 0
+            for layer in layers:
+                spans = self._ends[bisect_right(self._starts, layer)]
+                if spans != count:
+                    pieces = list(cut(self._spans[:spans], self._staging.rows(width)))
+                    count = spans
+                yield from ((layer, piece) for piece in pieces)
 
-    def _enqueue(self) -> None:
-        if self._next_copy == len(self._todo):
-            return
-        layer = self._todo[self._next_copy]
-        self._next_copy += 1
-        plan = self._layout.plan
-        if plan.form(layer) is Form.HIDDEN:
-            sources = [self._hidden[:, layer - plan.recompute]]
+    def _run_ahead(self) -> None:
+        """Enqueue copies into every free frame."""
+        while self._todo and self._staging.has_free:
+            layer, piece = self._todo.popleft()
+            plan = self._plan
+            if plan.form(layer) is Form.HIDDEN:
+                sources = [self._hidden[:, layer - plan.recompute]]
+            else:
+                sources = [part[:, layer - plan.recompute - plan.hidden] for part in self._kv]
+            frame = self._staging.take()
+            parts = carve(frame, piece.rows, [source.shape[-1] for source in sources])
+            for source, target in zip(sources, parts, strict=True):
+                copy_runs(self._lane, piece.runs, source, target)
+            self._staged.append(_Staged(layer, piece, parts, frame, self._lane.mark()))
+
+    def _advance(self) -> None:
+        """Bring the oldest staged piece into the pool, and reuse its frame."""
+        staged = self._staged.popleft()
+        self._lane.before_compute(staged.mark)
+        rows = slice(staged.piece.first, staged.piece.first + staged.piece.rows)
+        slots = self._slots[rows]
+        if self._plan.form(staged.layer) is Form.HIDDEN:
+            positions = self._positions[rows]
+            self._sink.write_hidden(staged.layer, staged.parts[0], positions, slots)
         else:
-            index = layer - plan.recompute - plan.hidden
-            sources = [part[:, index] for part in self._kv]
-        spans, tokens = self._loaded(layer)
-        staged = []
-        for source in sources:
-            target = torch.empty((tokens, source.shape[-1]), dtype=torch.uint8, device=self._device)
-            at = 0
-            for slot, row, rows in self._spans[:spans]:
-                self._lane.copy(target[at : at + rows], source[slot, row : row + rows])
-                at += rows
-            staged.append(target)
-        self._marks[layer] = (self._lane.mark(), staged)
+            self._sink.write_kv(staged.layer, staged.parts, slots)
+        self._open[staged.layer] -= 1
+        self._staging.give_back(staged.frame)
+        self._run_ahead()
 
 
 class LayerGate:

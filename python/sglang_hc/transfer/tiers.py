@@ -26,6 +26,7 @@ from sglang_hc.transfer.restore import (
     RestorePass,
     RestoreSink,
 )
+from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -48,7 +49,9 @@ class Tiers:
         disk: DiskTier | None = None,
         queue: QueueView | None = None,
         recomputer: Recomputer | None = None,
+        staging: StagingRing | None = None,
     ) -> None:
+        """staging: what restored chunks pass through; None takes the default of the device."""
         self.layout = layout
         self.host = host
         self.capture = capture
@@ -62,7 +65,7 @@ class Tiers:
         self._filing = filing
         self._sink = sink
         self._lane = lane
-        self._device = device
+        self._staging = staging or StagingRing.sized_for(layout, device, lane)
         self._taps = taps
         self._recomputer = recomputer
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
@@ -117,7 +120,7 @@ class Tiers:
             self._sink,
             self._lane,
             [r for r, _ in queued],
-            self._device,
+            self._staging,
             self._recomputer,
         )
         index = self.gate.produce(restore)

@@ -1,0 +1,146 @@
+"""Device memory that chunks pass through on their way into the KV pool, and what goes into it.
+
+A restoration of any length and depth uses the same few frames in turn, so its memory does not grow
+with tokens or layers. Rows that lie in adjacent host slots travel as one copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.transfer.lanes import Lane, Mark
+
+CUDA_FRAMES = (8, 32 << 20)
+"""Frames and bytes of each: two layers of 16K tokens of a 7B multi-head model as hidden states,
+which is what double buffering holds for the longest histories of HCache's evaluation."""
+
+CPU_FRAMES = (2, 4 << 20)
+"""Copies do not run beside the computation there: two frames small enough for the caches."""
+
+
+class HostSpan(NamedTuple):
+    """`rows` consecutive rows of one host slot."""
+
+    slot: int
+    row: int
+    rows: int
+
+
+class Run(NamedTuple):
+    """Rows [row, row + rows) of each of `slots` adjacent host slots, the first being `slot`.
+
+    More than one slot only with all rows of each.
+    """
+
+    slot: int
+    slots: int
+    row: int
+    rows: int
+
+
+class Piece(NamedTuple):
+    """Rows [first, first + rows) of a sequence of spans, as copies."""
+
+    first: int
+    rows: int
+    runs: tuple[Run, ...]
+
+
+def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
+    """Pieces of at most `limit` rows that cover `spans` in order. `limit` is at least a block."""
+    if limit < BLOCK_TOKENS:
+        raise ValueError(f"a piece holds at least one block of {BLOCK_TOKENS} rows, got {limit}")
+    first, rows, runs = 0, 0, list[Run]()
+    for span in spans:
+        if rows + span.rows > limit:
+            yield Piece(first, rows, tuple(runs))
+            first, rows, runs = first + rows, 0, []
+        rows += span.rows
+        last = runs[-1] if runs else None
+        whole = span.rows == BLOCK_TOKENS
+        if last and whole and last.rows == BLOCK_TOKENS and last.slot + last.slots == span.slot:
+            runs[-1] = last._replace(slots=last.slots + 1)
+        else:
+            runs.append(Run(span.slot, 1, span.row, span.rows))
+    if rows:
+        yield Piece(first, rows, tuple(runs))
+
+
+def copy_runs(lane: Lane, runs: Sequence[Run], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Enqueue the rows of `runs` from one layer of the host pool to consecutive rows of `target`.
+
+    source: (slots, BLOCK_TOKENS, row bytes) uint8. target: (rows, row bytes) uint8, contiguous.
+    """
+    width = target.shape[1]
+    at = 0
+    for run in runs:
+        count = run.slots * run.rows
+        rows = source[run.slot : run.slot + run.slots, run.row : run.row + run.rows]
+        lane.copy(
+            target[at : at + count].view(run.slots, run.rows * width),
+            rows.view(run.slots, run.rows * width),
+        )
+        at += count
+
+
+class StagingRing:
+    """Frames of one size on the device, taken in turn by one restore pass after the other.
+
+    A frame comes back with a point in the compute work behind its last reader; the copies that fill
+    it next start after that point, and need not wait for anything else that computes.
+    """
+
+    def __init__(self, frames: int, frame_bytes: int, device: torch.device, lane: Lane) -> None:
+        self.frame_bytes = frame_bytes
+        self._lane = lane
+        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque(
+            (torch.empty(frame_bytes, dtype=torch.uint8, device=device), None)
+            for _ in range(frames)
+        )
+        self._finish_last: Callable[[], None] = lambda: None
+
+    @classmethod
+    def sized_for(cls, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
+        """The default for a device; a frame holds a block of either form at least."""
+        frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
+        row = max(layout.shape.hidden_bytes, layout.shape.kv_bytes)
+        return cls(frames, max(size, BLOCK_TOKENS * row), device, lane)
+
+    def claim(self, finish: Callable[[], None]) -> None:
+        """A pass begins to use the frames. One that is not over is finished first, by the `finish`
+        it gave: two passes that each hold some of the frames could both come to a stop."""
+        self._finish_last()
+        self._finish_last = finish
+
+    def rows(self, row_bytes: int) -> int:
+        """Rows of a size that one frame holds."""
+        return self.frame_bytes // row_bytes
+
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
+
+    def take(self) -> torch.Tensor:
+        """A frame, (frame_bytes,) uint8, for copies enqueued from now on. IndexError: none left."""
+        frame, read = self._free.popleft()
+        if read is not None:
+            self._lane.after(read)
+        return frame
+
+    def give_back(self, frame: torch.Tensor) -> None:
+        """All compute work that reads the frame has been submitted."""
+        self._free.append((frame, self._lane.computed()))
+
+
+def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
+    """(rows, width) views of a frame, one after the other."""
+    views, at = [], 0
+    for width in widths:
+        views.append(frame[at : at + rows * width].view(rows, width))
+        at += rows * width
+    return views

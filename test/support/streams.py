@@ -1,0 +1,149 @@
+"""A device whose computation and copies both happen later, in any order that the fences allow.
+
+`LateLane` (support/tiers.py) computes at once and so cannot show a copy that overwrites what the
+computation has yet to read. Here both queues are late: work is a closure that runs when the device
+gets to it, and a seed decides which queue moves. What the computation saw is the truth of a test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from support.tiers import ToyPool
+
+COMPUTE, COPIES = 0, 1
+
+
+@dataclass
+class _Queue:
+    """(work, (queue, count) it waits for or None) in order, and how many are over."""
+
+    waiting: deque[tuple[Callable[[], object] | None, tuple[int, int] | None]] = field(
+        default_factory=deque
+    )
+    submitted: int = 0
+    over: int = 0
+
+
+class StreamMark:
+    """Over when its queue got that far."""
+
+    def __init__(self, device: StreamDevice, queue: int) -> None:
+        self.device, self.queue = device, queue
+        self.at = device.queues[queue].submitted
+
+    def done(self) -> bool:
+        return self.device.queues[self.queue].over >= self.at
+
+    def wait(self) -> None:
+        while not self.done():
+            self.device.step()
+
+
+class StreamDevice:
+    """Two queues. `bias` is the probability that the computation moves when both can."""
+
+    def __init__(self, seed: int, bias: float = 0.5) -> None:
+        self.queues = (_Queue(), _Queue())
+        self._random = random.Random(seed)
+        self._bias = bias
+
+    def submit(
+        self, queue: int, work: Callable[[], object] | None, after: tuple[int, int] | None = None
+    ) -> None:
+        self.queues[queue].waiting.append((work, after))
+        self.queues[queue].submitted += 1
+
+    def step(self) -> None:
+        """One piece of work of either queue, if any. AssertionError: the fences form a ring."""
+        if not any(queue.waiting for queue in self.queues):
+            return
+        able = [queue for queue in (COMPUTE, COPIES) if self._able(queue)]
+        assert able, "nothing can move: the fences wait for each other, or for nothing submitted"
+        chosen = able[0]
+        if len(able) > 1:
+            chosen = COMPUTE if self._random.random() < self._bias else COPIES
+        self._move(chosen)
+
+    def run(self) -> None:
+        while any(queue.waiting for queue in self.queues):
+            self.step()
+
+    def run_only(self, queue: int) -> bool:
+        """One queue, as far as it gets while the other stands still. True: it got to its end."""
+        while self._able(queue):
+            self._move(queue)
+        return not self.queues[queue].waiting
+
+    def _move(self, queue: int) -> None:
+        work, _ = self.queues[queue].waiting.popleft()
+        if work is not None:
+            work()
+        self.queues[queue].over += 1
+
+    def _able(self, queue: int) -> bool:
+        if not self.queues[queue].waiting:
+            return False
+        after = self.queues[queue].waiting[0][1]
+        return after is None or self.queues[after[0]].over >= after[1]
+
+
+class StreamLane:
+    """The device's copies."""
+
+    own_memory = True
+
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
+
+    def computed(self) -> StreamMark:
+        return StreamMark(self._device, COMPUTE)
+
+    def after(self, computed: Any) -> None:
+        self._device.submit(COPIES, None, (COMPUTE, computed.at))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.shape == source.shape
+        self._device.submit(COPIES, lambda: target.copy_(source))
+
+    def mark(self) -> StreamMark:
+        return StreamMark(self._device, COPIES)
+
+    def before_compute(self, mark: Any) -> None:
+        self._device.submit(COMPUTE, None, (COPIES, mark.at))
+
+    def pin(self, buffer: Any) -> None:
+        return None
+
+
+class StreamPool:
+    """A toy pool whose writes are late. `seen` notes (layer, copy of its K/V) at each `attend`."""
+
+    def __init__(self, device: StreamDevice, slots: int, layers: int) -> None:
+        self.toy = ToyPool(slots, layers)
+        self.seen: list[tuple[int, list[torch.Tensor]]] = []
+        self._device = device
+
+    def rows(self, layer: int) -> list[torch.Tensor]:
+        return self.toy.rows(layer)
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self._device.submit(COMPUTE, lambda: self.toy.write_hidden(layer, hidden, positions, slots))
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        self._device.submit(COMPUTE, lambda: self.toy.write_kv(layer, parts, slots))
+
+    def attend(self, layer: int) -> None:
+        """What a layer's attention reads, noted when the device gets there."""
+        self._device.submit(
+            COMPUTE,
+            lambda: self.seen.append((layer, [part.clone() for part in self.toy.rows(layer)])),
+        )

@@ -1,0 +1,218 @@
+"""Restoration through the ring of frames, on a device that computes and copies when it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass
+from sglang_hc.transfer.staging import HostSpan, Piece, Run, StagingRing, cut
+from sglang_hc.tree.block_tree import BlockNode
+from support.streams import COMPUTE, COPIES, StreamDevice, StreamLane, StreamPool
+from support.tiers import CPU, HIDDEN_BYTES, PARTS, project
+
+FRAME = BLOCK_TOKENS * sum(PARTS)
+"""Bytes of a frame: one block as KV, two as hidden states."""
+
+
+def filled_pool(plan: LayerPlan, slots: int) -> HostPool:
+    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
+    pool = HostPool(layout, slots)
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randint(0, 256, pool.bytes.shape, dtype=torch.uint8, generator=generator)
+    torch.from_numpy(pool.bytes).copy_(drawn)
+    return pool
+
+
+def nodes_in(slots: Sequence[int]) -> tuple[BlockNode, ...]:
+    nodes = []
+    for number, slot in enumerate(slots):
+        node = BlockNode(None, b"\0" * 4 * BLOCK_TOKENS, bytes([number]), None)
+        node.slot = slot
+        nodes.append(node)
+    return tuple(nodes)
+
+
+def expected(pool: HostPool, restoration: Restoration, layer: int) -> list[torch.Tensor]:
+    """K/V rows of a restoration's tokens, read from the host pool one by one."""
+    plan = pool.layout.plan
+    places = [
+        (restoration.nodes[t // BLOCK_TOKENS].slot, t % BLOCK_TOKENS)
+        for t in range(restoration.start, restoration.stop)
+    ]
+    if layer in plan.hidden_layers:
+        hidden = torch.stack([torch.from_numpy(pool.hidden)[s, layer, r] for s, r in places])
+        return project(layer, hidden, torch.arange(restoration.start, restoration.stop))
+    parts = [torch.from_numpy(part)[:, layer - plan.hidden] for part in pool.kv]
+    return [torch.stack([part[s, r] for s, r in places]) for part in parts]
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=SPANS, order=st.permutations(range(12)), frames=st.integers(1, 4),
+    seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]), twice=st.booleans(),
+)  # fmt: skip
+def test_attention_sees_what_the_host_holds_in_every_order_of_events(
+    spans: list[tuple[int, int]], order: list[int], frames: int, seed: int, bias: float,
+    twice: bool,
+) -> None:  # fmt: skip
+    """Also when a second pass takes over the frames while the first one's work is still queued."""
+    plan = LayerPlan(0, 3, 2)
+    pool = filled_pool(plan, 12)
+    device = StreamDevice(seed, bias)
+    lane = StreamLane(device)
+    ring = StagingRing(frames, FRAME, CPU, lane)
+    target = StreamPool(device, 2 * sum(count for _, count in spans), plan.num_layers)
+    first = 0
+    passes: list[list[Restoration]] = []
+    for _ in range(2 if twice else 1):
+        restorations = []
+        for start, count in spans:
+            slots = torch.arange(first, first + count)
+            restorations.append(Restoration(nodes_in(order), start, start + count, slots))
+            first += count
+        passes.append(restorations)
+    for restorations in passes:
+        restore = RestorePass(pool.layout, pool, target, lane, restorations, ring)
+        for layer in range(plan.num_layers):
+            restore.wait(layer)
+            target.attend(layer)
+        restore.finish()
+    device.run()
+    assert [layer for layer, _ in target.seen] == list(range(plan.num_layers)) * len(passes)
+    for number, (layer, parts) in enumerate(target.seen):
+        for restoration in passes[number // plan.num_layers]:
+            wanted = expected(pool, restoration, layer)
+            for part, rows in zip(parts, wanted, strict=True):
+                assert torch.equal(part[restoration.device_slots], rows)
+
+
+def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
+    RestorePass, StreamPool, StreamDevice, HostPool, Restoration
+]:  # fmt: skip
+    """A pass over `count` tokens in slots 0, 1, ..."""
+    plan = plan or LayerPlan(0, 3, 2)
+    pool = filled_pool(plan, -(-count // BLOCK_TOKENS))
+    device = StreamDevice(1)
+    lane = StreamLane(device)
+    target = StreamPool(device, count, plan.num_layers)
+    restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
+    ring = StagingRing(frames, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring)
+    return restore, target, device, pool, restoration
+
+
+def test_waiting_out_of_order_and_twice() -> None:
+    restore, target, device, pool, restoration = run_of(300)
+    for layer in (3, 1, 3, 4):
+        restore.wait(layer)
+        device.run()
+        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
+            assert torch.equal(got, rows)
+
+
+def test_finishing_writes_every_layer_once() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    restore.finish()
+    restore.finish()
+    device.run()
+    for layer in range(5):
+        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
+            assert torch.equal(got, rows)
+
+
+def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    restore.wait(0)
+    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
+    ring = restore._staging
+    RestorePass(pool.layout, pool, target, restore._lane, [other], ring)
+    device.run()
+    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
+        assert torch.equal(got, rows)
+
+
+def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
+    """A batch that runs when a restoration is queued would hold its copies back."""
+    restore, target, device, pool, restoration = run_of(64, frames=8)
+    restore.finish()
+    device.run()
+    device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
+    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
+    RestorePass(pool.layout, pool, target, restore._lane, [other], restore._staging)
+    assert device.run_only(COPIES)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
+    start=st.integers(0, BLOCK_TOKENS - 1), limit=st.integers(BLOCK_TOKENS, 300),
+    tail=st.integers(1, BLOCK_TOKENS),
+)  # fmt: skip
+def test_pieces_cover_the_spans_in_order(
+    slots: list[int], start: int, limit: int, tail: int
+) -> None:
+    spans = [HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots]
+    spans[0] = HostSpan(slots[0], start, BLOCK_TOKENS - start)
+    spans.append(HostSpan(9, 0, tail))
+    pieces = list(cut(spans, limit))
+    wanted = [(slot, row + i) for slot, row, rows in spans for i in range(rows)]
+    rows = [
+        (run.slot + s, run.row + i)
+        for piece in pieces for run in piece.runs
+        for s in range(run.slots) for i in range(run.rows)
+    ]  # fmt: skip
+    assert rows == wanted
+    at = 0
+    for piece in pieces:
+        assert piece.first == at and 0 < piece.rows <= limit
+        assert piece.rows == sum(run.slots * run.rows for run in piece.runs)
+        at += piece.rows
+
+
+def test_adjacent_slots_travel_as_one_copy() -> None:
+    spans = [HostSpan(slot, 0, 64) for slot in (3, 4, 5, 7, 8)] + [HostSpan(9, 0, 10)]
+    (piece,) = cut(spans, 1000)
+    assert piece == Piece(0, 330, (Run(3, 3, 0, 64), Run(7, 2, 0, 64), Run(9, 1, 0, 10)))
+
+
+def test_a_limit_below_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="one block"):
+        list(cut([HostSpan(0, 0, 64)], 63))
+
+
+def test_memory_does_not_grow_with_layers_or_tokens() -> None:
+    """Frames are taken and given back; no other device memory holds rows."""
+    restore, _, device, _, _ = run_of(500, frames=2, plan=LayerPlan(0, 20, 10))
+    seen = set()
+    for layer in range(30):
+        seen.update(staged.frame.data_ptr() for staged in restore._staged)
+        restore.wait(layer)
+        device.run()
+    assert len(seen) == 2
+
+
+def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    gate = LayerGate()
+    index = gate.produce(restore)
+    gate.wait_until(0)  # a batch that waits for nothing
+    assert gate.finish() == ()
+    gate.set_consumer(index)
+    gate.wait_until(2)
+    assert gate.finish() == (restoration,)
+    gate.set_consumer(index)  # the index sticks to the batch
+    gate.wait_until(0)
+    assert gate.finish() == ()
+    device.run()
+    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
+        assert torch.equal(got, rows)
