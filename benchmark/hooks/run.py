@@ -5,6 +5,7 @@
 Workloads:
   idle    everything the hooks do in one decode pass with nothing to restore, stage or file
   match   match_prefix of a 10,000-token request against stock RadixCache, arms interleaved
+  evict   one leaf leaves a full device of 1,000 conversations, against stock, arms interleaved
   memory  the block index at 100,000 blocks, counted by tracemalloc
 
 Host and device sizes are in tokens; chunks of the toy model are as small as chunks can be, because
@@ -28,13 +29,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.bench import machine
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
@@ -49,6 +52,7 @@ from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
 
 TOKENS = 10_000
 TURN = 200
+LEAVES = 1000
 CPU = torch.device("cpu")
 
 
@@ -213,6 +217,49 @@ def compared(case: str, times: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def measure_evict(rounds: int) -> list[dict[str, Any]]:
+    """A conversation comes, another has to leave. All have copies below the device."""
+    return [
+        compared(f"{waiting} of them are waited for", evictions(waiting, rounds))
+        for waiting in (0, 100)
+    ]
+
+
+def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
+    """(stock, ours) of one call each, the longest unused `waiting` conversations needed."""
+    window: LookAhead[str] = LookAhead()
+    tiers = tiers_of(64)
+    order = DeviceOrder(tiers.host.tree.fingerprint, window, lambda _: True)
+    stock, ours = RadixCache(cache_params()), HcRadixCache(cache_params(), tiers, None, order)
+    arms: list[RadixCache] = [stock, ours]
+    for cache in arms:
+        cache.token_to_kv_pool_allocator = SimpleNamespace(free_segment=lambda *_, **__: None)
+        for number in range(LEAVES):
+            arrive(cache, number)
+    for number in range(waiting):
+        needs = tiers.host.tree.identities(None, pack_tokens(conversation(number)))
+        window.update([*window.order, f"r{number}"], waiting, {f"r{number}": needs}.__getitem__)
+    times = []
+    for number in range(rounds):
+        taken: dict[int, float] = {}
+        for cache in arms if number % 2 else arms[::-1]:
+            arrive(cache, LEAVES + number)
+            start = time.perf_counter_ns()
+            cache.evict(EvictParams(num_tokens=1))
+            taken[id(cache)] = (time.perf_counter_ns() - start) / 1000
+        times.append((taken[id(stock)], taken[id(ours)]))
+    return times
+
+
+def conversation(number: int) -> array[int]:
+    return array("q", range(number * TURN, (number + 1) * TURN))
+
+
+def arrive(cache: RadixCache, number: int) -> None:
+    key = RadixKey(conversation(number))
+    cache.insert(InsertParams(key=key, value=torch.arange(TURN)))
+
+
 def measure_memory(blocks: int) -> dict[str, Any]:
     """Python memory of tree, slots and eviction policy; the pool's bytes are not counted."""
     rng = random.Random(0)
@@ -248,6 +295,7 @@ def main() -> None:
         "machine": machine.describe(),
         "idle": measure_idle(args.passes),
         "match": {"tokens": TOKENS, "rounds": args.rounds, "cases": measure_match(args.rounds)},
+        "evict": {"leaves": LEAVES, "tokens": TURN, "cases": measure_evict(args.rounds)},
         "memory": measure_memory(args.blocks),
     }
     text = json.dumps(result, indent=1) + "\n"

@@ -84,7 +84,7 @@ class HcConfig:
     )
     eviction: str = options.text(
         "queue",
-        "what leaves the host tier first: what no waiting request needs, or by age or use",
+        "what leaves first: what no waiting request needs, or by age or use",
         choices=("queue", "lru", "fifo", "lfu"),
     )
     prefetch: str = options.text(

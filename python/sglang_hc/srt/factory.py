@@ -12,6 +12,7 @@ from sglang_hc.forms import BlockLayout, StateShape
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt import plugin
+from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
@@ -65,11 +66,19 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     tiers = _tiers(config, runner, state, rows, part_bytes)
-    cache = HcRadixCache(ctx.params, tiers, runner)
+    cache = HcRadixCache(ctx.params, tiers, runner, _device_order(config, ctx.params, tiers))
     runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.gate)
     state.tree = cache
     return cache
+
+
+def _device_order(config: Any, params: Any, tiers: Tiers) -> DeviceOrder | None:
+    """The queue's order for the device, unless another one is asked for on either side."""
+    if config.eviction != "queue" or params.eviction_policy.lower() != "lru":
+        return None
+    assert tiers.queue is not None
+    return DeviceOrder(tiers.host.tree.fingerprint, tiers.queue.window, tiers.keeps)
 
 
 def _tiers(

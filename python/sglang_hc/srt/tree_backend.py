@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
+    EvictResult,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
@@ -26,6 +27,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.metrics import Exporter
+from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
@@ -59,9 +61,13 @@ class HcRadixCache(RadixCache):
 
     tiers: Tiers | None = None
 
-    def __init__(self, params: Any, tiers: Tiers, runner: Any) -> None:
+    def __init__(
+        self, params: Any, tiers: Tiers, runner: Any, device_order: DeviceOrder | None = None
+    ) -> None:
+        """device_order: which leaves of the device tree leave first; None for SGLang's order."""
         super().__init__(params)
         self.tiers = tiers
+        self._device_order = device_order
         self._runner = runner
         self.token_to_kv_pool_host = HostPoolFacade(tiers)
         # SGLang reads the sizes of these to know whether anything is under way.
@@ -176,6 +182,23 @@ class HcRadixCache(RadixCache):
             self.evict(EvictParams(num_tokens=count - allocator.available_size()))
         slots = allocator.alloc(count)
         return None if slots is None else slots.to(torch.int64)
+
+    # -- evict -----------------------------------------------------------------------------------
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free device slots, leaf by leaf."""
+        if self._device_order is None or self.disable:
+            return super().evict(params)
+        started = time.perf_counter()
+        freed = 0
+        victims = self._device_order.victims(self.evictable_leaves)
+        while freed < params.num_tokens and (node := next(victims, None)) is not None:
+            self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+            freed += len(node.value)
+            self._delete_leaf(node)
+            self._record_remove_event(node)
+        self.update_eviction_metrics(freed, started)
+        return EvictResult(num_tokens_evicted=freed)
 
     # -- restore ---------------------------------------------------------------------------------
 

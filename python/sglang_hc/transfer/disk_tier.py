@@ -156,18 +156,9 @@ class DiskTier:
         self.counters["prefetches"] += 1
         return Prefetched.STARTED
 
-    def beyond(
-        self, namespace: str | None, tokens: bytes, nodes: Sequence[BlockNode]
-    ) -> list[bytes]:
-        """Identities of whole blocks on disk that continue the host tier's path `nodes`."""
-        first = sum(node.is_full for node in nodes)
-        if (
-            first
-            and tokens[(first - 1) * BLOCK_BYTES : first * BLOCK_BYTES] != nodes[first - 1].tokens
-        ):
-            first -= 1  # only the first rows of that block are shared
-        identities = [identity for identity, _ in self._identities(namespace, tokens, first)]
-        return identities[: self._io.contains(identities)]
+    def holds(self, block_id: bytes) -> bool:
+        """Whether this block is on disk, as far as known."""
+        return self._io.contains([block_id]) == 1
 
     def ready(self, rid: str) -> bool:
         """False: pass the request over; something is on its way that does not take too long."""

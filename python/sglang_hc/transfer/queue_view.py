@@ -34,7 +34,7 @@ WaitingOf = Callable[[str], Waiting]
 class QueueView:
     """Look-ahead over one scheduler's waiting queue.
 
-    `window` is the one the eviction policy asks. `prefetch` is `queue` (reads start as requests
+    `window` is the one the eviction policies ask. `prefetch` is `queue` (reads start as requests
     enter the prefetch window), `on-arrival` (when they are queued) or `off`.
     """
 
@@ -49,7 +49,7 @@ class QueueView:
         """slots: blocks the host tier holds, and the disk tier (0 without one)."""
         self._host = host
         self._disk = disk
-        self._window = window
+        self.window = window
         self._host_slots, self._disk_slots = slots
         self._prefetch = prefetch
         self._blocks = RunningMean()
@@ -69,11 +69,11 @@ class QueueView:
 
     def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
         """The waiting requests, the next to be served first; once per pass."""
-        if not queue and not len(self._window):
+        if not queue and not len(self.window):
             return
-        self._window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
+        self.window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
         if self._prefetch == "queue":
-            for rid in self._window.order[: self.prefetch_window]:
+            for rid in self.window.order[: self.prefetch_window]:
                 self._start(rid, waiting_of)
 
     def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
@@ -103,7 +103,7 @@ class QueueView:
         """The request left the queue without being admitted, or is over."""
         self._started.discard(rid)
         del self._passed[rid]
-        self._window.discard(rid)
+        self.window.discard(rid)
         if self._disk is not None:
             self._disk.cancel(rid)
 
@@ -120,25 +120,21 @@ class QueueView:
             self._started.add(rid)
 
     def _is_head(self, rid: str) -> bool:
-        order = self._window.order
+        order = self.window.order
         return not order or order[0] == rid
 
     def _sooner_than(self, rid: str) -> Spare | None:
         """Blocks needed no later than by this request do not make room for it."""
-        rank = self._window.rank(rid)
+        rank = self.window.rank(rid)
         if self._prefetch != "queue" or rank is None:
             return None
 
         def spare(node: BlockNode) -> bool:
-            use = self._window.next_use(node.block_id)
+            use = self.window.next_use(node.block_id)
             return use is not None and use <= rank
 
         return spare
 
     def _needs(self, waiting: Waiting) -> list[bytes]:
-        """Identities of the blocks a request needs, as far as they are in memory or on disk."""
-        nodes = self._host.tree.match(waiting.namespace, waiting.tokens).nodes
-        needs = [node.block_id for node in nodes]
-        if self._disk is not None:
-            needs += self._disk.beyond(waiting.namespace, waiting.tokens, nodes)
-        return list(dict.fromkeys(needs))
+        """Identities of the blocks a request can use, wherever they are or will be."""
+        return self._host.tree.identities(waiting.namespace, waiting.tokens)

@@ -82,6 +82,12 @@ class Tiers:
                 return match.nodes[:index], index * BLOCK_TOKENS
         return match.nodes, match.tokens
 
+    def keeps(self, block_id: bytes) -> bool:
+        """Whether a tier below the device has this block, as far as known."""
+        if block_id in self.host:
+            return True
+        return self.disk is not None and self.disk.holds(block_id)
+
     # -- restore ---------------------------------------------------------------------------------
 
     def queue_restore(self, restoration: Restoration, release: Callable[[], None]) -> None:

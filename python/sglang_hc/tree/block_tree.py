@@ -189,6 +189,21 @@ class BlockTree:
             node = child
         return nodes, start // TOKEN_BYTES
 
+    def identities(self, namespace: str | None, tokens: bytes) -> list[bytes]:
+        """Every block that computing packed `tokens` could use, in path order, here or not.
+
+        The whole blocks of the path, and a known block that shares only its first rows. Hashes
+        what the tree does not know, about a microsecond per block.
+        """
+        match = self.match(namespace, tokens)
+        whole = match.tokens // BLOCK_TOKENS
+        found = [node.block_id for node in match.nodes]
+        parent = found[whole - 1] if whole else root_id(self.fingerprint, namespace)
+        for start in range(whole * BLOCK_BYTES, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            parent = block_id(self.fingerprint, parent, tokens[start : start + BLOCK_BYTES])
+            found.append(parent)
+        return found
+
     def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
         """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.
 

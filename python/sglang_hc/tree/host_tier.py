@@ -27,6 +27,8 @@ class EvictionPolicy(Protocol):
 
     def remove(self, node: BlockNode) -> None: ...
 
+    def __contains__(self, block_id: bytes) -> bool: ...
+
     def victims(self) -> Iterator[BlockNode]:
         """Leaves in the order they should leave. The caller skips those that cannot, and may take
         each out of the tree before it asks for the next."""
@@ -60,6 +62,10 @@ class HostTier:
     @property
     def published_blocks(self) -> int:
         return self.tree.num_blocks
+
+    def __contains__(self, block_id: bytes) -> bool:
+        """Whether the block is in the tree; its bytes may still be on their way."""
+        return block_id in self._policy
 
     def stage(self, now: float, spare: Spare | None = None) -> int | None:
         """A slot to write into, evicting if none is free. None: all are in use, or to be spared."""

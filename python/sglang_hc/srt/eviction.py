@@ -1,0 +1,136 @@
+"""Which leaves of the device tree leave first (AttentionStore section 3.3.2, on the device).
+
+    needed by a waiting request       last; the one needed last goes first
+    without a copy below the device   gets a second chance, once per use
+    the rest                          SGLang's order, least recently used first
+
+With nobody waiting and copies of everything below, this is SGLang's own order. A copy makes leaving
+free, so what has none stays about twice as long; staying for ever would fill the device with what
+nobody uses. Nothing here compares times of different clocks, so all ranks of a group decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple, Protocol
+
+from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.identity import block_id, pack_tokens, root_id
+
+NOTE = "hc_blocks"
+"""Attribute of a device node that holds its `NodeBlocks`."""
+
+CHANCE = "hc_chance"
+"""Attribute of a device node that had its second chance: the times of its last use, before and now.
+It holds as long as the node's own time is the later one."""
+
+
+class NodeBlocks(NamedTuple):
+    """Blocks that end in a device node of `length` tokens; the node's own end counts as one.
+
+    chain: identity of the last whole block of the path. rest: packed tokens of the path behind it.
+    """
+
+    length: int
+    first: bytes
+    last: bytes
+    chain: bytes
+    rest: bytes
+
+
+class Needs(Protocol):
+    """What the order asks of the look-ahead window."""
+
+    def __len__(self) -> int: ...
+    def next_use(self, block_id: bytes) -> float | None: ...
+
+
+class DeviceOrder:
+    """Order of leaves for `HcRadixCache.evict`. Belongs to the scheduler thread.
+
+    needs: the look-ahead window. kept: whether a tier below has a block.
+    """
+
+    def __init__(self, fingerprint: bytes, needs: Needs, kept: Callable[[bytes], bool]) -> None:
+        self._fingerprint = fingerprint
+        self._needs = needs
+        self._kept = kept
+
+    def victims(self, leaves: Collection[Any]) -> Iterator[Any]:
+        """Unlocked leaves in the order they should leave.
+
+        The caller takes each one out of the tree before it asks for the next; the parent it
+        uncovers is then in the running too. Only those that come up are looked at, so a call costs
+        what SGLang's own does, plus the leaves passed over.
+        """
+        heap: list[tuple[float, Any]] = [(leaf.last_access_time, leaf) for leaf in leaves]
+        heapify(heap)
+        needed: list[tuple[float, Any]] = []
+        while heap or needed:
+            if heap:
+                _, node = heappop(heap)
+                use = self._next_use(node)
+                if use is not None:
+                    heappush(needed, (-use, node))
+                    continue
+                if _chance(node) is None and not self._kept(self._blocks(node).last):
+                    now = time.monotonic()
+                    setattr(node, CHANCE, (node.last_access_time, now))
+                    node.last_access_time = now
+                    heappush(heap, (now, node))
+                    continue
+            else:
+                _, node = heappop(needed)
+            parent, chance = node.parent, _chance(node)
+            yield node
+            if not parent.children and parent.lock_ref == 0:
+                when = parent.last_access_time
+                if chance is not None and when <= chance:  # a path has one chance, not each node
+                    setattr(parent, CHANCE, (when, when))
+                heappush(heap, (when, parent))
+
+    def _next_use(self, node: Any) -> float | None:
+        """Rank of the first request that needs the node; None if none does."""
+        if not len(self._needs):
+            return None
+        return self._needs.next_use(self._blocks(node).first)
+
+    def _blocks(self, node: Any) -> NodeBlocks:
+        """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""
+        missing = []
+        known = _noted(node)
+        while known is None and node.parent is not None:
+            missing.append(node)
+            node = node.parent
+            known = _noted(node)
+        if known is None:  # the root of all namespaces
+            root = root_id(self._fingerprint, missing[-1].key.extra_key)
+            known = NodeBlocks(0, root, root, root, b"")
+        for below in reversed(missing):
+            known = self._extend(known, below)
+            setattr(below, NOTE, known)
+        return known
+
+    def _extend(self, above: NodeBlocks, node: Any) -> NodeBlocks:
+        tokens = above.rest + pack_tokens(node.key.raw_token_ids())
+        chain, first = above.chain, b""
+        whole = len(tokens) // BLOCK_BYTES * BLOCK_BYTES
+        for start in range(0, whole, BLOCK_BYTES):
+            chain = block_id(self._fingerprint, chain, tokens[start : start + BLOCK_BYTES])
+            first = first or chain
+        rest = tokens[whole:]
+        last = block_id(self._fingerprint, chain, rest) if rest else chain
+        return NodeBlocks(len(node.key), first or last, last, chain, rest)
+
+
+def _noted(node: Any) -> NodeBlocks | None:
+    note: NodeBlocks | None = getattr(node, NOTE, None)
+    return note if note is not None and note.length == len(node.key) else None
+
+
+def _chance(node: Any) -> float | None:
+    """When a node was used before its second chance; None if it had none since its last use."""
+    before, now = getattr(node, CHANCE, (None, None))
+    return before if now == node.last_access_time else None
