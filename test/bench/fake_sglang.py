@@ -33,6 +33,7 @@ class FakeServer:
     margin: float = 0.5
     incremental: bool = False
     can_flush: bool = True
+    host_tier: bool = True
     status: int = 200
     break_stream: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -122,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         cached = self.fake.cached(prompt)
         reply = self.fake.reply_ids(prompt, body["sampling_params"]["max_new_tokens"])
-        details = {"device": cached - cached // 2, "host": cached // 2} if cached else None
+        on_host = cached // 2 if self.fake.host_tier else 0
+        details = {"device": cached - on_host, "host": on_host} if cached else None
         events = []
         for done in range(1, len(reply) + 1):
             meta = {
@@ -175,11 +177,14 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--fake-disagree-after", type=int)
     parser.add_argument("--fake-margin", type=float, default=0.5)
+    parser.add_argument("--fake-no-host-tier", dest="host_tier", action="store_false")
     args, others = parser.parse_known_args()
     print("fake flags:", *others, flush=True)
     if "--fake-die" in others:
         sys.exit("the fake refuses to start")
-    fake = FakeServer(disagree_after=args.fake_disagree_after, margin=args.fake_margin)
+    fake = FakeServer(
+        disagree_after=args.fake_disagree_after, margin=args.fake_margin, host_tier=args.host_tier
+    )
     serve(fake, args.port).serve_forever()
 
 

@@ -117,12 +117,13 @@ def rounds(run: Run) -> dict[str, Any]:
 
 
 def groups(run: Run, names: Groups) -> dict[str, dict[str, Any]]:
-    """Statistics of every group of measured records, by the turn that begins it."""
+    """Statistics of every group of measured records, by the turn that begins it; totals last."""
     chosen: dict[str, list[Record]] = {}
     for record in sorted(run.measured, key=lambda record: record.turn):
         for name in names(record):
             chosen.setdefault(name, []).append(record)
-    return {name: _group(records) for name, records in chosen.items()}
+    ordered = sorted(chosen, key=lambda name: name.endswith("+"))
+    return {name: _group(chosen[name]) for name in ordered}
 
 
 def _group(records: list[Record]) -> dict[str, Any]:

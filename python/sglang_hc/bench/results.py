@@ -66,9 +66,11 @@ def build(
 
 def _command() -> str:
     """What was typed: the command line tool, or a script of the source tree such as the demo."""
-    script = Path(sys.argv[0])
-    known = script.parent.name == "scripts" and script.suffix == ".py"
-    program = ["python", f"scripts/{script.name}"] if known else ["sglang-hc"]
+    root = Path(__file__).resolve().parents[3]
+    script = Path(sys.argv[0]).resolve()
+    program = ["sglang-hc"]
+    if any(script.is_relative_to(root / folder) for folder in ("scripts", "benchmark")):
+        program = ["python", str(script.relative_to(root))]
     return shlex.join([*program, *sys.argv[1:]])
 
 
