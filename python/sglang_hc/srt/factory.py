@@ -137,7 +137,8 @@ def _tiers(
         disk = DiskTier(DiskThreads(store, pool), tier)
         logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
     sizes = (num_slots, disk.capacity if disk is not None else 0)
-    queue = QueueView(tier, disk, window, sizes, config.prefetch)
+    by_queue = config.eviction == "queue"
+    queue = QueueView(tier, disk, window, sizes, config.prefetch, tell_disk=by_queue)
     return Tiers(
         layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk, queue
     )

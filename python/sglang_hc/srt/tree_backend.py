@@ -308,18 +308,19 @@ class HcRadixCache(RadixCache):
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
-            self._commit(req, tokens, length, final=True)
+            self._live.used(req.extra_key, self._commit(req, tokens, length, final=True))
         self._waiting.pop(req.rid, None)
         self._queue.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
-    def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> None:
+    def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
         with self._on_compute_stream():
             slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
             self._live.capture.commit(
                 req.rid, req.extra_key, packed, slots.to(torch.int64), final=final
             )
+        return packed
 
     # -- upkeep ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -80,6 +80,14 @@ class BlockIo(Protocol):
 
     def poll(self) -> list[BlockDone]:
         """Answers since the last call, in the order in which they came."""
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """A prefix path was used, wherever it was served from; identities in path order. Blocks
+        that are not here are ignored."""
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        """When waiting requests will use blocks, as far as that has changed: a rank, smaller is
+        sooner, or None for no more. A hint for eviction; it may be late or lost."""
 
     def clear(self) -> None:
         """Remove every block of this model. Nothing that was here is found from now on."""
@@ -157,6 +165,12 @@ class DiskThreads:
         while self._done:
             done.append(self._done.popleft())
         return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        self._store.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        self._store.expect(uses)
 
     def clear(self) -> None:
         self._store.delete(self._store.block_ids())

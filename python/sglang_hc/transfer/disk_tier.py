@@ -17,7 +17,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -159,6 +159,14 @@ class DiskTier:
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is on disk, as far as known."""
         return self._io.contains([block_id]) == 1
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """A prefix path was used, wherever it was served from; identities in path order."""
+        self._io.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        """Pass on when waiting requests will use blocks; see `BlockIo.expect`."""
+        self._io.expect(uses)
 
     def ready(self, rid: str) -> bool:
         """False: pass the request over; something is on its way that does not take too long."""

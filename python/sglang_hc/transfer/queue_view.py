@@ -1,8 +1,8 @@
 """What the waiting queue tells the tiers (AttentionStore section 3.3).
 
 Once per scheduling pass the queue is looked at: what the requests in the eviction window need stays
-in the host tier, and for the requests in the prefetch window reads from disk are started, head
-first. Belongs to the scheduler thread; a pass costs O(window).
+in its tiers, and for the requests in the prefetch window reads from disk are started, head first.
+Belongs to the scheduler thread; a pass costs O(window).
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ class QueueView:
         window: LookAhead[str],
         slots: tuple[int, int],
         prefetch: str,
+        *,
+        tell_disk: bool,
     ) -> None:
-        """slots: blocks the host tier holds, and the disk tier (0 without one)."""
+        """slots: blocks the host tier holds, and the disk tier (0 without one). tell_disk: it
+        evicts by the queue, too."""
         self._host = host
         self._disk = disk
         self.window = window
@@ -55,6 +58,9 @@ class QueueView:
         self._blocks = RunningMean()
         self._started: set[str] = set()
         self._passed: Counter[str] = Counter()
+        self._changed: set[bytes] = set()
+        if disk is not None and tell_disk:
+            window.subscribe(self._changed.add)
 
     @property
     def eviction_window(self) -> int:
@@ -69,9 +75,12 @@ class QueueView:
 
     def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
         """The waiting requests, the next to be served first; once per pass."""
-        if not queue and not len(self.window):
+        if not queue and not len(self.window) and not self._changed:
             return
         self.window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
+        if self._changed and self._disk is not None:
+            self._disk.expect({block: self.window.next_use(block) for block in self._changed})
+            self._changed.clear()
         if self._prefetch == "queue":
             for rid in self.window.order[: self.prefetch_window]:
                 self._start(rid, waiting_of)

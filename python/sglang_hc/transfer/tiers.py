@@ -88,6 +88,11 @@ class Tiers:
             return True
         return self.disk is not None and self.disk.holds(block_id)
 
+    def used(self, namespace: str | None, tokens: bytes) -> None:
+        """A request over packed `tokens` is over: its path was used, wherever it came from."""
+        if self.disk is not None:
+            self.disk.touch(self.host.tree.identities(namespace, tokens))
+
     # -- restore ---------------------------------------------------------------------------------
 
     def queue_restore(self, restoration: Restoration, release: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import stat
 import sys
 import threading
@@ -194,24 +195,51 @@ def test_a_prefix_ages_from_its_end(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_callers_victim_order_is_obeyed(tmp_path: Path) -> None:
-    protected = {block.block_id for block in make_path(8, seed=1)}
-    store = open_store(
-        tmp_path, victim_order=lambda page: [r for r in page if r.block_id not in protected]
-    )
+def names(seed: int) -> list[bytes]:
+    return [block.block_id for block in make_path(8, seed=seed)]
+
+
+def test_what_a_waiting_request_needs_is_not_evicted(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
     put(store, make_path(8, seed=1))
+    store.expect(dict.fromkeys(names(1), 3.0))
     for seed in range(2, 14):
         put(store, make_path(8, seed=seed))
     assert store.stats().counters["evicted_blocks"] > 0
-    assert store.contains([block.block_id for block in make_path(8, seed=1)]) == 8
+    assert store.contains(names(1)) == 8
+    store.expect(dict.fromkeys(names(1)))
+    for seed in range(14, 26):
+        put(store, make_path(8, seed=seed))
+    assert store.contains(names(1)) < 8, "nobody needs it any more"
+    store.close()
+
+
+def test_when_all_is_needed_what_is_needed_last_goes_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ranks = random.Random(4).sample(range(12), 12)
+    for seed, rank in enumerate(ranks):
+        store.expect(dict.fromkeys(names(seed), float(rank)))
+        assert put(store, make_path(8, seed=seed)) == [WriteStatus.OK] * 8
+    left = [rank for seed, rank in enumerate(ranks) if store.contains(names(seed)) == 8]
+    assert store.stats().counters["evicted_blocks"] > 0
+    newest = ranks[-1]
+    assert sorted({*left, newest}) == sorted({*range(len(left) - (newest >= len(left))), newest})
+    store.check_integrity()
     store.close()
 
 
 def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
-    store = open_store(tmp_path, victim_order=lambda page: [])
-    answers = {status for seed in range(14) for status in put(store, make_path(8, seed=seed))}
-    assert answers == {WriteStatus.OK, WriteStatus.NO_SPACE}
+    store = open_store(tmp_path)
+    fitting = 0
+    while store.stats().counters.get("evicted_blocks", 0) == 0:
+        fitting += 1
+        put(store, make_path(8, seed=fitting))
+    leases = [store._blocks.acquire(block_id) for block_id in store.block_ids()]
+    answers = {status for seed in range(50, 54) for status in put(store, make_path(8, seed=seed))}
+    assert answers == {WriteStatus.NO_SPACE}
     assert store.stats().counters["write_no_space"] > 0
+    for shares in leases:
+        store._blocks.release(shares or [])
     store.check_integrity()
     store.close()
 

@@ -1,31 +1,23 @@
 """Making room on a directory: new slabs, old blocks out, slabs from one model to another.
 
-Which blocks go is the caller's policy (AttentionStore section 3.3.2 looks at the waiting queue);
-without one the least recently used go first.
+What no waiting request needs goes first, least recently used first; when all is needed, what is
+needed last (AttentionStore section 3.3.2).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from heapq import nlargest
 
 from sglang_hc.store.disk.blockset import BlockSet
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.records import Resident
 from sglang_hc.store.disk.slabs import Slot
 
-VictimOrder = Callable[[Sequence[Resident]], Iterable[Resident]]
-"""From candidates, least recently used first, those that may go, in the order they should go.
-Called on an I/O thread; more candidates are offered when too few are returned."""
-
 _BATCH_SHARE = 64
 _PAGE = 256
 _MOST_PAGES = 64
-
-
-def in_given_order(candidates: Sequence[Resident]) -> Sequence[Resident]:
-    """Least recently used first."""
-    return candidates
 
 
 class Evictor:
@@ -35,14 +27,22 @@ class Evictor:
     once more than `high` are taken, so that writers find free slots without waiting.
     """
 
-    def __init__(self, blocks: BlockSet, order: VictimOrder, high: float, low: float) -> None:
+    def __init__(self, blocks: BlockSet, high: float, low: float) -> None:
         self._blocks = blocks
         self._slot_bytes = blocks.striping.slot_bytes
-        self._order = order
+        self._uses: dict[bytes, float] = {}
         self._high = high
         self._low = low
         self._lock = threading.Lock()
         self._newest: dict[str, dict[int, int]] = {}
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        """When blocks are needed next, see `DiskStore.expect`. Any thread, one at a time."""
+        for block_id, use in uses.items():
+            if use is None:
+                self._uses.pop(block_id, None)
+            else:
+                self._uses[block_id] = use
 
     def slot(self, directory: Directory) -> Slot | None:
         """A leased free slot; None when nothing can go. Raises OSError, DirectoryFailed."""
@@ -62,14 +62,15 @@ class Evictor:
                 directory.slabs.prepare(self._slot_bytes)
 
     def trim(self) -> int:
-        """Evict down to the low watermark where the high one is passed. Returns blocks evicted."""
+        """Evict down to the low watermark where the high one is passed, nothing that is needed.
+        Returns blocks evicted."""
         count = 0
         for directory in self._blocks.directories:
             used, there = directory.slabs.usage(self._slot_bytes)
             there += directory.slabs.growable_slots(self._slot_bytes)
             if there and used > self._high * there:
                 with self._lock:
-                    count += self._evict(directory, used - int(self._low * there))
+                    count += self._evict(directory, used - int(self._low * there), needed=False)
         return count
 
     def expire(self, before: float) -> int:
@@ -94,7 +95,7 @@ class Evictor:
         if self._blocks.retry_removals():
             return True
         _, there = directory.slabs.usage(self._slot_bytes)
-        return self._evict(directory, max(1, there // _BATCH_SHARE)) > 0
+        return self._evict(directory, max(1, there // _BATCH_SHARE), needed=True) > 0
 
     def _take_foreign_slab(self, directory: Directory) -> bool:
         """Drop the longest unused slabs of other slot sizes until one of ours fits in their place.
@@ -115,22 +116,30 @@ class Evictor:
                 return True
         return False
 
-    def _evict(self, directory: Directory, wanted: int) -> int:
-        """Evict until `wanted` slots of this directory are free again. Returns blocks evicted."""
+    def _evict(self, directory: Directory, wanted: int, *, needed: bool) -> int:
+        """Evict until `wanted` slots of this directory are free again. Returns blocks evicted.
+
+        needed: when nothing else is left, also what waiting requests need.
+        """
         self._blocks.flush_touches()
         behind: Resident | None = None
         evicted = 0
+        last: list[tuple[float, Resident]] = []
         for _ in range(_MOST_PAGES):
             with directory.guarded():
                 page = directory.index.oldest(_PAGE, behind, slot_bytes=self._slot_bytes)
             if not page:
                 break
             behind = page[-1]
-            victims = list(self._order(page))[: wanted - evicted]
-            if victims and self._remove(victims):
-                evicted += len(victims)
+            uses = [(self._uses.get(resident.block_id), resident) for resident in page]
+            victims = [resident for use, resident in uses if use is None][: wanted - evicted]
+            evicted += self._remove(victims)
             if evicted >= wanted:
                 break
+            last += [(use, resident) for use, resident in uses if use is not None]
+            last = nlargest(wanted - evicted, last, key=_use)
+        if needed and evicted < wanted:
+            evicted += self._remove([resident for _, resident in last[: wanted - evicted]])
         self._blocks.counters.add("evicted_blocks", evicted)
         return evicted
 
@@ -140,3 +149,7 @@ class Evictor:
             by_model.setdefault(resident.fingerprint, []).append(resident.block_id)
         count = self._blocks.remove(by_model.pop(self._blocks.fingerprint, ()))
         return count + sum(self._blocks.remove_rows(*item) for item in by_model.items())
+
+
+def _use(item: tuple[float, Resident]) -> float:
+    return item[0]

@@ -1,16 +1,16 @@
 """The disk store: blocks of one model over one or several directories.
 
-`contains`, `touch` and `drain_removed` are for the scheduler thread: they look into memory, never
-at a disk, and wait for nobody. `write_many`, `write`, `read` and `delete` are for any number of I/O
-threads at once. Nothing is believed that lies on a disk: every read proves identity and digests
-(HCache section 4.2 for the layout, docs/disk-format.md for the bytes). Once open, trouble is an
-answer and a counter, not an exception.
+`contains`, `touch`, `expect` and `drain_removed` are for the scheduler thread: they look into
+memory, never at a disk, and wait for nobody. `write_many`, `write`, `read` and `delete` are for any
+number of I/O threads at once. Nothing is believed that lies on a disk: every read proves identity
+and digests (HCache section 4.2 for the layout, docs/disk-format.md for the bytes). Once open,
+trouble is an answer and a counter, not an exception.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from sglang_hc.store.disk.directory import (
     DirectoryError,
     DirectorySpec,
 )
-from sglang_hc.store.disk.eviction import Evictor, VictimOrder, in_given_order
+from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import ID_BYTES, MAX_STRIPES, Chunk, Striping
 from sglang_hc.store.disk.maintenance import Maintenance
 from sglang_hc.store.disk.opening import Opening, open_directory
@@ -71,6 +71,7 @@ class DiskStore:
         self._blocks = blocks
         self._reader = BlockReader(blocks)
         self._writer = BlockWriter(blocks, evictor)
+        self._evictor = evictor
         self.maintenance = maintenance
         self.slot_bytes = slot_bytes
 
@@ -83,7 +84,6 @@ class DiskStore:
         model_label: str,
         *,
         ttl_s: float | None = None,
-        victim_order: VictimOrder = in_given_order,
         watermarks: tuple[float, float] = (HIGH_WATERMARK, LOW_WATERMARK),
         scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
         background: bool = True,
@@ -108,7 +108,7 @@ class DiskStore:
                 opened.append(open_directory(opening))
             blocks = BlockSet(opened, striping, fingerprint, clock)
             blocks.settle()
-            evictor = Evictor(blocks, victim_order, *watermarks)
+            evictor = Evictor(blocks, *watermarks)
             maintenance = Maintenance(blocks, evictor, ttl_s, scrub_bytes_per_s)
             if ttl_s is not None:
                 evictor.expire(clock() - ttl_s)
@@ -133,6 +133,12 @@ class DiskStore:
         """Note that a prefix path was used, wherever it was served from; identities in path order.
         Blocks that are not here are ignored. The sequence must not change afterwards."""
         self._blocks.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        """When waiting requests will use blocks, as far as that has changed since the last call: a
+        rank, smaller is sooner, or None for no more. What is needed is evicted last, and of that
+        what is needed last first. Blocks need not be here."""
+        self._evictor.expect(uses)
 
     def drain_removed(self) -> list[bytes]:
         """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.

@@ -1,0 +1,102 @@
+"""The look at the waiting queue: what it tells the tiers, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.queue_view import QueueView, Waiting
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+
+
+class Below:
+    """BlockIo that only remembers what it is told."""
+
+    capacity = 100
+
+    def __init__(self) -> None:
+        self.uses: dict[bytes, float | None] = {}
+        self.told = 0
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return 0
+
+    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+        return None
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        raise AssertionError("nothing is here")
+
+    def poll(self) -> list[BlockDone]:
+        return []
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        return None
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        self.uses |= uses
+        self.told += 1
+
+    def clear(self) -> None:
+        return None
+
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> Counter[str]:
+        return Counter()
+
+    def close(self) -> None:
+        return None
+
+
+def view(*, tell_disk: bool = True) -> tuple[QueueView, Below]:
+    window: LookAhead[str] = LookAhead()
+    host = HostTier(BlockTree(b"f" * 16), 100, make_policy("queue", window))
+    below = Below()
+    disk = DiskTier(below, host)
+    queue = QueueView(host, disk, window, (100, 100), "queue", tell_disk=tell_disk)
+    for _ in range(9):
+        queue.finished("earlier", 2)
+    return queue, below
+
+
+def waiting(rid: str) -> Waiting:
+    """Requests a1, a2 ... share their first block."""
+    tokens = [ord(rid[0])] * 64 + [int(rid[1:])] * 64
+    return Waiting(None, pack_tokens(tokens), 0)
+
+
+def ids(rid: str) -> list[bytes]:
+    return BlockTree(b"f" * 16).identities(None, waiting(rid).tokens)
+
+
+def test_the_disk_is_told_what_changed_and_only_then() -> None:
+    queue, below = view()
+    queue.look(["a1", "a2", "b1"], waiting)
+    shared, own = ids("a2")
+    first, second, third = (below.uses[ids(rid)[1]] for rid in ("a1", "a2", "b1"))
+    assert None not in (first, second, third)
+    assert below.uses[shared] == first < second == below.uses[own] < third  # type: ignore[operator]
+    queue.look(["a1", "a2", "b1"], waiting)
+    assert below.told == 1
+    queue.look(["a2", "b1"], waiting)
+    assert below.uses[ids("a1")[1]] is None
+    assert below.uses[shared] == second, "it is now needed by the next one"
+    queue.gone("a2")
+    queue.gone("b1")
+    queue.look([], waiting)
+    assert set(below.uses.values()) == {None}
+
+
+def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
+    queue, below = view(tell_disk=False)
+    queue.look(["a1"], waiting)
+    assert below.told == 0
