@@ -107,12 +107,15 @@ class Capture:
         base = start % BLOCK_TOKENS
         stage = _Stage(namespace, start - base, start)
         if base:
+            node = match.nodes[-1]
+            self._tier.pin([node])  # making room must not take the block to be copied
             slot = self._new_slot()
+            if slot is not None:
+                self._copy(node, slot, base)
+                stage.slots[start // BLOCK_TOKENS] = slot
+            self._tier.unpin([node])
             if slot is None:
                 return
-            node = match.nodes[-1]
-            self._copy(node, slot, base)
-            stage.slots[start // BLOCK_TOKENS] = slot
         self._stages[rid] = stage
 
     def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
