@@ -103,6 +103,17 @@ def test_mixed_plan_bfloat16(models: None, model: str) -> None:
     assert max(evicted["error"]) == 0.0
 
 
+@pytest.mark.parametrize("model", [*FAMILIES, "deepseek-v2"])
+def test_recomputed_layers_float32(models: None, model: str) -> None:
+    """The family's own embedding step and layers, and whatever the other layers are loaded as."""
+    plan = "recompute:2,kv:2" if model == "deepseek-v2" else "recompute:2,hidden:1,kv:1"
+    kept, evicted, stats = run_in_child(both, model, plan, "float32")
+    assert stats["layer_plan"] == plan
+    assert stats["recomputed_layer_tokens"] == 2 * sum(evicted["host"])
+    check(kept, evicted)
+    assert max(evicted["error"]) <= 1e-5
+
+
 @pytest.mark.parametrize("form", ["kv", "hidden"])
 def test_restored_garbage_is_noticed(models: None, form: str) -> None:
     """The control: were restored state not used, or not compared, the tests would be blind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -43,6 +44,11 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
     [
         (("--hc-forms", "squeezed"), ("--hc-forms", "squeezed")),
         (("--hc-forms", "hidden:20,kv:12"), ("--hc-forms", "32 layers", "has 4")),
+        (("--hc-forms", "recompute:4"), ("--hc-forms", "keeps nothing", "--hc-disable")),
+        (
+            ("--hc-forms", "recompute:1,kv:3", "--enable-lora", "--lora-paths", "a=b"),
+            ("--hc-forms", "adapters", "use hidden and kv counts"),
+        ),
         (("--hc-host-size-gb", "-1"), ("--hc-host-size-gb", "above 0")),
         (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
@@ -62,6 +68,20 @@ def test_an_option_that_cannot_be_is_refused(
     assert all(word in said for word in words), said
     assert "Traceback" not in said
     assert sum("error:" in line or line.startswith("sglang-hc:") for line in said.splitlines()) == 1
+
+
+def test_a_family_that_cannot_recompute_is_refused_with_such_a_plan(
+    models: None, tmp_path: Path
+) -> None:
+    config = json.loads((MODELS / "llama-mha" / "config.json").read_text())
+    changed = {**config, "architectures": ["InternLM3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    argv = ("--model-path", str(tmp_path), "--hc-forms", "recompute:1,kv:3")
+    status, said = run_in_child(refusal, argv, {})
+    assert status == 2
+    lines = [line for line in said.splitlines() if line.startswith("sglang-hc:")]
+    assert len(lines) == 1 and "--hc-forms recompute:1,kv:3: layers cannot be" in lines[0]
+    assert "InternLM3ForCausalLM" in lines[0]
 
 
 @pytest.mark.parametrize("empty", [True, False])

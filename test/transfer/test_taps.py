@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from sglang_hc.transfer.taps import TapBuffer
@@ -48,14 +50,17 @@ def test_a_projection_called_by_keyword_is_tapped_too() -> None:
     assert taps.states[0, 0].tolist() == [5.0] * 4
 
 
-def test_too_many_rows_and_a_disabled_tap_leave_the_buffer_alone() -> None:
+def test_too_many_rows_and_a_paused_tap_leave_the_buffer_alone() -> None:
     taps, (first, _) = tapped(rows=2)
     taps.states.fill_(7)
     first(torch.ones(3, 4))
-    taps.enabled = False
-    first(torch.ones(2, 4))
+    with contextlib.suppress(RuntimeError), taps.paused():
+        first(torch.ones(2, 4))
+        raise RuntimeError("the pass failed")
     assert bool((taps.states == 7).all())
     assert taps.rows == 2
+    first(torch.ones(2, 4))
+    assert bool((taps.states[0] == 1).all())
 
 
 def test_rows_are_bytes_without_a_copy() -> None:

@@ -14,6 +14,12 @@ from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.recompute import (
+    LayerRecomputer,
+    cannot_recompute,
+    pieces_disagree,
+    recompute_excluded,
+)
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -65,7 +71,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         part_bytes = rows.part_bytes
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
-    tiers = _tiers(config, runner, state, rows, part_bytes)
+    recomputer = _recomputer(config, runner, state, rows, ctx.params.token_to_kv_pool_allocator)
+    tiers = _tiers(config, runner, state, rows, part_bytes, recomputer)
     cache = HcRadixCache(ctx.params, tiers, runner, _device_order(config, ctx.params, tiers))
     runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.gate)
@@ -81,8 +88,33 @@ def _device_order(config: Any, params: Any, tiers: Tiers) -> DeviceOrder | None:
     return DeviceOrder(tiers.host.tree.fingerprint, tiers.queue.window, tiers.keeps)
 
 
+def _recomputer(
+    config: Any, runner: Any, state: ModelState, rows: KvPoolRows, allocator: Any
+) -> LayerRecomputer | None:
+    """Runs the model's first layers; None where it cannot, and no layer of the plan asks for it."""
+    recomputer = None
+    reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
+    if reason is None:
+        recomputer = LayerRecomputer(runner, state.taps)
+        slots = allocator.alloc(2 * max(allocator.page_size, 16))
+        reason = pieces_disagree(recomputer, rows, slots, runner.kv_cache_dtype)
+        allocator.free(slots)
+        if reason is not None:
+            logger.error("sglang-hc: self-check failed, no layer is recomputed: %s", reason)
+    if reason is None:
+        return recomputer
+    if state.plan.recompute:
+        raise ConfigError(cannot_recompute(config.forms, reason))
+    return None
+
+
 def _tiers(
-    config: Any, runner: Any, state: ModelState, rows: KvPoolRows, part_bytes: tuple[int, ...]
+    config: Any,
+    runner: Any,
+    state: ModelState,
+    rows: KvPoolRows,
+    part_bytes: tuple[int, ...],
+    recomputer: LayerRecomputer | None,
 ) -> Tiers:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = 0
@@ -140,7 +172,18 @@ def _tiers(
     by_queue = config.eviction == "queue"
     queue = QueueView(tier, disk, window, sizes, config.prefetch, tell_disk=by_queue)
     return Tiers(
-        layout, tier, pool, capture, filing, rows, lane, rows.device, state.taps, disk, queue
+        layout,
+        tier,
+        pool,
+        capture,
+        filing,
+        rows,
+        lane,
+        rows.device,
+        state.taps,
+        disk,
+        queue,
+        recomputer,
     )
 
 

@@ -67,10 +67,16 @@ def _plan_problem(server_args: Any) -> str | None:
     config = config_of(server_args)
     if config is None or config.forms in ("auto", "kv", "hidden"):
         return None
+    model = server_args.get_model_config()
     try:
-        explicit_plan(config.forms, server_args.get_model_config().num_hidden_layers)
+        plan = explicit_plan(config.forms, model.num_hidden_layers)
     except PlanError as error:
         return str(error)
+    if plan.recompute:
+        from sglang_hc.srt.recompute import cannot_recompute, recompute_excluded
+
+        reason = recompute_excluded(server_args, model.hf_config.architectures[0])
+        return reason and cannot_recompute(config.forms, reason)
     return None
 
 

@@ -129,8 +129,8 @@ def _plan(
         return plan
     plan = explicit_plan(forms, num_layers)
     if plan.hidden and reason is not None:
-        logger.warning("sglang-hc: --hc-forms %s is served as KV form: %s", forms, reason)
-        return kv
+        logger.warning("sglang-hc: --hc-forms %s is served without hidden: %s", forms, reason)
+        return LayerPlan(plan.recompute, 0, plan.hidden + plan.kv)
     return plan
 
 

@@ -77,10 +77,9 @@ def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
         plan = LayerPlan.parse(forms, num_layers)
     except PlanError as error:
         raise PlanError(f"--hc-forms: {error}") from None
-    if plan.recompute:
+    if plan.recompute == num_layers:
         raise PlanError(
-            f"--hc-forms {forms}: recomputed layers cannot be restored yet; "
-            "use hidden and kv counts"
+            f"--hc-forms {forms} keeps nothing; add --hc-disable to serve without the tiers"
         )
     return plan
 

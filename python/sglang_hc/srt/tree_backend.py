@@ -171,7 +171,12 @@ class HcRadixCache(RadixCache):
         assert inserted.prefix_len == start, "the device tree changed since the request matched"
         self.inc_lock_ref(node)
         restoration = Restoration(
-            nodes[: -(-(start + hit) // BLOCK_TOKENS)], start, start + hit, slots
+            nodes[: -(-(start + hit) // BLOCK_TOKENS)],
+            start,
+            start + hit,
+            slots,
+            self._live.layout.plan.recompute,
+            req.prefix_indices,
         )
         self._live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node

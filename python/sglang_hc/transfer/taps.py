@@ -6,6 +6,8 @@ a hook that kept a reference would run once, at capture, and serve stale states 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ class TapBuffer:
         self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.states = torch.empty((layers, rows, hidden_size), dtype=dtype, device=device)
-        self.enabled = True
+        self._paused = False
 
     @property
     def rows(self) -> int:
@@ -29,7 +31,7 @@ class TapBuffer:
         target = self.states[index]
 
         def tap(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self.enabled:
+            if self._paused:
                 return
             hidden = args[0] if args else kwargs["hidden_states"]
             count = hidden.shape[0]
@@ -37,6 +39,15 @@ class TapBuffer:
                 target[:count].copy_(hidden)
 
         projection.register_forward_pre_hook(tap, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes inside leave the buffer alone: what they compute is not a request's own."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def bytes(self, rows: int) -> torch.Tensor:
         """The first `rows` rows as (layers, rows, row bytes) uint8."""

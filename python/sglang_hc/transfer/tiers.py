@@ -67,7 +67,7 @@ class Tiers:
         self._lane = lane
         self._staging = staging or StagingRing.sized_for(layout, device, lane)
         self._taps = taps
-        self._recomputer = recomputer
+        self.recomputer = recomputer
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
         self._running: dict[int, list[Callable[[], None]]] = {}
         self._releasing: deque[tuple[Mark, tuple[Restoration, ...]]] = deque()
@@ -132,7 +132,7 @@ class Tiers:
             self._lane,
             [r for r, _ in queued],
             self._staging,
-            self._recomputer,
+            self.recomputer,
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]

@@ -1,0 +1,253 @@
+"""RECOMPUTE form under SGLang's real scheduler: chunks, prefixes, batches, failures."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.core import Core, run_in_child
+
+POOL = 640
+PLAN = "recompute:1,hidden:1,kv:2"
+LAYERS = 4
+CHUNK = 64
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(length)]
+
+
+def engine(*flags: str, model: str = "llama-gqa", plan: str = PLAN) -> Core:
+    return Core(
+        "--hc-forms", plan, "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
+        "--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *flags, model=model,
+    )  # fmt: skip
+
+
+def evict(core: Core) -> None:
+    core.tree.tiers.drain()
+    core.flood(random.Random(1), 2 * POOL)
+
+
+def watch(core: Core, counts: list[int] | None = None) -> Counter:
+    """Count what restorations recompute; with `counts`, have them recompute so much in turn."""
+    tiers, seen = core.tree.tiers, Counter()
+    queue, start, run = tiers.queue_restore, tiers.start_restores, tiers.recomputer._pass
+
+    def queue_restore(restoration: Any, release: Any) -> None:
+        if counts:
+            restoration.recompute = counts[seen["restorations"] % len(counts)]
+        seen["restorations"] += 1
+        seen["prefixed"] += restoration.start > 0
+        queue(restoration, release)
+
+    def start_restores() -> int:
+        seen["largest pass"] = max(seen["largest pass"], len(tiers._queued))
+        return start()
+
+    def one_pass(tokens: Any, slots: Any, first: int) -> None:
+        assert len(tokens) <= CHUNK
+        seen["passes"] += 1
+        run(tokens, slots, first)
+
+    tiers.queue_restore, tiers.start_restores = queue_restore, start_restores
+    tiers.recomputer._pass = one_pass
+    return seen
+
+
+def error(wanted: list, found: list) -> float:
+    """Largest difference of K/V over the tokens both have, relative to the layer's largest."""
+    rows = min(wanted[0].shape[0], found[0].shape[0])
+    assert rows > 0
+    return max(
+        float((a[:rows] - b[:rows]).abs().max() / a[:rows].abs().max())
+        for a, b in zip(wanted, found, strict=True)
+    )
+
+
+def scenarios() -> dict[str, Any]:
+    """One engine. Per salt the same requests; "evicted" leaves the device before each step."""
+    core = engine()
+    seen = watch(core)
+    found: dict[str, Any] = {"tokens": {}, "errors": []}
+    history = prompt(2, 230)  # four chunks
+    branches = [[*history[:200], *prompt(20 + i, 10 + 5 * i)] for i in range(3)]
+    originals = {}
+    for salt in ("kept", "evicted"):
+        replies = found["tokens"][salt] = []
+
+        def leave(salt: str = salt) -> None:
+            if salt == "evicted":
+                evict(core)
+
+        def compare(key: str, tokens: list[int], salt: str = salt) -> None:
+            rows = core.kv(tokens, salt)
+            if salt == "kept":
+                originals[key] = rows
+            else:
+                found["errors"].append(error(originals[key], rows))
+
+        first = core.ask(history, 20, salt)
+        replies.append(first.tokens)
+        talk = [*history, *first.tokens]
+
+        leave()  # longer than a chunk, from nothing
+        replies.append(core.ask([*talk, *prompt(3, 20)], 10, salt).tokens)
+        compare("whole", talk)
+
+        leave()  # the first 99 tokens come back alone, the rest is recomputed behind them
+        replies.append(core.ask(talk[:100], 2, salt).tokens)
+        before = seen["prefixed"]
+        replies.append(core.ask([*talk, *prompt(4, 9)], 10, salt).tokens)
+        found[f"{salt} prefixed"] = seen["prefixed"] - before
+        compare("prefixed", talk)
+
+        leave()  # several in one pass, each behind the last one's slots
+        rids = [core.submit(tokens, 8, salt) for tokens in [talk[:120], *branches]]
+        core.run()
+        replies += [core.reply(rid).tokens for rid in rids]
+        for index, tokens in enumerate(branches):
+            compare(f"branch {index}", tokens)
+        core.settle()
+    found["seen"] = dict(seen)
+    found["stats"] = core.tree.stats()
+    return found
+
+
+def test_chunks_prefixes_and_batches(models: None) -> None:
+    found = run_in_child(scenarios)
+    assert found["tokens"]["evicted"] == found["tokens"]["kept"]
+    assert max(found["errors"]) <= 1e-5
+    assert found["kept prefixed"] == 0 and found["evicted prefixed"] == 1
+    seen = found["seen"]
+    assert seen["largest pass"] >= 2
+    assert seen["passes"] > seen["restorations"]
+    assert found["stats"]["recomputed_layer_tokens"] == found["stats"]["restored_tokens"]
+
+
+def more_than_the_plan(plan: str) -> tuple[list, list, float, dict, int]:
+    """Three turns beside two other conversations; restorations recompute 2, 4, 1, ... layers."""
+    core = engine(plan=plan)
+    seen = watch(core, [2, LAYERS, 1, 3])
+    tokens: dict[str, list] = {"kept": [], "evicted": []}
+    states: dict[str, list] = {}
+    for salt in tokens:
+        talks = [[*prompt(1, 70), *prompt(60 + i, 30 * i)] for i in range(3)]
+        for turn in range(3):
+            if salt == "evicted":
+                evict(core)
+            rids = [core.submit(talk, 8, salt) for talk in talks]
+            core.run()
+            for index, rid in enumerate(rids):
+                talks[index] += [*core.reply(rid).tokens, *prompt(100 + turn, 11)]
+        tokens[salt] = talks
+        states[salt] = [core.kv(talk, salt) for talk in talks]
+        core.settle()
+    worst = max(error(a, b) for a, b in zip(states["kept"], states["evicted"], strict=True))
+    return tokens["kept"], tokens["evicted"], worst, core.tree.stats(), seen["largest pass"]
+
+
+@pytest.mark.parametrize("plan", [PLAN, "hidden:4"])
+def test_a_restoration_may_recompute_more_than_its_plan(models: None, plan: str) -> None:
+    kept, evicted, worst, stats, largest = run_in_child(more_than_the_plan, plan)
+    assert evicted == kept
+    assert worst <= 1e-5
+    assert largest > 1
+    assert stats["recomputed_layer_tokens"] > stats["restored_tokens"]
+
+
+def orphaned() -> tuple[int, float]:
+    """Slots are promised to a request whose batch does not come."""
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+    core = engine()
+    history = prompt(2, 230)
+    core.ask(history, 4)
+    originals = core.kv(history)
+    evict(core)
+    tree = core.tree
+    req = SimpleNamespace(
+        prefix_indices=torch.empty(0, dtype=torch.int64),
+        full_untruncated_fill_ids=array("q", history),
+        extra_key=None,
+        last_node=tree.root_node,
+        host_hit_length=200,
+    )
+    slots, _ = tree.init_load_back(
+        InitLoadBackParams(best_match_node=tree.root_node, host_hit_length=200, req=req)
+    )
+    tree.check_hicache_events()
+    core.settle()
+    return len(slots), error(originals, core.kv(history))
+
+
+def test_a_restoration_whose_batch_does_not_come_is_recomputed_too(models: None) -> None:
+    count, off = run_in_child(orphaned)
+    assert count == 200 and off <= 1e-5
+
+
+def spoiled(how: str) -> tuple[Any, ...]:
+    """A recomputation that does nothing, or fails."""
+    core = engine()
+    history = prompt(2, 230)
+    first = core.ask(history, 20, "kept")
+    talk = [*history, *first.tokens, *prompt(3, 20)]
+    wanted, originals = core.ask(talk, 20, "kept").tokens, core.kv(history, "kept")
+    core.ask(history, 20, "evicted")
+    evict(core)
+
+    def fail(*batch: Any) -> None:
+        if how == "raises":
+            raise MemoryError("no room for activations")
+
+    core.tree.tiers.recomputer._pass = fail
+    try:
+        found = core.ask(talk, 20, "evicted").tokens
+    except MemoryError:
+        table = core.scheduler.req_to_token_pool.req_to_token
+        return "raised", bool((table[0] == 0).all())
+    return wanted == found, error(originals, core.kv(history, "evicted"))
+
+
+def test_layers_left_out_are_noticed(models: None) -> None:
+    """The control: were recomputed layers not used, or not compared, the tests would be blind."""
+    same, off = run_in_child(spoiled, "nothing")
+    assert not same and off > 0.1
+
+
+def test_an_error_in_the_layers_ends_the_scheduler_and_serves_nothing(models: None) -> None:
+    """As in a forward pass: the slots were promised and do not hold the state."""
+    assert run_in_child(spoiled, "raises") == ("raised", True)
+
+
+def unusable(model: str) -> tuple[str | None, str | None]:
+    """What the check at start says of the right recomputer and of one that loses the prefix."""
+    from sglang_hc.srt.recompute import pieces_disagree
+
+    core = engine(model=model, plan="kv")
+    tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator
+    slots = allocator.alloc(32)
+    dtype = core.scheduler.tp_worker.model_runner.kv_cache_dtype
+    good = pieces_disagree(tiers.recomputer, tiers._sink, slots, dtype)
+    run = tiers.recomputer._pass
+
+    def lost(tokens: Any, slots: Any, start: int) -> None:
+        tiers.recomputer._table[0, :start] = 0
+        run(tokens, slots, start)
+
+    tiers.recomputer._pass = lost
+    return good, pieces_disagree(tiers.recomputer, tiers._sink, slots, dtype)
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "deepseek-v2"])
+def test_the_check_at_start_notices_a_lost_prefix(models: None, model: str) -> None:
+    good, lost = run_in_child(unusable, model)
+    assert good is None
+    assert lost is not None and "in one piece and in two differs" in lost
