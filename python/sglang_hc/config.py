@@ -72,7 +72,7 @@ class HcConfig:
     )
     forms: str = options.text(
         "auto",
-        "auto, kv, hidden, or counts per form such as hidden:20,kv:12",
+        "auto, kv, hidden, or counts per form such as recompute:2,hidden:24,kv:6",
         metavar="PLAN",
         check=check_forms,
     )
