@@ -8,9 +8,10 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
     <!-- table: FILE NAME -->
     <!-- /table -->
 
-Results of `sglang-hc bench` have: about (machine, commit, command), groups (TTFT by turn or label),
-summary, ratios, agreement, disagreements, cxs, gain, losses. Other result files bring their own
-tables: {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
+Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
+of a chat), groups (TTFT by turn or label), summary, ratios, agreement, disagreements, cxs, gain,
+losses, varied. Other result files bring their own tables:
+{"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def _of(table: Callable[[dict[str, Any]], report.Table]) -> Callable[[dict[str, 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,
+    "overview": _of(report.overview_table),
     "groups": _of(report.group_table),
     "summary": _of(report.summary_table),
     "ratios": _of(report.ratio_table),

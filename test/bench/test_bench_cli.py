@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.bench import arms, options
+from sglang_hc.bench import arms, options, report
 from sglang_hc.cli.main import main
 
 Start = Callable[..., Any]
@@ -61,6 +61,10 @@ def test_two_running_servers_are_compared(
     turn_2 = result["runs"][0]["groups"]["turn 2"]
     assert turn_2["requests"] == 3 and turn_2["hits"]["host"] > 0
     assert len(stock.paths("/flush_cache")) == 2
+    first, second = report.overview_table(result).rows
+    assert first[:2] == ("rate=inf", "stock") and first[4] == "-" and first[-1] == "reference"
+    assert second[1] == "kv" and float(second[4]) > 0 and second[-1] == "equal"
+    assert second[5] == f"{result['runs'][1]['groups']['turns 1+']['cache_hit_rate']:.0%}"
     lines = [json.loads(x) for x in (output / "performance_metrics.jsonl").read_text().splitlines()]
     assert {"timestamp", "tag", "summary", "round"} <= set(lines[0])
     assert lines[0]["round"]["round_1"]["request_count"] == 3

@@ -87,6 +87,45 @@ def _hits(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {tier: _middle([part["hits"].get(tier, 0) for part in parts]) for tier in tiers}
 
 
+def overview_table(result: dict[str, Any]) -> Table:
+    """One row for every arm at every point: what a reader wants to know first about a chat."""
+    rows = []
+    for arm, point, runs in _each(result):
+        first, later = (
+            [run["groups"][name] for run in runs if name in run["groups"]]
+            for name in ("turn 0", metrics.LATER_TURNS)
+        )
+        better = [
+            f"{row['median']:.2f}"
+            for row in result["ratios"]
+            if (row["arm"], row["point"], row["group"]) == (arm, point, metrics.LATER_TURNS)
+            and _against(result, row) == result["reference"]
+        ]
+        hits = sum(_hits(later).values()) / max(1.0, _middle([p["prompt_tokens"] for p in later]))
+        rows.append(
+            (
+                *(point, arm, _ttft(first), _ttft(later), *(better or ["-"])),
+                *(f"{hits:.0%}", _tbt([run["summary"] for run in runs])),
+                _verdicts(result).get(arm, "not compared"),
+            )
+        )
+    head = (
+        *("point", "arm", "TTFT first turn", "TTFT later turns", "times better"),
+        *("later tokens cached", "TBT median", "outputs"),
+    )
+    return Table("Overview", head, tuple(rows))
+
+
+def _ttft(parts: Sequence[dict[str, Any]]) -> str:
+    return seconds(_middle([part["median_ttft"] for part in parts])) if parts else "-"
+
+
+def _verdicts(result: dict[str, Any]) -> dict[str, str]:
+    """What the comparison of outputs said of every arm."""
+    verdicts = {item["arm"]: item["verdict"] for item in result["agreement"]}
+    return {**verdicts, result["reference"]: "reference"}
+
+
 def group_table(result: dict[str, Any]) -> Table:
     """TTFT and cached tokens by group (turn or label)."""
     rows = []
@@ -110,8 +149,7 @@ def group_table(result: dict[str, Any]) -> Table:
 
 def summary_table(result: dict[str, Any]) -> Table:
     """One row for every arm at every point."""
-    verdicts = {item["arm"]: item["verdict"] for item in result["agreement"]}
-    verdicts[result["reference"]] = "reference"
+    verdicts = _verdicts(result)
     rows = []
     for arm, point, runs in _each(result):
         parts = [run["summary"] for run in runs]
