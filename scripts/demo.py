@@ -17,7 +17,8 @@ from sglang_hc.cli.main import main
 SETTINGS = [
     *("--quick", "--arms", "stock,kv,hidden", "--servers", "turns"),
     *("--sessions", "8", "--turns", "5", "--system-len", "1024", "--input-len", "96"),
-    *("--output-len", "16", "--max-total-tokens", "3072", "--output", "out/demo"),
+    *("--output-len", "16", "--max-total-tokens", "3072", "--host-size-gb", "2"),
+    *("--output", "out/demo"),
 ]
 
 if __name__ == "__main__":

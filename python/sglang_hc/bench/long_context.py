@@ -55,6 +55,7 @@ _QUICK = {
     "requests": 10,
     "scale": 0.125,
     "max_total_tokens": 1792,
+    "host_size_gb": 1.0,
     "repeat": 1,
     "servers": "together",
     "server_args": "--dtype float32",

@@ -44,6 +44,7 @@ _QUICK = {
     "input_len": "64",
     "output_len": "12",
     "max_total_tokens": 1536,
+    "host_size_gb": 1.0,
     "repeat": 1,
     "servers": "together",
     "server_args": "--dtype float32",

@@ -26,12 +26,13 @@ _DEFAULTS = {
     "host_size_gb": 4.0,
 }
 _QUICK = {
-    "arms": "stock,kv,hidden",
+    "arms": "stock,kv,hidden,auto",
     "decode_heavy": "16:48",
     "prefill_heavy": "512:2",
     "batches": "1,4",
     "requests": 2,
     "max_total_tokens": 4096,
+    "host_size_gb": 1.0,
     "repeat": 3,
     "servers": "together",
     "server_args": "--dtype float32",
