@@ -77,6 +77,8 @@ def test_a_config_survives_json(machine: Path) -> None:
         (["--hc-forms", "kv:2,hidden:2"], "--hc-forms: .*in the order"),
         (["--hc-disk", ""], "--hc-disk: "),
         (["--hc-disk", "/a:0"], "--hc-disk: "),
+        (["--hc-trace", "/"], "--hc-trace: '/': is a directory; give a file to make"),
+        (["--hc-trace", "/nowhere/t.jsonl"], "--hc-trace: .*no directory /nowhere"),
     ],
 )
 def test_a_wrong_flag_is_named_with_status_2(

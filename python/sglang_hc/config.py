@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from sglang_hc import options
 from sglang_hc.forms import LayerPlan, PlanError
@@ -52,6 +53,14 @@ def check_disk(text: str) -> None:
         raise ConfigError(str(error).removeprefix("--hc-disk ")) from None
 
 
+def check_trace(text: str) -> None:
+    """Raise ConfigError unless a file can be made there. Whether it exists is seen at the start."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError(f"{text!r}: {what}; give a file to make")
+
+
 def _sum_of_counts(text: str) -> int:
     counts = [part.rpartition(":")[2] for part in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
@@ -91,6 +100,12 @@ class HcConfig:
         "queue",
         "when blocks are read from disk: ahead of a request's turn, when it arrives, never",
         choices=("queue", "on-arrival", "off"),
+    )
+    trace: str | None = options.text(
+        None,
+        "record what the tiers do in this file, for `sglang-hc replay`",
+        metavar="FILE",
+        check=check_trace,
     )
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("sglang_hc.cli.plan", "layer plan and restore times for a model and hardware"),
     "bench": ("sglang_hc.cli.bench", "benchmarks against plain SGLang and HiCache"),
     "simulate": ("sglang_hc.cli.simulate", "hit rates of a load on tiers of given sizes"),
+    "replay": ("sglang_hc.cli.replay", "a server's recorded run again: the same hits, evictions?"),
     "inspect": ("sglang_hc.cli.inspect_store", "what lies in the directories of the disk tier"),
     "fsck": ("sglang_hc.cli.fsck", "verify, and with --repair mend, the disk tier at rest"),
     "capacity": ("sglang_hc.cli.capacity", "DRAM and SSD that a load needs for a hit rate"),

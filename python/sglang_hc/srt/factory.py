@@ -9,8 +9,6 @@ from typing import Any
 from sglang_hc import __version__
 from sglang_hc.config import GIB, ConfigError, host_bytes
 from sglang_hc.forms import BlockLayout, StateShape
-from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
@@ -20,6 +18,7 @@ from sglang_hc.srt.recompute import (
     pieces_disagree,
     recompute_excluded,
 )
+from sglang_hc.srt.recorded_tree import recorder_for, tree_over
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -32,9 +31,9 @@ from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import lane_for
 from sglang_hc.transfer.queue_view import QueueView
+from sglang_hc.transfer.recording import host_tier
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     recomputer = _recomputer(config, runner, state, rows, ctx.params.token_to_kv_pool_allocator)
     tiers = _tiers(config, runner, state, rows, part_bytes, recomputer)
-    cache = HcRadixCache(ctx.params, tiers, runner, _device_order(config, ctx.params, tiers))
+    order = _device_order(config, ctx.params, tiers)
+    cache = tree_over(ctx.params, tiers, runner, order)
     runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.gate)
     state.tree = cache
@@ -130,8 +130,8 @@ def _tiers(
             f"{layout.slot_bytes / GIB:.3g} GiB"
         )
     fingerprint = layout.fingerprint(*_model_identity(runner))
-    window: LookAhead[str] = LookAhead()
-    tier = HostTier(BlockTree(fingerprint), num_slots, make_policy(config.eviction, window))
+    recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
+    window, tier = host_tier(config.eviction, BlockTree(fingerprint), num_slots, recorder)
     pool = HostPool(layout, num_slots)
     lane = lane_for(rows.device)
     lane.pin(pool.buffer)

@@ -1,0 +1,103 @@
+"""The tree of a server that records its run (`--hc-trace`): tells the recorder of its requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+
+from sglang_hc.config import ConfigError, HcConfig
+from sglang_hc.forms import BlockLayout
+from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.transfer.recording import Recorder, RecordingHostTier
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.identity import pack_tokens
+
+
+class RecordedRadixCache(HcRadixCache):
+    """HcRadixCache with a note of every arrival, look-up, admission and end."""
+
+    def __init__(self, *args: Any, recorder: Recorder) -> None:
+        super().__init__(*args)
+        self.recorder = recorder
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result = super().match_prefix(params)
+        if params.req is not None:
+            on_device = len(result.device_indices)
+            self.recorder.matched(
+                params.req.rid, len(params.key), on_device, result.host_hit_length
+            )
+        return result
+
+    def prefetch_from_storage(self, rid: str, *args: Any) -> None:
+        req = self._last_matched
+        if req is not None and req.rid == rid:
+            tokens = pack_tokens(req.full_untruncated_fill_ids)
+            self.recorder.arrived(rid, req.extra_key, tokens)
+        super().prefetch_from_storage(rid, *args)
+
+    def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
+        for req in requests:
+            from_tiers = req.cached_tokens_host + req.cached_tokens_storage
+            self.recorder.admitted(req.rid, from_tiers, req.cached_tokens_storage)
+        super().after_forward(forward_batch, requests)
+
+    def release_aborted_request(self, rid: str) -> None:
+        self.recorder.gone(rid)
+        super().release_aborted_request(rid)
+
+    def cache_finished_req(
+        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        tokens = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        self.recorder.finished(req.rid, req.extra_key, tokens)
+
+    def stats(self) -> dict[str, object]:
+        return {**super().stats(), **self.recorder.stats()}
+
+    def release_host_resources(self) -> None:
+        super().release_host_resources()
+        self.recorder.close()
+
+
+def tree_over(params: Any, tiers: Tiers, runner: Any, order: DeviceOrder | None) -> HcRadixCache:
+    """The tree over these tiers: one that records, where they do."""
+    if isinstance(tiers.host, RecordingHostTier):
+        recorder = tiers.host.recorder
+        return RecordedRadixCache(params, tiers, runner, order, recorder=recorder)
+    return HcRadixCache(params, tiers, runner, order)
+
+
+def recorder_for(
+    config: HcConfig, runner: Any, layout: BlockLayout, num_slots: int, fingerprint: bytes
+) -> Recorder | None:
+    """The recorder this process writes to; None without `--hc-trace`, and on other ranks than 0.
+
+    All ranks of a tensor-parallel group decide the same. Raises ConfigError.
+    """
+    place = runner.ps
+    if config.trace is None or place.tp_rank or place.pp_rank:
+        return None
+    path = Path(config.trace)
+    if runner.server_args.dp_size > 1:
+        path = path.with_name(f"{path.name}.dp{place.dp_rank}")
+    header = {
+        "host_slots": num_slots,
+        "slot_bytes": layout.slot_bytes,
+        "layer_plan": str(layout.plan),
+        "page_size": runner.page_size,
+        "eviction": config.eviction,
+        "prefetch": config.prefetch,
+    }
+    try:
+        return Recorder(path, header, fingerprint)
+    except FileExistsError:
+        raise ConfigError(
+            f"--hc-trace {path}: exists already; give another name or remove it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--hc-trace {path}: cannot be made ({error.strerror})") from None
