@@ -1,0 +1,295 @@
+"""The policies' two homes behind one face: the server's tiers, and the simulator's.
+
+A path is a word; each letter is one block of 64 equal tokens, so words share blocks as prompts
+share prefixes. Nothing is decided here: both subjects translate words into the calls that the
+scheduler, or the simulator's engine, would make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.prefetch import ConstantRates
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.simulator.jobs import Job, extend_chain
+from sglang_hc.simulator.tiers import TieredCache, TierSizes
+from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.disk import Block
+from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.queue_view import QueueView, Waiting
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+
+DISK_BLOCKS = 1000
+
+
+def tokens_of(word: str) -> bytes:
+    return pack_tokens([ord(letter) for letter in word for _ in range(BLOCK_TOKENS)])
+
+
+def words_in(tree: BlockTree) -> set[str]:
+    """Words that end in a block of the tree."""
+    return {
+        "".join(chr(node.tokens[3]) for node in last.path()) for last in tree.nodes() if last.ready
+    }
+
+
+class Subject(Protocol):
+    """Tiers under one policy. `order`: words of the waiting requests, the next first."""
+
+    order: list[str]
+
+    def serve(self, word: str) -> int:
+        """A request that did not wait runs to its end. Returns the blocks hit in host memory."""
+
+    def enqueue(self, word: str) -> None:
+        """A request comes to wait at the end of the queue."""
+
+    def abort(self, word: str) -> None:
+        """A waiting request leaves the queue."""
+
+    def admit(self) -> int:
+        """The head of the queue runs to its end. Returns the blocks hit in host memory."""
+
+    def look(self) -> list[str]:
+        """One scheduling pass. Returns the words whose last block starts to come from disk."""
+
+    def arrive_all(self) -> None:
+        """What is on its way from disk arrives."""
+
+    def in_host(self) -> set[str]:
+        """Words whose last block is in host memory, ready to be used."""
+
+    def on_disk(self) -> set[str]: ...
+
+
+class MemoryDisk:
+    """BlockIo: writes are done at once, reads when told."""
+
+    capacity = DISK_BLOCKS
+
+    def __init__(self) -> None:
+        self.words: dict[bytes, str] = {}
+        self.started: list[str] = []
+        self._waiting: list[int] = []
+        self._done: list[BlockDone] = []
+        self._tickets = 0
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        for index, identity in enumerate(block_ids):
+            if identity not in self.words:
+                return index
+        return len(block_ids)
+
+    def write(self, block: Block, slot: int, deadline: float) -> int:
+        self._tickets += 1
+        above = self.words.get(block.parent_id, "")
+        self.words[block.block_id] = above + chr(block.tokens[3])
+        self._done.append(BlockDone(self._tickets, Outcome.OK, "disk"))
+        return self._tickets
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        self._tickets += 1
+        self.started.append(self.words[block_id])
+        self._waiting.append(self._tickets)
+        return self._tickets
+
+    def finish_reads(self) -> None:
+        self._done += [BlockDone(ticket, Outcome.OK, "disk") for ticket in self._waiting]
+        self._waiting.clear()
+
+    def poll(self) -> list[BlockDone]:
+        done, self._done = self._done, []
+        return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        return None
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        return None
+
+    def clear(self) -> None:
+        self.words.clear()
+
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> Counter[str]:
+        return Counter()
+
+    def close(self) -> None:
+        return None
+
+
+class ServerSubject:
+    """HostTier, DiskTier and QueueView, called as the scheduler calls them."""
+
+    def __init__(self, eviction: str, prefetch: str, host_slots: int) -> None:
+        self.order: list[str] = []
+        self._now = 0.0
+        window: LookAhead[str] = LookAhead()
+        policy = make_policy(eviction, window)
+        self.host = HostTier(BlockTree(b"f" * 16), host_slots, policy)
+        self.io = MemoryDisk()
+        self.disk = DiskTier(self.io, self.host, clock=lambda: self._now)
+        sizes = (host_slots, DISK_BLOCKS)
+        self.queue = QueueView(self.host, self.disk, window, sizes, prefetch, tell_disk=False)
+
+    def serve(self, word: str) -> int:
+        self._now += 1
+        tokens = tokens_of(word)
+        match = self.host.tree.match(None, tokens)
+        hit = match.tokens // BLOCK_TOKENS
+        if hit:
+            self.host.access(match.nodes, self._now)  # restored
+        self.host.pin(match.nodes)
+        if word in self.order:
+            self.order.remove(word)
+            self.queue.look(self.order, self._waiting)  # of the pass after its admission
+        slots = []
+        for _ in word[hit:]:
+            slot = self.host.stage(self._now)
+            if slot is None:
+                break
+            slots.append(slot)
+        parent = match.nodes[-1] if hit else self.host.tree.root(None)
+        for index, slot in enumerate(slots, hit):
+            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            parent = self.host.publish(parent, piece, slot, self._now).node
+            self.host.mark_ready(parent)
+            self.disk.spill(parent)
+        self.disk.poll()
+        self.host.unpin(match.nodes)
+        self.host.access(self.host.tree.match(None, tokens).nodes, self._now)
+        self.queue.finished(word, len(word))
+        return hit
+
+    def enqueue(self, word: str) -> None:
+        self.order.append(word)
+        self.queue.arrived(word, self._waiting)
+
+    def abort(self, word: str) -> None:
+        self.order.remove(word)
+        self.queue.gone(word)
+
+    def admit(self) -> int:
+        return self.serve(self.order[0])
+
+    def look(self) -> list[str]:
+        self._now += 1
+        self.disk.poll()
+        self.queue.look(self.order, self._waiting)
+        started, self.io.started = self.io.started, []
+        return started
+
+    def arrive_all(self) -> None:
+        self.io.finish_reads()
+        self.disk.poll()
+
+    def in_host(self) -> set[str]:
+        self.host.check_integrity()
+        return words_in(self.host.tree)
+
+    def on_disk(self) -> set[str]:
+        return set(self.io.words.values())
+
+    def _waiting(self, word: str) -> Waiting:
+        return Waiting(None, tokens_of(word), 0)
+
+
+class SimulatorSubject:
+    """TieredCache, called as the simulator's engine calls it. Reading costs nothing, so that only
+    the order and the room decide."""
+
+    def __init__(self, eviction: str, prefetch: str, host_slots: int) -> None:
+        self.order: list[str] = []
+        self._now = 0.0
+        self._numbers: dict[str, int] = {}
+        self._count = 0
+        self._transfers: list = []
+        self._letters: dict[bytes, str] = {}
+        sizes = TierSizes(0, host_slots, DISK_BLOCKS)
+        costs = ConstantRates(1e30, 1.0)
+        self.cache = TieredCache(sizes, 1, costs, policy=eviction, prefetch=prefetch)
+        assert self.cache.host is not None
+        self.host = self.cache.host
+
+    def serve(self, word: str) -> int:
+        self._now += 1
+        job = self._job(word)
+        self.cache.arrive(job)
+        return self._run(job)
+
+    def enqueue(self, word: str) -> None:
+        job = self._job(word)
+        self._numbers[word] = job.number
+        self.order.append(word)
+        self.cache.arrive(job)
+        if self.cache._mode == "on-arrival":
+            self._transfers += self.cache.prefetch(self._now)
+
+    def abort(self, word: str) -> None:
+        self.order.remove(word)
+        self.cache.abort(self._numbers.pop(word))
+
+    def admit(self) -> int:
+        self._now += 1
+        job = self.cache.jobs[self._numbers.pop(self.order.pop(0))]
+        self.cache.look_ahead([self._numbers[word] for word in self.order])
+        return self._run(job)
+
+    def look(self) -> list[str]:
+        self._now += 1
+        self.cache.look_ahead([self._numbers[word] for word in self.order])
+        started = self._transfers if self.cache._mode == "on-arrival" else []
+        self._transfers = [*self._transfers, *(fresh := self.cache.prefetch(self._now))]
+        names = {}
+        for transfer in [*started, *fresh]:
+            names |= dict(zip(transfer.job.chain, _prefixes(transfer.job.prompt), strict=True))
+        return [names[block] for transfer in [*started, *fresh] for block in transfer.blocks]
+
+    def arrive_all(self) -> None:
+        for transfer in self._transfers:
+            self.cache.fetched(transfer, self._now)
+        self._transfers = []
+
+    def in_host(self) -> set[str]:
+        self.host.check_integrity()
+        return words_in(self.host.tree)
+
+    def on_disk(self) -> set[str]:
+        assert self.cache.disk is not None
+        found = set()
+        for last in self.cache.disk._blocks.values():
+            word, block = "", last
+            while block is not None:
+                word, block = self._letters[block.block_id] + word, block.parent
+            found.add(word)
+        return found
+
+    def _run(self, job: Job) -> int:
+        found = self.cache.find(job, self._now)
+        self.cache.admit(job, found, self._now, load=False)
+        self.cache.turns.admitted(1, self._now)
+        self.cache.finish(job, job.prompt, job.chain, self._now, replaces=False)
+        return -(-found.host // BLOCK_TOKENS)  # the last token of a prompt is never a hit
+
+    def _job(self, word: str) -> Job:
+        self._count += 1
+        tokens = tokens_of(word)
+        chain = extend_chain([], tokens)
+        self._letters |= dict(zip(chain, word, strict=True))
+        return Job(self._count, self._count, 0, tokens, chain, chain, b"")
+
+
+def _prefixes(prompt: bytes) -> list[str]:
+    word = "".join(chr(prompt[i + 3]) for i in range(0, len(prompt), BLOCK_BYTES))
+    return [word[: end + 1] for end in range(len(word))]
+
+
+SUBJECTS = {"server": ServerSubject, "simulator": SimulatorSubject}
