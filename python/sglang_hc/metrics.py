@@ -30,6 +30,8 @@ COUNTS = {
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
     "restore_refused": "Host hits that were recomputed.",
+    "early_layer_tokens": "Tokens of a layer copied to the device before their request's turn.",
+    "early_used_layer_tokens": "Of these, read by a restoration.",
     "evicted_blocks": "Blocks that left the host tier.",
     "hole": "Requests whose hidden states were not kept: rows before theirs are missing.",
     "gap": "Requests given up because a pass left positions out.",

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.transfer.capture import Segment
+from sglang_hc.transfer.queue_view import Waiting
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.tree.identity import pack_tokens
 from support.tiers import HIDDEN_BYTES, LateLane, build, project
@@ -25,6 +26,7 @@ from support.tiers import HIDDEN_BYTES, LateLane, build, project
 SALTS = [None, "", "a"]
 DEVICE_SLOTS = 600
 RESTORED: Counter[str] = Counter()
+EARLY: Counter[str] = Counter()
 
 
 def state(layer: int, salt: str | None, tokens: list[int], position: int) -> torch.Tensor:
@@ -54,12 +56,14 @@ class TiersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
-            self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane()
-        )
+            self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane(),
+            frames=5,
+        )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
         self.spoken: list[tuple[str | None, list[int]]] = [(None, [])]
         self.count = 0
+        self.waiting: dict[str, tuple[str | None, list[int], int]] = {}
 
     def make_lane(self) -> object:
         return None
@@ -76,12 +80,14 @@ class TiersMachine(RuleBasedStateMachine):
 
     def begin(self, salt: str | None, old: int, cut: int, more: list[int]) -> Running | None:
         """A request goes on from a prefix of something said before, restored if possible."""
-        if len(self.running) == 3:
-            return None
+        return self.admit(salt, self.prompt(salt, old, cut, more))
+
+    def prompt(self, salt: str | None, old: int, cut: int, more: list[int]) -> list[int]:
         known_salt, known = self.spoken[old % len(self.spoken)]
-        prefix = known[:cut] if known_salt == salt else []
-        tokens = (prefix + more)[:250]
-        if len(tokens) > len(self.free):
+        return ((known[:cut] if known_salt == salt else []) + more)[:250]
+
+    def admit(self, salt: str | None, tokens: list[int]) -> Running | None:
+        if len(self.running) == 3 or len(tokens) > len(self.free):
             return None
         self.count += 1
         req = Running(f"r{self.count}", salt, tokens, 0, [self.free.pop() for _ in tokens])
@@ -92,6 +98,51 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.capture.open(req.rid, salt, pack_tokens(tokens[: req.computed]))
         return req
 
+    @precondition(lambda self: self.tiers.host.published_blocks)
+    @rule(
+        old=st.integers(0, 50),
+        cut=st.sampled_from([40, 64, 100, 200, 250]),
+        more=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        on_device=st.sampled_from([0, 0, 10, 64]),
+        looks=st.integers(1, 3),
+        admit=st.booleans(),
+    )
+    def queue(
+        self, old: int, cut: int, more: list[int], on_device: int, looks: int, admit: bool
+    ) -> None:
+        """A request waits, for a while or for long. What the device is said to hold of it may be
+        wrong later."""
+        if len(self.waiting) == 3:
+            return
+        self.count += 1
+        salt = self.spoken[-1 - old % len(self.spoken)][0]
+        tokens = self.prompt(salt, -1 - old % len(self.spoken), cut, more)
+        self.waiting[f"w{self.count}"] = salt, tokens, min(on_device, len(tokens) - 1)
+        for _ in range(looks):
+            self.look()
+        if admit:
+            self.leave(len(self.waiting) - 1, abort=False)
+
+    @rule()
+    def look(self) -> None:
+        """A scheduling pass: what waiting requests need is copied early."""
+        early = self.tiers.read_buffer
+        assert early is not None
+        early.look(list(self.waiting), self.waiting_of)
+
+    def waiting_of(self, rid: str) -> Waiting:
+        salt, tokens, on_device = self.waiting[rid]
+        return Waiting(salt, pack_tokens(tokens), on_device)
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 5), abort=st.sampled_from([False, False, False, True]))
+    def leave(self, which: int, abort: bool) -> None:
+        """A waiting request is admitted, or goes."""
+        rid = list(self.waiting)[which % len(self.waiting)]
+        salt, tokens, _ = self.waiting.pop(rid)
+        if not abort:
+            self.admit(salt, tokens)
+
     @rule(
         salt=st.sampled_from(SALTS[:2]),
         old=st.integers(0, 50),
@@ -100,12 +151,13 @@ class TiersMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([30, 64, 250]),
         reply=st.integers(0, 30),
         filed=st.sampled_from([40, 40, 3, 0]),
+        again=st.booleans(),
     )
     def turn(
         self, salt: str | None, old: int, cut: int, more: list[int], chunk: int, reply: int,
-        filed: int,
+        filed: int, again: bool,
     ) -> None:  # fmt: skip
-        """A whole request: prefill in chunks, decode, finish; then some filing."""
+        """A whole request: prefill in chunks, decode, finish; then some filing, a next turn."""
         req = self.begin(salt, old, cut, more)
         if req is None:
             return
@@ -116,6 +168,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.decode(which, reply)
         self.finish(which, False)
         self.file(filed)
+        if again:
+            self.queue(0, 250, [1], 0, 1, True)
 
     def restore(self, req: Running, nodes: tuple, usable: int) -> None:
         slots = torch.tensor(req.slots[:usable])
@@ -227,11 +281,18 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.check_integrity()
 
     def teardown(self) -> None:
+        early = self.tiers.read_buffer
+        assert early is not None
+        EARLY[type(self).__name__] += early.counters["early_used_layer_tokens"]
+        early.look([], self.waiting_of)
+        assert early.held == 0
+        early.clear()
         for rid in list(self.running):
             self.tiers.capture.drop(rid)
         self.tiers.drain()
         self.tiers.check_integrity()
         assert self.tiers.host.staged_slots == 0
+        assert all(node.pins == 0 for node in self.tiers.host.tree.nodes())
         # What is left is served, and right.
         for salt, tokens in self.spoken:
             nodes, usable = self.tiers.usable(salt, pack_tokens(tokens))
@@ -277,3 +338,4 @@ def test_the_machines_restored_something() -> None:
     for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
         # Not more than some: what is drawn depends on constants anywhere in the package.
         assert RESTORED[machine.__name__] > 0, RESTORED
+    assert sum(EARLY.values()) > 0

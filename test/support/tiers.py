@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import HostLane, Lane
+from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import Recomputer
+from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -147,9 +149,12 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
 
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
-    lane: Lane | None = None, recomputer: Recomputer | None = None,
+    lane: Lane | None = None, recomputer: Recomputer | None = None, frames: int = 0,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
-    """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots."""
+    """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
+
+    frames: of the read buffer, each two blocks as KV; 0 for none.
+    """
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
     tier = HostTier(BlockTree(layout.fingerprint("toy")), slots, LruPolicy())
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
@@ -164,7 +169,12 @@ def build(
     if plan.kv:
         kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, lane, filing)
     capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
+    early = None
+    if frames:
+        ring = StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
+        early = ReadBuffer(layout, tier, pool, lane, ring)
     tiers = Tiers(
-        layout, tier, pool, capture, filing, device, lane, CPU, None, recomputer=recomputer
-    )
+        layout, tier, pool, capture, filing, device, lane, CPU, None, recomputer=recomputer,
+        read_buffer=early,
+    )  # fmt: skip
     return tiers, device, executor

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from sglang_hc import __version__
-from sglang_hc.config import GIB, ConfigError, host_bytes
+from sglang_hc.config import GIB, ConfigError, host_bytes, read_buffer_bytes
 from sglang_hc.forms import BlockLayout, StateShape
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
@@ -29,8 +29,9 @@ from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
-from sglang_hc.transfer.lanes import lane_for
+from sglang_hc.transfer.lanes import Lane, lane_for
 from sglang_hc.transfer.queue_view import QueueView
+from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
 from sglang_hc.transfer.recording import host_tier
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -184,7 +185,25 @@ def _tiers(
         disk,
         queue,
         recomputer,
+        read_buffer=_read_buffer(config, layout, tier, pool, lane, rows.device, disk),
     )
+
+
+def _read_buffer(
+    config: Any, layout: BlockLayout, tier: Any, pool: HostPool, lane: Lane, device: Any, disk: Any
+) -> ReadBuffer | None:
+    size = read_buffer_bytes(config, on_gpu=device.type == "cuda")
+    if not size:
+        return None
+    try:
+        frames = frames_for(size, layout, device, lane)
+    except RuntimeError as error:  # torch's out of memory, on any device
+        raise ConfigError(
+            f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
+            f"for none, or lower --mem-fraction-static ({error})"
+        ) from None
+    fetching = disk.fetching if disk is not None else None
+    return ReadBuffer(layout, tier, pool, lane, frames, fetching=fetching)
 
 
 def _model_identity(runner: Any) -> list[str]:

@@ -222,6 +222,8 @@ class HcRadixCache(RadixCache):
         if scheduler is not None:
             waiting = [req.rid for req in scheduler.waiting_queue if req.rid in self._waiting]
             self._queue.look(waiting, self._waiting_request)
+            if tiers.read_buffer is not None:
+                tiers.read_buffer.look(waiting, self._waiting_request)
         if tiers.has_queued:
             with self._on_compute_stream():
                 tiers.restore_now()

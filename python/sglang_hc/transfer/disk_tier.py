@@ -182,6 +182,11 @@ class DiskTier:
         self._loaded[rid] = loaded
         return True
 
+    def fetching(self, rid: str) -> bool:
+        """More of what the request needs is on its way to the host tier."""
+        prefetch = self._prefetches.get(rid)
+        return prefetch is not None and not prefetch.over
+
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
         return self._loaded.pop(rid, 0)

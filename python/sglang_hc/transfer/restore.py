@@ -7,6 +7,8 @@ that layer fences on the piece's copies only, rebuilds or scatters its K/V, and 
 of a piece further on. So copies run ahead of the compute by as much as the ring holds (HCache
 section 4.1), across layers and within one.
 
+What the read buffer holds of a layer (`read_buffer.py`) is taken from there instead of copied.
+
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
 the history tokens; it does so before any `wait`, while the first copies are under way.
 """
@@ -15,9 +17,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +29,16 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
-from sglang_hc.transfer.staging import HostSpan, Piece, StagingRing, carve, copy_runs, cut
+from sglang_hc.transfer.read_buffer import Early, ReadBuffer
+from sglang_hc.transfer.staging import (
+    HostSpan,
+    LayerSource,
+    Piece,
+    StagingRing,
+    carve,
+    copy_runs,
+    cut,
+)
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import unpack_tokens
 
@@ -63,12 +75,13 @@ class Restoration:
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
 
-    def spans(self) -> list[HostSpan]:
+    def spans(self, start: int, stop: int) -> list[HostSpan]:
+        """Where tokens [start, stop) lie in the host pool."""
         spans = []
-        position = self.start
-        while position < self.stop:
+        position = start
+        while position < stop:
             block, row = divmod(position, BLOCK_TOKENS)
-            rows = min(BLOCK_TOKENS - row, self.stop - position)
+            rows = min(BLOCK_TOKENS - row, stop - position)
             spans.append(HostSpan(self.nodes[block].slot, row, rows))
             position += rows
         return spans
@@ -92,15 +105,22 @@ class Recomputer(Protocol):
         """
 
 
-@dataclass(eq=False)
-class _Staged:
-    """A piece of one layer whose copies are enqueued."""
+class _Load(NamedTuple):
+    """Rows [piece.first, piece.first + piece.rows) of one layer; `early` in place of copies."""
 
     layer: int
     piece: Piece
+    early: Early | None = None
+
+
+class _Staged(NamedTuple):
+    """A piece of one layer whose copies are enqueued. `done` gives its frame back."""
+
+    layer: int
+    first: int
     parts: list[torch.Tensor]
-    frame: torch.Tensor
     mark: Mark
+    done: Callable[[], None]
 
 
 class RestorePass:
@@ -119,32 +139,25 @@ class RestorePass:
         restorations: Sequence[Restoration],
         staging: StagingRing,
         recomputer: Recomputer | None = None,
+        read_buffer: ReadBuffer | None = None,
     ) -> None:
         """`recomputer` may be left out where no restoration recomputes."""
         self.restorations = tuple(restorations)
         self._plan = layout.plan
-        self._shape = layout.shape
         self._sink = sink
         self._lane = lane
         self._staging = staging
         self._recomputer = recomputer
-        ordered = sorted(restorations, key=lambda r: r.recompute)
-        self._starts = [r.recompute for r in ordered]
-        self._spans: list[HostSpan] = []
-        self._ends = [0]
-        """Spans of the first so many restorations in this order."""
-        for r in ordered:
-            self._spans += r.spans()
-            self._ends.append(len(self._spans))
-        self._slots = torch.cat([r.device_slots for r in ordered])
+        self._read_buffer = read_buffer
+        self._source = LayerSource(layout, pool)
+        self._ordered = sorted(restorations, key=lambda r: r.recompute)
+        self._slots = torch.cat([r.device_slots for r in self._ordered])
         device = self._slots.device
         self._positions = torch.cat(
-            [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ordered]
+            [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in self._ordered]
         )
-        self._hidden = torch.from_numpy(pool.hidden)
-        self._kv = [torch.from_numpy(part) for part in pool.kv]
-        self._todo = deque(self._pieces())
-        self._open = Counter(layer for layer, _ in self._todo)
+        self._todo = deque(self._loads())
+        self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
         staging.claim(self.finish)
         self._run_ahead()
@@ -173,48 +186,90 @@ class RestorePass:
         while self._staged:
             self._advance()
 
-    def _pieces(self) -> Iterator[tuple[int, Piece]]:
-        """(layer, piece) of all that is to be loaded, in the order the model needs it."""
-        for layers, width in (
-            (self._plan.hidden_layers, self._shape.hidden_bytes),
-            (self._plan.kv_layers, self._shape.kv_bytes),
-        ):
-            pieces, count = list[Piece](), 0
-            for layer in layers:
-                spans = self._ends[bisect_right(self._starts, layer)]
-                if spans != count:
-                    pieces = list(cut(self._spans[:spans], self._staging.rows(width)))
-                    count = spans
-                yield from ((layer, piece) for piece in pieces)
+    def _loads(self) -> Iterator[_Load]:
+        """All that is to be loaded, in the order the model needs it."""
+        starts = [r.recompute for r in self._ordered]
+        key: tuple[int, int] | None = None
+        pieces: list[Piece] = []
+        for layer in (*self._plan.hidden_layers, *self._plan.kv_layers):
+            count = bisect_right(starts, layer)
+            limit = self._staging.rows(sum(self._source.widths(layer)))
+            early = self._early(layer, count)
+            if early:
+                yield from self._around(early, layer, count, limit)
+                continue
+            if key != (count, limit):  # the layers of a form have the same pieces
+                pieces = list(cut(self._spans_of(self._ordered[:count]), limit))
+                key = count, limit
+            yield from (_Load(layer, piece) for piece in pieces)
+
+    def _early(self, layer: int, count: int) -> dict[int, list[Early]]:
+        """What the read buffer has of a layer, by restoration."""
+        if self._read_buffer is None:
+            return {}
+        found = {}
+        for index, r in enumerate(self._ordered[:count]):
+            early = list(self._read_buffer.take(layer, r.nodes, r.start, r.stop))
+            if early:
+                found[index] = early
+        return found
+
+    def _around(
+        self, found: dict[int, list[Early]], layer: int, count: int, limit: int
+    ) -> Iterator[_Load]:
+        """Loads of a layer part of which is on the device already."""
+        first = 0
+        spans: list[HostSpan] = []
+
+        def copies() -> Iterator[_Load]:
+            nonlocal first
+            for piece in cut(spans, limit):
+                yield _Load(layer, piece._replace(first=first))
+                first += piece.rows
+            spans.clear()
+
+        for index, r in enumerate(self._ordered[:count]):
+            position = r.start
+            for early in found.get(index, ()):
+                spans += r.spans(position, early.start)
+                yield from copies()
+                yield _Load(layer, Piece(first, early.stop - early.start, ()), early)
+                first += early.stop - early.start
+                position = early.stop
+            spans += r.spans(position, r.stop)
+        yield from copies()
+
+    def _spans_of(self, restorations: Sequence[Restoration]) -> list[HostSpan]:
+        return [span for r in restorations for span in r.spans(r.start, r.stop)]
 
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
-        while self._todo and self._staging.has_free:
-            layer, piece = self._todo.popleft()
-            plan = self._plan
-            if plan.form(layer) is Form.HIDDEN:
-                sources = [self._hidden[:, layer - plan.recompute]]
-            else:
-                sources = [part[:, layer - plan.recompute - plan.hidden] for part in self._kv]
+        while self._todo and (self._staging.has_free or self._todo[0].early is not None):
+            layer, piece, early = self._todo.popleft()
+            if early is not None:
+                self._staged.append(
+                    _Staged(layer, piece.first, early.parts, early.mark, early.done)
+                )
+                continue
             frame = self._staging.take()
-            parts = carve(frame, piece.rows, [source.shape[-1] for source in sources])
-            for source, target in zip(sources, parts, strict=True):
+            parts = carve(frame, piece.rows, self._source.widths(layer))
+            for source, target in zip(self._source.parts(layer), parts, strict=True):
                 copy_runs(self._lane, piece.runs, source, target)
-            self._staged.append(_Staged(layer, piece, parts, frame, self._lane.mark()))
+            done = partial(self._staging.give_back, frame)
+            self._staged.append(_Staged(layer, piece.first, parts, self._lane.mark(), done))
 
     def _advance(self) -> None:
         """Bring the oldest staged piece into the pool, and reuse its frame."""
-        staged = self._staged.popleft()
-        self._lane.before_compute(staged.mark)
-        rows = slice(staged.piece.first, staged.piece.first + staged.piece.rows)
+        layer, first, parts, mark, done = self._staged.popleft()
+        self._lane.before_compute(mark)
+        rows = slice(first, first + parts[0].shape[0])
         slots = self._slots[rows]
-        if self._plan.form(staged.layer) is Form.HIDDEN:
-            positions = self._positions[rows]
-            self._sink.write_hidden(staged.layer, staged.parts[0], positions, slots)
+        if self._plan.form(layer) is Form.HIDDEN:
+            self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
         else:
-            self._sink.write_kv(staged.layer, staged.parts, slots)
-        self._open[staged.layer] -= 1
-        self._staging.give_back(staged.frame)
+            self._sink.write_kv(layer, parts, slots)
+        self._open[layer] -= 1
+        done()
         self._run_ahead()
 
 

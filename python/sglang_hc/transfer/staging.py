@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
 
 CUDA_FRAMES = (8, 32 << 20)
@@ -69,6 +70,28 @@ def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
             runs.append(Run(span.slot, 1, span.row, span.rows))
     if rows:
         yield Piece(first, rows, tuple(runs))
+
+
+class LayerSource:
+    """Each layer's part of the host pool, whatever its form."""
+
+    def __init__(self, layout: BlockLayout, pool: HostPool) -> None:
+        self._plan = layout.plan
+        self._hidden = torch.from_numpy(pool.hidden)
+        self._kv = [torch.from_numpy(part) for part in pool.kv]
+        self._hidden_widths = [layout.shape.hidden_bytes]
+        self._kv_widths = list(layout.shape.kv_parts)
+
+    def parts(self, layer: int) -> list[torch.Tensor]:
+        """(slots, BLOCK_TOKENS, row bytes) uint8 per part of the layer's form: one, or K and V."""
+        plan = self._plan
+        if plan.form(layer) is Form.HIDDEN:
+            return [self._hidden[:, layer - plan.recompute]]
+        return [part[:, layer - plan.recompute - plan.hidden] for part in self._kv]
+
+    def widths(self, layer: int) -> list[int]:
+        """Row bytes of each part."""
+        return self._hidden_widths if self._plan.form(layer) is Form.HIDDEN else self._kv_widths
 
 
 def copy_runs(lane: Lane, runs: Sequence[Run], source: torch.Tensor, target: torch.Tensor) -> None:
@@ -135,6 +158,10 @@ class StagingRing:
     def give_back(self, frame: torch.Tensor) -> None:
         """All compute work that reads the frame has been submitted."""
         self._free.append((frame, self._lane.computed()))
+
+    def give_back_unread(self, frame: torch.Tensor) -> None:
+        """No compute work has read what was copied to the frame since it was taken."""
+        self._free.append((frame, None))
 
 
 def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark
 from sglang_hc.transfer.queue_view import QueueView
+from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import (
     LayerGate,
     Recomputer,
@@ -50,6 +51,7 @@ class Tiers:
         queue: QueueView | None = None,
         recomputer: Recomputer | None = None,
         staging: StagingRing | None = None,
+        read_buffer: ReadBuffer | None = None,
     ) -> None:
         """staging: what restored chunks pass through; None takes the default of the device."""
         self.layout = layout
@@ -66,6 +68,7 @@ class Tiers:
         self._sink = sink
         self._lane = lane
         self._staging = staging or StagingRing.sized_for(layout, device, lane)
+        self.read_buffer = read_buffer
         self._taps = taps
         self.recomputer = recomputer
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
@@ -133,6 +136,7 @@ class Tiers:
             [r for r, _ in queued],
             self._staging,
             self.recomputer,
+            self.read_buffer,
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]
@@ -167,6 +171,8 @@ class Tiers:
         self._filing.poll()
         if self.disk is not None:
             self.disk.poll()
+        if self.read_buffer is not None:
+            self.read_buffer.poll()
         while self._releasing and self._releasing[0][0].done():
             _, restorations = self._releasing.popleft()
             for restoration in restorations:
@@ -185,6 +191,8 @@ class Tiers:
         self.restore_now()
         if self.disk is not None:
             self.disk.quiesce()
+        if self.read_buffer is not None:
+            self.read_buffer.clear()
         while self._releasing:
             self._releasing[0][0].wait()
             self.poll()
@@ -208,12 +216,15 @@ class Tiers:
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""
         disk = self.disk.counts() if self.disk is not None else Counter[str]()
-        total = self.counters + self.capture.counters + disk
+        early = self.read_buffer.counters if self.read_buffer is not None else Counter[str]()
+        total = self.counters + self.capture.counters + disk + early
         return {"evicted_blocks": self.host.evicted_blocks, **total}
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
+        if self.read_buffer is not None:
+            self.read_buffer.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
 
     def _finish_pass(self) -> None:

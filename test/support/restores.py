@@ -1,0 +1,76 @@
+"""A host pool full of random bytes, and what a restoration must make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.transfer.restore import Restoration
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+from support.tiers import HIDDEN_BYTES, PARTS, project
+
+FRAME = BLOCK_TOKENS * sum(PARTS)
+"""Bytes of a frame: one block as KV, two as hidden states."""
+
+
+def filled_pool(plan: LayerPlan, slots: int) -> HostPool:
+    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
+    pool = HostPool(layout, slots)
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randint(0, 256, pool.bytes.shape, dtype=torch.uint8, generator=generator)
+    torch.from_numpy(pool.bytes).copy_(drawn)
+    return pool
+
+
+def nodes_in(slots: Sequence[int]) -> tuple[BlockNode, ...]:
+    nodes = []
+    for number, slot in enumerate(slots):
+        node = BlockNode(None, b"\0" * 4 * BLOCK_TOKENS, bytes([number]), None)
+        node.slot = slot
+        nodes.append(node)
+    return tuple(nodes)
+
+
+def expected(pool: HostPool, restoration: Restoration, layer: int) -> list[torch.Tensor]:
+    """K/V rows of a restoration's tokens, read from the host pool one by one."""
+    plan = pool.layout.plan
+    places = [
+        (restoration.nodes[t // BLOCK_TOKENS].slot, t % BLOCK_TOKENS)
+        for t in range(restoration.start, restoration.stop)
+    ]
+    if layer in plan.hidden_layers:
+        hidden = torch.stack([torch.from_numpy(pool.hidden)[s, layer, r] for s, r in places])
+        return project(layer, hidden, torch.arange(restoration.start, restoration.stop))
+    parts = [torch.from_numpy(part)[:, layer - plan.hidden] for part in pool.kv]
+    return [torch.stack([part[s, r] for s, r in places]) for part in parts]
+
+
+def host_with(plan: LayerPlan, lengths: Sequence[int], slots: int) -> tuple[HostTier, HostPool]:
+    """A host tier whose path i holds `path_tokens(i, lengths[i])`, in scattered slots."""
+    pool = filled_pool(plan, slots)
+    host = HostTier(BlockTree(pool.layout.fingerprint("toy")), slots, LruPolicy())
+    spare = [host.stage(0.0) for _ in range(3)]
+    for path, length in enumerate(lengths):
+        tokens = path_tokens(path, length)
+        parent = host.tree.root(None)
+        for first in range(0, length, BLOCK_TOKENS):
+            slot = host.stage(0.0)
+            assert slot is not None
+            piece = pack_tokens(tokens[first : first + BLOCK_TOKENS])
+            parent = host.publish(parent, piece, slot, 0.0).node
+            parent.ready = True
+        if spare:
+            host.unstage(spare.pop())
+    for slot in spare:
+        host.unstage(slot)
+    return host, pool
+
+
+def path_tokens(path: int, length: int) -> list[int]:
+    return [path * 1000 + position for position in range(length)]
