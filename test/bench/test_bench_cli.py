@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_hc.bench import arms, options, report
+from sglang_hc.bench.long_context import DocumentTrace
+from sglang_hc.bench.workload import Vocabulary
 from sglang_hc.cli.main import main
 
 Start = Callable[..., Any]
@@ -216,6 +219,25 @@ def test_long_context_reads_first_and_measures_gain_by_hit_rate(
     # The fake never forgets: every question finds its document.
     assert runs["zipf=0"]["groups"]["zipf=0"]["cache_hit_rate"] > 0.8
     assert (tmp_path / "gain_by_hit_rate.png").exists()
+    gains = {row["value"]: row for row in report.gains(result)}
+    assert set(gains) == {0, 2} and {row["arm"] for row in gains.values()} == {"kv"}
+    group = {run["arm"]: run["groups"]["zipf=2"] for run in result["runs"] if run["value"] == 2}
+    better = group["stock"]["average_ttft"] / group["kv"]["average_ttft"]
+    assert gains[2]["better"] == pytest.approx(better)
+    assert gains[2]["device_hit_rate"] == group["stock"]["device_hit_rate"]
+
+
+def test_growing_skew_asks_more_for_the_popular_documents() -> None:
+    chance = np.random.default_rng(1).random(400)
+    repeated = []
+    for skew in (0.0, 0.5, 1.0, 2.0):
+        trace = DocumentTrace(Vocabulary(1000), 8, 0.01, [1]).by_zipf(skew, chance)
+        read = [turn.ids for turn in trace.sessions[0].turns if not turn.measured]
+        asked = [turn.ids for turn in trace.sessions[0].turns if turn.measured]
+        counts = [sum(ids[: len(text)] == text for ids in asked) for text in read]
+        assert sum(counts) == len(chance)
+        repeated.append(counts[0])
+    assert repeated == sorted(repeated) and repeated[-1] > 2 * repeated[0]
 
 
 def test_overhead_never_repeats_a_prompt(fake_server: Start, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_hc.bench import harness, metrics, options
 from sglang_hc.bench.driver import Pace
@@ -51,10 +52,10 @@ _QUICK = {
     "arms": "stock,hicache,kv,hidden,auto",
     "tasks": "gsm100,mixed",
     "zipf": "0,1.0,2.0",
-    "contexts": 4,
-    "requests": 10,
-    "scale": 0.125,
-    "max_total_tokens": 1792,
+    "contexts": 5,
+    "requests": 16,
+    "scale": 0.08,
+    "max_total_tokens": 1536,
     "host_size_gb": 1.0,
     "repeat": 1,
     "servers": "together",
@@ -118,7 +119,11 @@ def _points(setup: Setup, tasks: Sequence[str], skews: Sequence[float]) -> list[
             maker = DocumentTrace(
                 setup.vocabulary, args.contexts, args.scale, [args.seed, index, repeat]
             )
-            made = maker.once_each(task) if skew is None else maker.by_zipf(skew, args.requests)
+            if skew is None:
+                made = maker.once_each(task)
+            else:
+                chance = np.random.default_rng([args.seed, repeat]).random(args.requests)
+                made = maker.by_zipf(skew, chance)
             return setup.finish(made)
 
         return Point(name, value, trace, one_by_one)
@@ -148,14 +153,17 @@ class DocumentTrace:
         source = f"{task}: {self._contexts} documents, one question each, lengths x {self._scale:g}"
         return self._trace(source, documents, asked)
 
-    def by_zipf(self, skew: float, requests: int) -> Trace:
-        """`requests` questions about documents of all tasks, drawn by Zipf popularity."""
+    def by_zipf(self, skew: float, chance: npt.NDArray[np.float64]) -> Trace:
+        """Questions about documents of all tasks, one for every number of `chance` in [0, 1).
+
+        Skews that share `chance` differ by popularity alone, not by luck.
+        """
         documents = self._documents(MIXED)
-        weights = zipf_weights(len(documents), skew)
-        drawn = self._rng.choice(len(documents), requests, p=weights)
+        ends = np.cumsum(zipf_weights(len(documents), skew))
+        drawn = np.minimum(np.searchsorted(ends, chance, side="right"), len(documents) - 1)
         asked = [self._question(documents[i], f"zipf={skew:g}") for i in drawn.tolist()]
         source = (
-            f"{requests} questions about {self._contexts} documents, Zipf {skew:g}, "
+            f"{len(chance)} questions about {self._contexts} documents, Zipf {skew:g}, "
             f"lengths x {self._scale:g}"
         )
         return self._trace(source, documents, asked)

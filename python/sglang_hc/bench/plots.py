@@ -96,13 +96,13 @@ def _by_group(result: dict[str, Any], axes: Any) -> None:
 def _gain(result: dict[str, Any], gains: list[dict[str, Any]], axes: Any) -> None:
     for arm, colour in _arms(result):
         chosen = sorted(
-            (row["device_hit_rate"], row["median"]) for row in gains if row["arm"] == arm
+            (row["device_hit_rate"], row["better"]) for row in gains if row["arm"] == arm
         )
         if chosen:
             axes.plot(*zip(*chosen, strict=True), marker="o", color=colour, label=arm)
     axes.axhline(1.0, color="#999999", linestyle="--")
     axes.set_xlabel(f"share of prompt tokens on the device ({result['reference']})")
-    axes.set_ylabel("TTFT: times better")
+    axes.set_ylabel("average TTFT: times better")
     axes.legend()
 
 
