@@ -79,6 +79,10 @@ def test_a_config_survives_json(machine: Path) -> None:
         (["--hc-forms", "kv:2,hidden:2"], "--hc-forms: .*in the order"),
         (["--hc-disk", ""], "--hc-disk: "),
         (["--hc-disk", "/a:0"], "--hc-disk: "),
+        (["--hc-remote", "floppy"], "--hc-remote: invalid choice: 'floppy' .*'file'"),
+        (["--hc-remote-config", "{"], "--hc-remote-config: the text is not JSON"),
+        (["--hc-remote-config", "[]"], r"--hc-remote-config: '\[\]' is neither a JSON object nor"),
+        (["--hc-remote-config", "/none.json"], "--hc-remote-config: '/none.json' is neither"),
         (["--hc-trace", "/"], "--hc-trace: '/': is a directory; give a file to make"),
         (["--hc-trace", "/nowhere/t.jsonl"], "--hc-trace: .*no directory /nowhere"),
     ],
@@ -111,6 +115,23 @@ def test_a_wrong_flag_is_named_with_status_2(
 def test_a_wrong_field_is_named(machine: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HcConfig.from_json(text)
+
+
+def test_options_of_a_remote_store_may_come_from_a_file(machine: Path) -> None:
+    file = machine / "remote.json"
+    file.write_text('{"dir": "/a"}')
+    found = parse("--hc-remote", "file", "--hc-remote-config", str(file))
+    assert config.read_remote_config(found.remote_config) == {"dir": "/a"}
+    assert config.read_remote_config('{"dir": "/a"}') == {"dir": "/a"}
+    assert config.read_remote_config(None) == {}
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object, got list"):
+        HcConfig(remote="file", remote_config=str(file))
+
+
+def test_options_of_a_remote_store_need_one(machine: Path) -> None:
+    with pytest.raises(ConfigError, match=r"name one with --hc-remote, one of file, mooncake"):
+        parse("--hc-remote-config", "{}")
 
 
 def test_the_default_size_is_a_share_of_what_is_free(machine: Path) -> None:

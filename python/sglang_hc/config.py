@@ -23,6 +23,9 @@ READ_BUFFER_GIB = 0.5
 """Size of the read buffer on a GPU when none is given: at 50 GB/s what the link brings in the 10 ms
 of a decode step. Without a GPU nothing overlaps with the copies, and there is none."""
 
+REMOTES = ("file", "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
+"""SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
+
 
 def check_host_size(gib: float) -> None:
     """Raise ConfigError unless `gib` is a size that this machine's memory can hold."""
@@ -69,6 +72,33 @@ def check_read_buffer(gib: float) -> None:
     """Raise ConfigError unless `gib` is a size; whether the device has room is known later."""
     if not 0 <= gib < float("inf"):
         raise ConfigError(f"must be 0 (off) or a number of GiB, got {gib:g}")
+
+
+def check_remote_config(text: str) -> None:
+    """Raise ConfigError unless `text` is a JSON object or names a file with one."""
+    read_remote_config(text)
+
+
+def read_remote_config(text: str | None) -> dict[str, object]:
+    """The options of the remote store: a JSON object, or the path of a file that holds one."""
+    if text is None:
+        return {}
+    where = "the text"
+    if not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(text).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"{where!r} is neither a JSON object nor a file that can be read ({error.strerror})"
+            ) from None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold a JSON object, got {type(values).__name__}")
+    return values
 
 
 def _sum_of_counts(text: str) -> int:
@@ -124,9 +154,25 @@ class HcConfig:
         metavar="GIB",
         check=check_read_buffer,
     )
+    remote: str | None = options.text(
+        None,
+        "keep blocks in a store that other servers share; one of SGLang's storage back ends",
+        choices=REMOTES,
+    )
+    remote_config: str | None = options.text(
+        None,
+        "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
+        metavar="JSON|FILE",
+        check=check_remote_config,
+    )
 
     def __post_init__(self) -> None:
         options.check_values(self)
+        if self.remote_config is not None and self.remote is None:
+            raise ConfigError(
+                "remote_config (--hc-remote-config) is for a remote store; name one with "
+                f"--hc-remote, one of {', '.join(REMOTES)}"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], where: str) -> HcConfig:

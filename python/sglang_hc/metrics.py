@@ -24,6 +24,7 @@ LEVELS = {
     "host_blocks": "Blocks in the host tier that can be served.",
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
+    "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
 }
 COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
@@ -46,6 +47,12 @@ COUNTS = {
     "disk_saved_blocks": "Blocks written to disk.",
     "disk_loaded_blocks": "Blocks read from disk.",
     "disk_save_dropped": "Blocks not written to disk because the queue was full.",
+    "remote_saved_blocks": "Blocks stored in the remote store.",
+    "remote_loaded_blocks": "Blocks read from the remote store.",
+    "remote_write_dropped": "Blocks not stored because too many waited or the store is left alone.",
+    "remote_lookups": "Questions asked of the remote store.",
+    "remote_pauses": "Times the remote store was left alone because it kept failing.",
+    "remote_hangs": "Times a call of the remote store did not come back in time.",
 }
 """Known from the start, so that zero is visible. Others appear when they first count."""
 

@@ -19,10 +19,11 @@ from sglang_hc.srt.recompute import (
     recompute_excluded,
 )
 from sglang_hc.srt.recorded_tree import recorder_for, tree_over
+from sglang_hc.srt.remote import with_remote
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import DiskThreads
+from sglang_hc.store.block_io import BlockIo, DiskThreads
 from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
@@ -159,7 +160,7 @@ def _tiers(
         num_slots,
         num_slots * 64,
     )
-    disk = None
+    below: BlockIo | None = None
     if config.disk:
         specs = [DirectorySpec.parse(text) for text in config.disk]
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
@@ -167,8 +168,11 @@ def _tiers(
             store = DiskStore.open(specs, layout.chunks(), fingerprint, label)
         except DirectoryError as error:
             raise ConfigError(str(error)) from None
-        disk = DiskTier(DiskThreads(store, pool), tier)
+        below = DiskThreads(store, pool)
         logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
+    if config.remote is not None:
+        below = with_remote(below, config, pool, fingerprint)
+    disk = DiskTier(below, tier) if below is not None else None
     sizes = (num_slots, disk.capacity if disk is not None else 0)
     by_queue = config.eviction == "queue"
     queue = QueueView(tier, disk, window, sizes, config.prefetch, tell_disk=by_queue)

@@ -76,8 +76,9 @@ class HcRadixCache(RadixCache):
         self.ongoing_backup: dict[int, Any] = {}
         self.enable_storage = True  # has SGLang tell us of every request that is queued
         self.hicache_storage_pass_prefix_keys = False
-        if tiers.disk is not None:  # its class name is shown as the storage back end of a hit
-            self.cache_controller = SimpleNamespace(storage_backend=tiers.disk)
+        if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
+            shown = type(tiers.disk.name, (), {})
+            self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.scheduler: Callable[[], Any] = lambda: None
         """The scheduler this tree serves, held weakly; set once it exists."""
         self.exporter: Exporter | None = None

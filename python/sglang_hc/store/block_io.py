@@ -42,6 +42,7 @@ class Outcome(enum.Enum):
     TIMED_OUT = "timed_out"  # the deadline passed before it was through
     DUPLICATE = "duplicate"  # a write of what is there already
     NO_SPACE = "no_space"
+    DROPPED = "dropped"  # a write that was not begun: too many wait, or its tier is off
     LOST = "lost"  # whoever was to do it is gone
 
 
@@ -51,6 +52,14 @@ class BlockDone(NamedTuple):
     ticket: int
     outcome: Outcome
     tier: str
+
+
+def count_write(counts: Counter[str], done: BlockDone) -> None:
+    """Count what became of a write."""
+    if done.outcome is Outcome.OK:
+        counts[f"{done.tier}_saved_blocks"] += 1
+    elif done.outcome is not Outcome.DUPLICATE:
+        counts[f"{done.tier}_write_{done.outcome.value}"] += 1
 
 
 class BlockIo(Protocol):
@@ -63,6 +72,10 @@ class BlockIo(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """For people: shown with every hit as the storage back end."""
+
+    @property
     def capacity(self) -> int:
         """Blocks that fit; 0 when that is not known."""
 
@@ -70,6 +83,13 @@ class BlockIo(Protocol):
         """How many of the first identities are here without a gap, as far as known now. In
         microseconds: who must ask somebody else asks behind the caller's back. A yes is no
         promise."""
+
+    def asking(self, block_ids: Sequence[bytes]) -> bool:
+        """Whether an answer is on its way, and in time for a request that waits, that may make
+        `contains` say more."""
+
+    def wants(self, block_id: bytes) -> bool:
+        """Whether a write of this block would add anything, as far as known now."""
 
     def write(self, block: Block, slot: int, deadline: float) -> int | None:
         """Store a block from its slot; returns a ticket, or None when it is refused: the queue is
@@ -122,6 +142,8 @@ class DiskThreads:
     on_done: called on a thread of this class after each answer, for whoever sleeps until then.
     """
 
+    name = "disk"
+
     def __init__(
         self, store: DiskStore, pool: HostPool, on_done: Callable[[], None] = lambda: None
     ) -> None:
@@ -146,6 +168,12 @@ class DiskThreads:
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._store.contains(block_ids)
+
+    def asking(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return not self._store.contains((block_id,))
 
     def write(self, block: Block, slot: int, deadline: float) -> int | None:
         if len(self._writes) >= WRITE_QUEUE:

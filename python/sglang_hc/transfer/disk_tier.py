@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.store.block_io import BlockDone, BlockIo, Outcome
+from sglang_hc.store.block_io import BlockDone, BlockIo, Outcome, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
@@ -42,7 +42,8 @@ PATIENCE = 5.0
 class Prefetched(enum.Enum):
     """What became of the wish to prefetch."""
 
-    NOTHING = enum.auto()  # the disk has nothing to add
+    NOTHING = enum.auto()  # nothing below has anything to add
+    ASKING = enum.auto()  # not known yet, but soon
     STARTED = enum.auto()
     NO_ROOM = enum.auto()  # no slot, or another request is fetching the same block
 
@@ -92,6 +93,11 @@ class DiskTier:
         self.counters: Counter[str] = Counter()
 
     @property
+    def name(self) -> str:
+        """What holds the blocks, for people."""
+        return self._io.name
+
+    @property
     def capacity(self) -> int:
         """Blocks that fit; 0 when that is not known."""
         return self._io.capacity
@@ -100,7 +106,7 @@ class DiskTier:
 
     def spill(self, node: BlockNode) -> None:
         """A block's bytes are in place: write it, unless it is a tail or on disk already."""
-        if not self._usable or not node.is_full or self._io.contains([node.block_id]):
+        if not self._usable or not node.is_full or not self._io.wants(node.block_id):
             return
         path = node.path()
         parent = node.parent
@@ -132,12 +138,17 @@ class DiskTier:
         """
         if rid in self._prefetches:
             return Prefetched.STARTED
+        if not self._usable or len(tokens) // BLOCK_BYTES * BLOCK_TOKENS <= on_device:
+            return Prefetched.NOTHING
         match = self._host.tree.match(namespace, tokens)
-        if not self._usable or any(not node.ready for node in match.nodes):
+        if any(not node.ready for node in match.nodes):
             return Prefetched.NOTHING  # a block still being filed was computed just now
         first = match.tokens // BLOCK_TOKENS
         wanted = self._identities(namespace, tokens, first)
-        found = self._io.contains([identity for identity, _ in wanted])
+        identities = [identity for identity, _ in wanted]
+        found = self._io.contains(identities)
+        if self._io.asking(identities):
+            return Prefetched.ASKING
         if found == 0 or (first + found) * BLOCK_TOKENS <= on_device:
             return Prefetched.NOTHING
         if any(identity in self._reading for identity, _ in wanted[:found]):
@@ -332,7 +343,4 @@ class DiskTier:
 
     def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])
-        if done.outcome is Outcome.OK:
-            self.counters[f"{done.tier}_saved_blocks"] += 1
-        elif done.outcome is not Outcome.DUPLICATE:
-            self.counters[f"{done.tier}_write_{done.outcome.value}"] += 1
+        count_write(self.counters, done)

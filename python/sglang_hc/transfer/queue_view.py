@@ -100,6 +100,8 @@ class QueueView:
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
         if outcome is Prefetched.NOTHING:
             return True
+        if outcome is Prefetched.ASKING:
+            return False  # not for long; what it finds is read in a pass to come
         if outcome is Prefetched.NO_ROOM and self._is_head(rid) and not self._disk.reading:
             return True  # nothing will make room before its turn is over
         self._passed[rid] += 1
@@ -125,7 +127,7 @@ class QueueView:
         if self._disk is None or rid in self._started:
             return
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
-        if outcome is not Prefetched.NO_ROOM:
+        if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
             self._started.add(rid)
 
     def _is_head(self, rid: str) -> bool:

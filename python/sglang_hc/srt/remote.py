@@ -1,0 +1,204 @@
+"""SGLang's storage back ends (`HiCacheStorage`) as this package's remote store.
+
+SGLang hands its back ends pages of its own host pool. Here they get frames instead: each is a page
+of one "token" with a block's envelope in it, in a pool that says it belongs to an MLA model, whose
+pages are one object each and the same on every rank. A back end registers the frames as it would
+register SGLang's pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from sglang_hc.config import ConfigError, HcConfig, read_remote_config
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import Frames, RemoteBackend, behind
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = {
+    "mooncake": "mooncake-transfer-engine",
+    "nixl": "nixl",
+    "hf3fs": "hf3fs_fuse, from the 3FS sources",
+    "eic": "eic",
+    "simm": "simm",
+    "mori": "mori",
+}
+"""What a kind needs beside SGLang."""
+
+FOLDER = "sglang-hc"
+"""Made inside the directory of the `file` back end, which takes every file there for its own."""
+
+
+class FramePool:
+    """What SGLang's back ends ask of a host pool, answered with frames.
+
+    kv_buffer: shape (frames, envelope bytes) uint8, one page per row.
+    """
+
+    layout = "page_first"
+    page_size = 1
+    dtype = torch.uint8
+    device = "cpu"
+    pin_memory = False
+    can_use_write_back_jit = False
+
+    def __init__(self, frames: Frames) -> None:
+        self.kv_buffer = torch.from_numpy(frames.bytes)
+        self.size, self._page_bytes = self.kv_buffer.shape
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """(addresses, sizes) of pages, in bytes."""
+        base = self.kv_buffer.data_ptr()
+        pages = [base + index * self._page_bytes for index in indices.tolist()]
+        return pages, [self._page_bytes] * len(pages)
+
+    def get_data_page(self, index: int | torch.Tensor, flat: bool = True) -> torch.Tensor:
+        """One page, shape (envelope bytes,)."""
+        return self.kv_buffer[int(index)]
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """Memory of a page's size for a back end to read into."""
+        return torch.empty(self._page_bytes, dtype=self.dtype)
+
+    def set_from_flat_data_page(self, index: int | torch.Tensor, page: torch.Tensor) -> None:
+        self.kv_buffer[int(index)].copy_(page.view(-1))
+
+    def get_size_per_token(self) -> int:
+        return int(self._page_bytes)
+
+    def get_ksize_per_token(self) -> int:
+        return int(self._page_bytes)
+
+    def is_stride_page_aligned(self, alignment: int) -> bool:
+        aligned: bool = (self.kv_buffer.data_ptr() | self._page_bytes) % alignment == 0
+        return aligned
+
+
+class PageBackend:
+    """A back end that moves pages of a registered pool (SGLang's interface v1)."""
+
+    def __init__(self, storage: HiCacheStorage) -> None:
+        self._storage = storage
+        self.name = type(storage).__name__
+
+    def exists(self, keys: Sequence[str]) -> int:
+        return int(self._storage.batch_exists(list(keys)))
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        return list(self._storage.batch_get_v1(list(keys), torch.tensor(list(frames))))
+
+    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        return list(self._storage.batch_set_v1(list(keys), torch.tensor(list(frames))))
+
+    def clear(self) -> None:
+        self._storage.clear()
+
+    def close(self) -> None:
+        close = getattr(self._storage, "close", None)
+        if close is not None:
+            close()
+
+
+class ValueBackend(PageBackend):
+    """A back end that takes and gives tensors."""
+
+    def __init__(self, storage: HiCacheStorage, pool: FramePool) -> None:
+        super().__init__(storage)
+        self._pool = pool
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        return [
+            self._get(key, self._pool.kv_buffer[f]) for key, f in zip(keys, frames, strict=True)
+        ]
+
+    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        pages = [self._pool.kv_buffer[frame] for frame in frames]
+        return [bool(self._storage.set(k, page)) for k, page in zip(keys, pages, strict=True)]
+
+    def _get(self, key: str, page: torch.Tensor) -> bool:
+        value = self._storage.get(key, page)
+        if value is not None and value.data_ptr() != page.data_ptr():
+            page.copy_(value.view(-1))
+        return value is not None
+
+
+def with_remote(
+    near: BlockIo | None, config: HcConfig, pool: HostPool, fingerprint: bytes
+) -> BlockIo:
+    """The remote store of the options, behind the holder of blocks that is there already."""
+    assert config.remote is not None
+    frames = Frames(pool.layout.slot_bytes)
+    backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
+    logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
+    return behind(near, backend, frames, pool, fingerprint)
+
+
+def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBackend:
+    """The back end of this kind (`--hc-remote`) with its options (`--hc-remote-config`).
+
+    Raises ConfigError with a message for users.
+    """
+    options = dict(options)
+    if kind == "file":
+        _use_directory(options.pop("dir", None))
+    pool = FramePool(frames)
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=None,  # the keys name model and plan already
+        extra_config=options,
+    )
+    try:
+        storage = StorageBackendFactory.create_backend(kind, config, pool)
+        storage.register_mem_pool_host(pool)
+    except ImportError as error:
+        package = PACKAGES.get(kind)
+        remedy = f"Install {package} into the server's environment" if package else "Install it"
+        raise ConfigError(f"--hc-remote {kind}: {error}. {remedy}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"--hc-remote {kind} does not start: {type(error).__name__}: {error}. Check "
+            "--hc-remote-config and that the store is up, or leave out --hc-remote"
+        ) from error
+    if type(storage).batch_get_v1 is HiCacheStorage.batch_get_v1:
+        return ValueBackend(storage, pool)
+    return PageBackend(storage)
+
+
+def _use_directory(directory: object) -> None:
+    """SGLang's `file` back end takes its directory from the environment."""
+    variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
+    if directory is None:
+        directory = variable.get()
+    if not isinstance(directory, str) or not directory:
+        raise ConfigError(
+            "--hc-remote file needs a directory that all servers share: "
+            """give --hc-remote-config '{"dir": "/mnt/shared"}'"""
+        )
+    folder = Path(directory).expanduser().resolve() / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"--hc-remote file: {folder} cannot be made: {error}") from None
+    if not writable:
+        raise ConfigError(f"--hc-remote file: {folder} cannot be written")
+    variable.set(str(folder))

@@ -1,0 +1,7 @@
+"""Blocks in a store that many hosts share (docs/remote.md)."""
+
+from sglang_hc.store.remote.backend import Frames, RemoteBackend
+from sglang_hc.store.remote.blocks import RemoteBlocks
+from sglang_hc.store.remote.chain import Chain, behind
+
+__all__ = ["Chain", "Frames", "RemoteBackend", "RemoteBlocks", "behind"]

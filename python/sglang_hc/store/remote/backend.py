@@ -1,0 +1,73 @@
+"""What this package asks of a remote store, and the memory it moves blocks through."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sglang_hc.store.host_pool import Bytes
+from sglang_hc.store.remote.envelope import HEADER_BYTES
+
+FRAME_BYTES = 64 << 20
+"""Memory for envelopes on their way, per direction."""
+
+MOST_FRAMES = 16
+"""Most envelopes per call of a back end."""
+
+
+class Frames:
+    """Page-aligned memory for envelopes on their way: one part for loads, one for saves.
+
+    A back end touches nothing but frames, so it may register them once with its transport, and one
+    that hangs or writes late cannot spoil a slot that has another owner by then.
+
+    bytes: shape (frames, envelope bytes) uint8.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        size = HEADER_BYTES + slot_bytes
+        each = min(MOST_FRAMES, max(1, FRAME_BYTES // size))
+        self.for_loads = range(each)
+        self.for_saves = range(each, 2 * each)
+        self.buffer = mmap.mmap(-1, 2 * each * size)
+        self.bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8).reshape(2 * each, size)
+
+    def header(self, frame: int) -> Bytes:
+        """Shape (HEADER_BYTES,)."""
+        part: Bytes = self.bytes[frame, :HEADER_BYTES]
+        return part
+
+    def payload(self, frame: int) -> Bytes:
+        """Shape (slot_bytes,)."""
+        part: Bytes = self.bytes[frame, HEADER_BYTES:]
+        return part
+
+
+class RemoteBackend(Protocol):
+    """A store somewhere else that keeps envelopes under keys.
+
+    `exists`, `get` and `put` are each called from one thread of their own, and may take their time,
+    raise, or lie: nothing they answer is believed without the envelope's checks.
+    """
+
+    @property
+    def name(self) -> str:
+        """For people, such as `HiCacheFile`."""
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """How many of the first keys are there without a gap."""
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        """Read one envelope per key into one frame each; one answer per key."""
+
+    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        """Store one frame per key; true where the key is there afterwards, whoever stored it."""
+
+    def clear(self) -> None:
+        """Remove everything."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,130 @@
+"""Work on a remote store that the scheduler thread never waits for: jobs with deadlines, a thread.
+
+A thread that hangs inside a back end cannot be stopped. Its jobs are answered when their deadline
+passes, and it gets no new ones until it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from sglang_hc.store.block_io import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """One operation: answered once, by the thread that does it or by its deadline.
+
+    lock: held by the thread while it touches the caller's memory; never across a back end's call.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.lock = threading.Lock()
+        self.outcome: Outcome | None = None
+
+    def settle(self, outcome: Outcome) -> None:
+        """Answer, unless it was answered before."""
+        with self.lock:
+            if self.outcome is None:
+                self.outcome = outcome
+
+    def expire(self, now: float) -> None:
+        """Answer TIMED_OUT if the deadline has passed and the thread is not about to answer."""
+        if now >= self.deadline and self.outcome is None and self.lock.acquire(blocking=False):
+            if self.outcome is None:
+                self.outcome = Outcome.TIMED_OUT
+            self.lock.release()
+
+
+J = TypeVar("J", bound=Job)
+
+
+class JobThread(Generic[J]):
+    """A daemon thread that takes jobs in the order in which they came, up to `most` at a time.
+
+    All methods belong to one other thread; none waits except `close`. perform: does a batch and
+    settles each job of it; what it leaves unsettled, or raises for, is answered IO_ERROR.
+    limit: jobs that may be submitted and not yet taken back; None for any number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        perform: Callable[[list[J]], None],
+        most: int,
+        limit: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._perform = perform
+        self._most = most
+        self._limit = limit
+        self._clock = clock
+        self._jobs: deque[J] = deque()
+        self._queue: deque[J] = deque()
+        self._work = threading.Semaphore(0)
+        self._running: J | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """`limit` jobs are under way."""
+        return self._limit is not None and len(self._jobs) >= self._limit
+
+    @property
+    def stuck(self) -> bool:
+        """The thread is still inside a call whose deadline has passed."""
+        running = self._running
+        return running is not None and self._clock() >= running.deadline
+
+    def submit(self, job: J) -> None:
+        self._jobs.append(job)
+        self._queue.append(job)
+        self._work.release()
+
+    def take_done(self) -> list[J]:
+        """Jobs that are answered, in the order in which they were submitted."""
+        done: list[J] = []
+        now = self._clock()
+        while self._jobs:
+            self._jobs[0].expire(now)
+            if self._jobs[0].outcome is None:
+                break
+            done.append(self._jobs.popleft())
+        return done
+
+    def close(self, timeout: float) -> bool:
+        """Finish what was submitted; False when the thread is not through within `timeout` s."""
+        self._closing = True
+        self._work.release()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._work.acquire()
+            batch: list[J] = []
+            while self._queue and len(batch) < self._most:
+                job = self._queue.popleft()
+                if job.outcome is None:
+                    batch.append(job)
+            if batch:
+                self._running = batch[0]
+                try:
+                    self._perform(batch)
+                except Exception:
+                    logger.exception("%s: %d operations failed", self._name, len(batch))
+                for job in batch:
+                    job.settle(Outcome.IO_ERROR)
+                self._running = None
+            elif self._closing and not self._queue:
+                return

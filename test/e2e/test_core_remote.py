@@ -1,0 +1,127 @@
+"""A remote store under SGLang's real scheduler: two servers, one directory."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from support.core import Core, run_in_child
+
+FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2")
+PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
+FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+
+
+def server(form: str, directory: str, *flags: str, dtype: str = "float32") -> Core:
+    where = json.dumps({"dir": directory})
+    remote = ("--hc-remote", "file", "--hc-remote-config", where)
+    return Core("--hc-forms", form, "--dtype", dtype, *remote, *flags, *FLAGS)
+
+
+def first_turn(form: str, directory: str, *flags: str) -> tuple:
+    core = server(form, directory, *flags)
+    reply = core.ask(PROMPT, 60)
+    core.settle()
+    return reply.tokens, core.tree.stats()
+
+
+def second_turn(
+    form: str, directory: str, history: list[int], flags: tuple[str, ...] = (),
+    salt: str | None = None, dtype: str = "float32",
+) -> tuple:  # fmt: skip
+    core = server(form, directory, *flags, dtype=dtype)
+    reply = core.ask(history, 24, salt)
+    core.settle()
+    shown = type(core.tree.cache_controller.storage_backend).__name__
+    return reply, core.tree.stats(), shown
+
+
+def both_turns(form: str) -> tuple[list[int], list[int]]:
+    """A server that never stopped and never evicted."""
+    core = Core("--hc-forms", form, "--dtype", "float32", *FLAGS)
+    first = core.ask(PROMPT, 60).tokens
+    return first, core.ask([*PROMPT, *first, *FOLLOW], 24).tokens
+
+
+@pytest.mark.parametrize("form", ["hidden", "kv"])
+def test_one_server_goes_on_with_what_another_computed(
+    models: None, tmp_path: Path, form: str
+) -> None:
+    first, wanted = run_in_child(both_turns, form)
+    tokens, stats = run_in_child(first_turn, form, str(tmp_path))
+    assert tokens == first
+    assert stats["remote_saved_blocks"] == 4
+    history = [*PROMPT, *first, *FOLLOW]
+    reply, stats, shown = run_in_child(second_turn, form, str(tmp_path), history)
+    assert reply.storage == 256 == stats["restored_tokens"]  # all full blocks of 260 tokens
+    assert stats["remote_loaded_blocks"] == 4
+    assert reply.tokens == wanted
+    assert shown == "HiCacheFile"
+
+
+def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_path: Path) -> None:
+    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
+    history = [*PROMPT, *first, *FOLLOW]
+    for form, other in (
+        ("hidden", {}),
+        ("kv", {"dtype": "bfloat16"}),
+        ("kv", {"salt": "other"}),
+    ):
+        reply, stats, _ = run_in_child(
+            lambda f, o: second_turn(f, str(tmp_path), history, **o), form, other
+        )
+        assert reply.cached == 0
+        assert "remote_loaded_blocks" not in stats
+
+
+def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> None:
+    """The first block comes from the disk, the rest from the store."""
+    first, wanted = run_in_child(both_turns, "hidden")
+    shared = str(tmp_path / "shared")
+    disk = ("--hc-disk", f"{tmp_path / 'd'}:1")
+    _, stats = run_in_child(first_turn, "hidden", shared, *disk)
+    assert stats["remote_saved_blocks"] == 4 == stats["disk_saved_blocks"]
+    other = ("--hc-disk", f"{tmp_path / 'e'}:1")
+    run_in_child(second_turn, "hidden", str(tmp_path / "none"), PROMPT[:70], other)
+    history = [*PROMPT, *first, *FOLLOW]
+    reply, stats, shown = run_in_child(second_turn, "hidden", shared, history, other)
+    assert (stats["disk_loaded_blocks"], stats["remote_loaded_blocks"]) == (1, 3)
+    assert reply.storage == 256
+    assert reply.tokens == wanted
+    assert shown == "disk+HiCacheFile"
+
+
+def test_damage_in_the_store_is_recomputed(models: None, tmp_path: Path) -> None:
+    first, wanted = run_in_child(both_turns, "kv")
+    run_in_child(first_turn, "kv", str(tmp_path))
+    rng = random.Random(0)
+    for value in (tmp_path / "sglang-hc").iterdir():
+        with value.open("r+b") as file:
+            file.seek(rng.randrange(value.stat().st_size))
+            file.write(b"\xa5\x5a")
+    history = [*PROMPT, *first, *FOLLOW]
+    reply, stats, _ = run_in_child(second_turn, "kv", str(tmp_path), history)
+    assert reply.cached == 0
+    assert stats["remote_read_damaged"] >= 1
+    assert reply.tokens == wanted
+
+
+def cleared(directory: str) -> tuple:
+    core = server("hidden", directory)
+    first = core.ask(PROMPT, 60)
+    core.settle()
+    core.tree.clear_storage_backend()
+    while not core.tree.stats()["remote_usable"]:
+        core.tree.tiers.poll()
+    files = list(Path(directory, "sglang-hc").iterdir())
+    assert core.scheduler.flush_cache()
+    return core.ask([*PROMPT, *first.tokens, *FOLLOW], 24), files
+
+
+def test_clear_empties_the_store(models: None, tmp_path: Path) -> None:
+    reply, files = run_in_child(cleared, str(tmp_path))
+    assert reply.cached == 0
+    assert files == []

@@ -1,0 +1,185 @@
+"""SGLang's storage back ends as remote stores: both interfaces, the factory, the messages."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from sglang_hc.config import REMOTES, ConfigError
+from sglang_hc.srt.remote import FramePool, PageBackend, ValueBackend, open_remote
+from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
+from support.remote import (
+    FINGERPRINT,
+    FOREVER,
+    LAYOUT,
+    data_of,
+    find,
+    make_path,
+    make_pool,
+    save,
+    wait,
+)
+
+VALUES: dict[str, bytes] = {}
+"""What the stores below hold, as if it were somewhere else."""
+
+
+class Pages(HiCacheStorage):
+    """A store of pages by address, as Mooncake's: one object per page of an MLA pool."""
+
+    def __init__(self, config: Any, options: Any) -> None:
+        assert config.is_mla_model and config.extra_config["module_path"] == __name__
+
+    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        pages = zip(*self.mem_pool_host.get_page_buffer_meta(host_indices), strict=True)
+        for key, (address, size) in zip(keys, pages, strict=True):
+            VALUES.setdefault(key, ctypes.string_at(address, size))
+        return [True] * len(keys)
+
+    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        pages = zip(*self.mem_pool_host.get_page_buffer_meta(host_indices), strict=True)
+        for key, (address, size) in zip(keys, pages, strict=True):
+            if key in VALUES:
+                ctypes.memmove(address, VALUES[key], size)
+        return [key in VALUES for key in keys]
+
+    def exists(self, key: str) -> bool:
+        return key in VALUES
+
+    def _unused(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    get = set = batch_get = batch_set = _unused
+
+
+class Values(HiCacheStorage):
+    """A store of tensors that hands out tensors of its own."""
+
+    def __init__(self, config: Any, options: Any) -> None:
+        return None
+
+    def set(self, key: str, value: Any = None, *_: Any) -> bool:
+        VALUES.setdefault(key, value.numpy().tobytes())
+        return True
+
+    def get(self, key: str, target_location: Any = None, *_: Any) -> Any:
+
+        return (
+            torch.frombuffer(bytearray(VALUES[key]), dtype=torch.uint8) if key in VALUES else None
+        )
+
+    def exists(self, key: str) -> bool:
+        return key in VALUES
+
+    def batch_get(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    batch_set = batch_get
+
+
+@pytest.fixture(autouse=True)
+def empty() -> None:
+    VALUES.clear()
+
+
+def open_dynamic(name: str, frames: Frames) -> RemoteBackend:
+    options = {"backend_name": name, "module_path": __name__, "class_name": name}
+    return open_remote("dynamic", options, frames)
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("Pages", PageBackend), ("Values", ValueBackend)])
+def test_a_class_of_the_users_through_either_interface(name: str, adapter: type) -> None:
+    frames = Frames(LAYOUT.slot_bytes)
+    backend = open_dynamic(name, frames)
+    assert type(backend) is adapter and backend.name == name
+    check_round_trip(backend, frames)
+
+
+def check_round_trip(backend: RemoteBackend, frames: Frames) -> None:
+    """Blocks written through one set of frames are found and read."""
+    pool = make_pool()
+    io = RemoteBlocks(backend, frames, pool, FINGERPRINT)
+    path = make_path(5)
+    assert save(io, pool, path) == [Outcome.OK] * 5
+    names = [block.block_id for block in path]
+    fresh = RemoteBlocks(backend, frames, pool, FINGERPRINT)
+    assert find(fresh, names) == 5
+    for slot, name in enumerate(names, start=5):
+        fresh.read(name, slot, FOREVER)
+    assert [done.outcome for done in wait(fresh, 5)] == [Outcome.OK] * 5
+    for slot, name in enumerate(names, start=5):
+        assert np.array_equal(pool.slot(slot), data_of(name))
+    assert find(fresh, [bytes(16)]) == 0
+    io.close()
+    fresh.close()
+
+
+def test_sglangs_file_store(tmp_path: Path) -> None:
+    frames = Frames(LAYOUT.slot_bytes)
+    backend = open_remote("file", {"dir": str(tmp_path)}, frames)
+    assert backend.name == "HiCacheFile"
+    check_round_trip(backend, frames)
+    files = list((tmp_path / "sglang-hc").iterdir())
+    assert len(files) == 5
+    assert all(file.name.startswith(f"hc1-{FINGERPRINT.hex()}-") for file in files)
+
+
+def test_a_file_that_lost_its_end_is_a_miss(tmp_path: Path) -> None:
+    frames, pool = Frames(LAYOUT.slot_bytes), make_pool()
+    io = RemoteBlocks(
+        open_remote("file", {"dir": str(tmp_path)}, frames), frames, pool, FINGERPRINT
+    )
+    path = make_path(1)
+    save(io, pool, path)
+    (file,) = (tmp_path / "sglang-hc").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    io.read(path[0].block_id, 5, FOREVER)
+    assert wait(io, 1)[0].outcome is not Outcome.OK
+    io.close()
+
+
+def test_frames_answer_like_a_host_pool() -> None:
+    frames = Frames(LAYOUT.slot_bytes)
+    pool = FramePool(frames)
+    page = pool.get_dummy_flat_data_page()
+    page.fill_(3)
+    pool.set_from_flat_data_page(1, page)
+    assert (frames.bytes[1] == 3).all() and not frames.bytes[0].any()
+    assert pool.get_data_page(1).equal(page)
+    assert pool.get_size_per_token() == pool.get_ksize_per_token() == frames.bytes.shape[1]
+    assert pool.is_stride_page_aligned(4096)
+
+
+def test_the_kinds_are_sglangs() -> None:
+    """What SGLang registers is offered, except what docs/remote.md says cannot hold blocks."""
+    assert set(REMOTES) == set(StorageBackendFactory._registry) - {"aibrix", "shm"} | {"dynamic"}
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "eic", None)
+    with pytest.raises(ConfigError, match=r"--hc-remote eic: .*Install eic into"):
+        open_remote("eic", {}, Frames(4096))
+
+
+def test_options_that_do_not_fit_are_reported() -> None:
+    with pytest.raises(ConfigError, match=r"--hc-remote dynamic does not start: .*module_path.*"):
+        open_remote("dynamic", {"backend_name": "x"}, Frames(4096))
+
+
+def test_file_needs_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name, raising=False)
+    with pytest.raises(ConfigError, match=r"""--hc-remote-config '\{"dir": "/mnt/shared"\}'"""):
+        open_remote("file", {}, Frames(4096))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        open_remote("file", {"dir": str(tmp_path / "file")}, Frames(4096))

@@ -1,0 +1,121 @@
+"""A disk and a remote store as one holder of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hc.store.block_io import DiskThreads, Outcome
+from sglang_hc.store.disk import DirectorySpec, DiskStore
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import Chain, RemoteBlocks
+from support.remote import (
+    FINGERPRINT,
+    FOREVER,
+    LAYOUT,
+    SLOTS,
+    Clock,
+    FakeStore,
+    data_of,
+    find,
+    make_path,
+    save,
+    until,
+    wait,
+)
+
+TARGET = SLOTS - 1
+
+
+@pytest.fixture
+def near(tmp_path: Path, pool: HostPool) -> DiskThreads:
+    specs = [DirectorySpec.parse(f"{tmp_path / 'd'}:0.05")]
+    store = DiskStore.open(specs, LAYOUT.chunks(), FINGERPRINT, "toy", background=False)
+    return DiskThreads(store, pool)
+
+
+@pytest.fixture
+def chain(near: DiskThreads, io: RemoteBlocks) -> Iterator[Chain]:
+    yield Chain(near, io)
+    near.close()
+
+
+def test_a_block_goes_to_both(
+    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+) -> None:
+    path = make_path(3)
+    assert save(chain, pool, path) == [Outcome.OK] * 3
+    assert near.contains([block.block_id for block in path]) == 3
+    assert len(store.values) == 3
+    assert not chain.wants(path[0].block_id)
+
+
+def test_every_answer_is_counted_once(chain: Chain, pool: HostPool) -> None:
+    save(chain, pool, make_path(3))
+    counts = chain.counts()
+    hidden = counts["remote_saved_blocks"] + counts["disk_saved_blocks"]
+    assert hidden == 3  # the other three are the answers that the owner of the slots counts
+
+
+def test_a_path_may_lie_partly_here_and_partly_there(
+    chain: Chain, near: DiskThreads, io: RemoteBlocks, pool: HostPool
+) -> None:
+    path = make_path(6)
+    for holder, blocks in ((near, path[:2] + path[4:5]), (io, path[2:4] + path[5:])):
+        save(holder, pool, blocks)
+    names = [block.block_id for block in path]
+    assert find(chain, names) == 6
+    tiers = []
+    for name in names:
+        chain.read(name, TARGET, FOREVER)
+        (done,) = wait(chain, 1)
+        assert done.outcome is Outcome.OK
+        assert np.array_equal(pool.slot(TARGET), data_of(name))
+        tiers.append(done.tier)
+    assert tiers == ["disk", "disk", "remote", "remote", "disk", "remote"]
+
+
+def test_a_hung_store_does_not_keep_the_disk_from_serving(
+    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+) -> None:
+    path = make_path(2)
+    save(near, pool, path)
+    store.open.clear()
+    names = [block.block_id for block in path]
+    assert chain.contains(names) == 2 and not chain.asking(names)
+    chain.read(names[1], TARGET, FOREVER)
+    assert [done.outcome for done in wait(chain, 1)] == [Outcome.OK]
+
+
+def test_a_slot_is_given_back_when_both_are_through(
+    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool, clock: Clock
+) -> None:
+    (block,) = make_path(1)
+    store.open.clear()
+    pool.slot(0)[:] = data_of(block.block_id)
+    ticket = chain.write(block, 0, FOREVER)
+    until(lambda: bool(near.contains([block.block_id])))
+    assert store.entered.wait(60)
+    assert chain.poll() == []
+    clock.now = FOREVER
+    assert [done.ticket for done in wait(chain, 1)] == [ticket]
+
+
+def test_only_the_holder_that_lacks_a_block_gets_it(
+    chain: Chain, near: DiskThreads, store: FakeStore, pool: HostPool
+) -> None:
+    path = make_path(1)
+    save(near, pool, path)
+    assert chain.wants(path[0].block_id)
+    assert save(chain, pool, path) == [Outcome.OK]
+    assert len(store.values) == 1
+
+
+def test_clear_empties_both(chain: Chain, store: FakeStore, pool: HostPool) -> None:
+    path = make_path(2)
+    save(chain, pool, path)
+    chain.clear()
+    assert find(chain, [block.block_id for block in path]) == 0

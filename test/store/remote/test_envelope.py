@@ -1,0 +1,102 @@
+"""The envelope: its bytes as documented, and that no altered one is ever taken for intact."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.store.remote.envelope import HEADER_BYTES, VERSION, Verdict, inspect, seal
+
+FINGERPRINT, IDENTITY = bytes(range(16)), bytes(range(100, 116))
+PAYLOAD = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
+SIZE = HEADER_BYTES + len(PAYLOAD)
+
+
+def envelope(identity: bytes = IDENTITY, fingerprint: bytes = FINGERPRINT) -> np.ndarray:
+    frame = np.zeros(SIZE, dtype=np.uint8)
+    frame[HEADER_BYTES:] = PAYLOAD
+    seal(frame, fingerprint, identity, 1_700_000_000_000_000)
+    return frame
+
+
+def verdict(frame: np.ndarray) -> Verdict:
+    return inspect(frame[:HEADER_BYTES], frame[HEADER_BYTES:], FINGERPRINT, IDENTITY)
+
+
+def test_an_untouched_envelope_is_intact() -> None:
+    assert verdict(envelope()) is Verdict.INTACT
+
+
+def test_bytes_are_where_the_page_says() -> None:
+    raw = envelope().tobytes()
+    assert raw[:8] == b"SGHCREMO"
+    assert struct.unpack_from("<HHI", raw, 8) == (VERSION, 1, 0)
+    assert raw[16:32] == IDENTITY and raw[32:48] == FINGERPRINT
+    assert struct.unpack_from("<QQ", raw, 48) == (len(PAYLOAD), 1_700_000_000_000_000)
+    covered = IDENTITY + FINGERPRINT + struct.pack("<Q", len(PAYLOAD)) + PAYLOAD.tobytes()
+    assert raw[64:80] == xxhash.xxh3_128_digest(covered)
+    assert raw[80:4080] == bytes(4000)
+    assert raw[4080:4096] == xxhash.xxh3_128_digest(raw[:4080])
+    table = (Path(__file__).parents[3] / "docs/remote.md").read_text()
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")]
+    places = [(a.strip(), b.strip()) for a, b in rows]
+    for place in ("0", "8"), ("8", "2"), ("16", "16"), ("32", "16"), ("48", "8"), ("64", "16"):
+        assert place in places
+
+
+@given(at=st.integers(0, SIZE - 1), flip=st.integers(1, 255))
+def test_an_envelope_altered_anywhere_is_never_served(at: int, flip: int) -> None:
+    frame = envelope()
+    frame[at] ^= flip
+    assert verdict(frame) is not Verdict.INTACT
+
+
+@given(start=st.integers(0, SIZE - 1), patch=st.binary(min_size=1, max_size=300))
+def test_an_overwritten_envelope_is_never_served(start: int, patch: bytes) -> None:
+    frame = envelope()
+    before = frame.copy()
+    patch = patch[: SIZE - start]
+    frame[start : start + len(patch)] = np.frombuffer(patch, dtype=np.uint8)
+    assert (verdict(frame) is Verdict.INTACT) == np.array_equal(frame, before)
+
+
+@given(cut=st.integers(0, SIZE - 1))
+def test_a_truncated_envelope_is_never_served(cut: int) -> None:
+    frame = envelope()
+    rest = frame[cut:].copy()
+    frame[cut:] = 0
+    assert (verdict(frame) is Verdict.INTACT) == (not rest.any())
+
+
+@given(
+    identity=st.binary(min_size=16, max_size=16), fingerprint=st.binary(min_size=16, max_size=16)
+)
+def test_another_blocks_or_plans_envelope_is_foreign(identity: bytes, fingerprint: bytes) -> None:
+    same = (identity, fingerprint) == (IDENTITY, FINGERPRINT)
+    wanted = Verdict.INTACT if same else Verdict.FOREIGN
+    assert verdict(envelope(identity, fingerprint)) is wanted
+
+
+def test_the_header_of_one_block_does_not_cover_anothers_bytes() -> None:
+    mine, other = envelope(), envelope()
+    other[HEADER_BYTES:] ^= 1
+    seal(other, FINGERPRINT, bytes(16), 0)
+    mine[HEADER_BYTES:] = other[HEADER_BYTES:]
+    assert verdict(mine) is Verdict.DAMAGED
+
+
+def test_another_version_is_told_from_damage() -> None:
+    frame = envelope()
+    frame[8] = VERSION + 1
+    assert verdict(frame) is Verdict.UNKNOWN_VERSION
+
+
+def test_a_block_of_another_size_is_foreign() -> None:
+    frame = envelope()
+    short = inspect(frame[:HEADER_BYTES], frame[HEADER_BYTES:-1], FINGERPRINT, IDENTITY)
+    assert short is Verdict.FOREIGN

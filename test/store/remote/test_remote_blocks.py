@@ -1,0 +1,405 @@
+"""Blocks in a remote store that behaves, and in one that is slow, raises, hangs, or lies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.disk.breaker import FAILURES_TO_OPEN
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.remote.envelope import HEADER_BYTES, seal, storage_key
+from sglang_hc.store.remote.known import Presence
+from support.remote import (
+    FINGERPRINT,
+    FOREVER,
+    LAYOUT,
+    SLOTS,
+    Clock,
+    FakeBackend,
+    FakeStore,
+    data_of,
+    find,
+    make_blocks,
+    make_path,
+    make_pool,
+    save,
+    until,
+    wait,
+)
+
+TARGET = SLOTS - 1
+"""A slot that `save` does not use."""
+
+
+def load(io: RemoteBlocks, name: bytes) -> Outcome:
+    ticket = io.read(name, TARGET, FOREVER)
+    done = wait(io, 1)[0]
+    assert (done.ticket, done.tier) == (ticket, "remote")
+    return done.outcome
+
+
+def names_of(path: Sequence) -> list[bytes]:
+    return [block.block_id for block in path]
+
+
+# -- a store that behaves ------------------------------------------------------------------------
+
+
+def test_another_server_reads_what_one_wrote(io: RemoteBlocks, store, pool, clock) -> None:
+    path = make_path(4)
+    assert save(io, pool, path) == [Outcome.OK] * 4
+    other_pool = make_pool()
+    other = make_blocks(store, other_pool, clock)
+    assert find(other, names_of(path)) == 4
+    for name in names_of(path):
+        assert load(other, name) is Outcome.OK
+        assert np.array_equal(other_pool.slot(TARGET), data_of(name))
+    other.close()
+
+
+def test_a_lookup_never_waits_and_is_asked_once(io: RemoteBlocks, store, pool) -> None:
+    names = names_of(make_path(3))
+    store.open.clear()
+    for _ in range(5):
+        assert io.contains(names) == 0
+        assert io.asking(names)
+    assert store.calls.count("exists") <= 1
+    store.open.set()
+    until(lambda: not io.asking(names), io.poll)
+    assert store.calls.count("exists") == 1
+    assert io.counts()["remote_lookups"] == 1
+
+
+def test_the_first_gap_ends_a_lookup(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(5)
+    save(io, pool, [path[0], path[1], path[3]])
+    assert find(io, names_of(path)) == 2
+    assert not io.asking(names_of(path))
+
+
+def test_a_miss_is_asked_again_after_a_while(io: RemoteBlocks, store, pool, clock: Clock) -> None:
+    path = make_path(1)
+    assert find(io, names_of(path)) == 0
+    writer = make_blocks(store, pool, clock)
+    save(writer, pool, path)
+    writer.close()
+    assert find(io, names_of(path)) == 0  # still believed
+    clock.now += Presence.ABSENT.value
+    assert find(io, names_of(path)) == 1
+
+
+def test_what_is_known_to_be_there_is_not_written_again(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(1)
+    assert save(io, pool, path) == [Outcome.OK]
+    assert not io.wants(path[0].block_id)
+    assert save(io, pool, path) == [Outcome.DUPLICATE]
+    assert store.calls.count("put") == 1
+
+
+def test_close_finishes_what_was_submitted(store, pool, clock) -> None:
+    io = make_blocks(store, pool, clock)
+    for slot, block in enumerate(make_path(8)):
+        io.write(block, slot, FOREVER)
+    io.close()
+    assert len(store.values) == 8
+    assert {done.outcome for done in io.poll()} == {Outcome.OK}
+
+
+def test_clear_empties_the_store(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(2)
+    save(io, pool, path)
+    io.clear()
+    assert io.contains(names_of(path)) == 0
+    until(lambda: bool(io.levels()["remote_usable"]), io.poll)
+    assert not store.values
+    assert find(io, names_of(path)) == 0
+
+
+def test_a_clear_that_fails_leaves_the_store_unread(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(2)
+    save(io, pool, path)
+    store.raises = OSError("down")
+    io.clear()
+    until(lambda: "clear" in store.calls, io.poll)
+    store.raises = None
+    for _ in range(3):
+        io.poll()
+        assert io.contains(names_of(path)) == 0 and not io.asking(names_of(path))
+
+
+# -- bytes that are not the block ----------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(at=st.integers(0, HEADER_BYTES + LAYOUT.slot_bytes - 1), flip=st.integers(1, 255))
+def test_an_envelope_altered_anywhere_is_a_counted_miss(at: int, flip: int) -> None:
+    store, pool, clock = FakeStore(), make_pool(), Clock()
+    io = make_blocks(store, pool, clock)
+    path = make_path(1)
+    save(io, pool, path)
+    (key,) = store.values
+    value = bytearray(store.values[key])
+    value[at] ^= flip
+    store.values[key] = bytes(value)
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    io.close()
+
+
+def test_a_truncated_value_is_damage(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(2)
+    save(io, pool, path)
+    assert load(io, path[1].block_id) is Outcome.OK  # leaves its bytes in the frame
+    for key, value in store.values.items():
+        store.values[key] = value[: len(value) // 2]
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+
+
+def test_a_back_end_that_claims_to_have_read_is_not_believed(pool, clock) -> None:
+    class Liar(FakeBackend):
+        def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+            return [True] * len(keys)
+
+    store = FakeStore()
+    io = make_blocks(store, pool, clock, backend=Liar)
+    path = make_path(1)
+    save(io, pool, path)
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    io.close()
+
+
+def test_a_damaged_block_is_not_fetched_again_nor_saved_again(
+    io: RemoteBlocks, store, pool, clock
+) -> None:
+    path = make_path(1)
+    save(io, pool, path)
+    (key,) = store.values
+    store.values[key] = bytes(len(store.values[key]))
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    assert find(io, names_of(path)) == 0
+    assert not io.wants(path[0].block_id)
+    clock.now += Presence.ABSENT.value + 1
+    assert find(io, names_of(path)) == 0
+
+
+def test_a_block_under_another_blocks_key_is_foreign(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(2)
+    save(io, pool, path)
+    mine, other = (storage_key(FINGERPRINT, name) for name in names_of(path))
+    store.values[mine] = store.values[other]
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    assert io.counts()["remote_foreign"] == 1
+
+
+def test_another_models_block_is_never_served(io: RemoteBlocks, store, pool, clock) -> None:
+    """Another model, plan or dtype is another fingerprint: not found, and foreign if forced."""
+    theirs = bytes(16)
+    other = make_blocks(store, pool, clock, fingerprint=theirs)
+    path = make_path(1)
+    save(other, pool, path)
+    other.close()
+    assert find(io, names_of(path)) == 0
+    (value,) = store.values.values()
+    store.values[storage_key(FINGERPRINT, path[0].block_id)] = value
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    assert io.counts()["remote_foreign"] == 1
+
+
+def test_a_later_version_is_a_counted_miss(io: RemoteBlocks, store, pool) -> None:
+    path = make_path(1)
+    save(io, pool, path)
+    (key,) = store.values
+    value = bytearray(store.values[key])
+    value[8] += 1
+    store.values[key] = bytes(value)
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    assert io.counts()["remote_unknown_version"] == 1
+
+
+@pytest.mark.parametrize("answer", [None, [], [True, True, True]])
+def test_an_answer_of_the_wrong_shape_is_an_error(pool, clock, answer) -> None:
+    class Odd(FakeBackend):
+        def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+            return answer
+
+    io = make_blocks(FakeStore(), pool, clock, backend=Odd)
+    assert load(io, make_path(1)[0].block_id) is Outcome.IO_ERROR
+    io.close()
+
+
+@pytest.mark.parametrize("answer", [-3, 10**6, None, "many"])
+def test_a_lookup_that_answers_nonsense_promises_nothing_beyond_the_keys(pool, clock, answer):
+    class Odd(FakeBackend):
+        def exists(self, keys: Sequence[str]) -> int:
+            return answer
+
+    names = names_of(make_path(3))
+    io = make_blocks(FakeStore(), pool, clock, backend=Odd)
+    assert find(io, names) == (3 if answer == 10**6 else 0)
+    io.close()
+
+
+def test_exists_that_lies_costs_one_read(pool, clock) -> None:
+    class Optimist(FakeBackend):
+        def exists(self, keys: Sequence[str]) -> int:
+            return len(keys)
+
+    names = names_of(make_path(2))
+    io = make_blocks(FakeStore(), pool, clock, backend=Optimist)
+    assert find(io, names) == 2
+    assert load(io, names[0]) is Outcome.MISSING
+    assert io.contains(names) == 0
+    io.close()
+
+
+# -- a store that fails --------------------------------------------------------------------------
+
+
+def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
+    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = names_of(make_path(FAILURES_TO_OPEN + 1))
+    store.raises = OSError("no route to host")
+    with caplog.at_level(logging.WARNING):
+        for name in names[:-1]:
+            assert find(io, [name]) == 0
+    assert "keeps failing; lookups and reads are off" in caplog.text
+    assert io.counts()["remote_pauses"] == 1 and io.levels() == {"remote_usable": 0}
+    assert io.counts()["remote_lookup_io_error"] == FAILURES_TO_OPEN
+    calls = len(store.calls)
+    assert io.contains(names) == 0 and not io.asking(names)
+    assert load(io, names[0]) is Outcome.MISSING
+    assert len(store.calls) == calls
+    store.raises = None
+    clock.now += 10
+    assert find(io, names[-1:]) == 0
+    assert io.levels() == {"remote_usable": 1}
+
+
+def test_saves_that_keep_failing_do_not_stop_reads(io: RemoteBlocks, store, pool) -> None:
+    kept = make_path(1)
+    save(io, pool, kept)
+    store.raises = OSError("full")
+    path = make_path(FAILURES_TO_OPEN, seed=1)
+    assert save(io, pool, path) == [Outcome.IO_ERROR] * FAILURES_TO_OPEN
+    store.raises = None
+    assert save(io, pool, make_path(1, seed=2)) == [Outcome.DROPPED]
+    assert load(io, kept[0].block_id) is Outcome.OK
+
+
+def test_a_save_that_finds_the_queue_full_is_dropped(
+    store, pool, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SAVE_QUEUE", 2)
+    io = make_blocks(store, pool, clock)
+    store.open.clear()
+    for slot, block in enumerate(make_path(5)):
+        io.write(block, slot, FOREVER)
+    assert [done.outcome for done in wait(io, 3)] == [Outcome.DROPPED] * 3
+    store.open.set()
+    assert [done.outcome for done in wait(io, 2)] == [Outcome.OK] * 2
+    io.close()
+
+
+def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, clock) -> None:
+    names = names_of(make_path(2))
+    store.open.clear()
+    io.contains(names)
+    assert store.entered.wait(60)
+    clock.now += blocks.LOOKUP_S
+    io.poll()
+    assert not io.asking(names) and io.contains(names) == 0
+    assert io.counts()["remote_lookup_timed_out"] == 1
+
+
+def test_a_hung_store_is_not_asked_until_it_answers(
+    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_path(1)
+    save(io, pool, path)
+    names = names_of(path)
+    store.open.clear()
+    store.entered.clear()
+    io.read(names[0], TARGET, clock.now + 10)
+    assert store.entered.wait(60)
+    assert io.poll() == []
+    clock.now += 11
+    with caplog.at_level(logging.WARNING):
+        assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+        assert "hangs" in caplog.text
+        assert io.contains(names) == 0 and not io.asking(names)
+        store.open.set()
+        until(lambda: bool(io.levels()["remote_usable"]))
+        io.poll()
+    assert "answers again" in caplog.text
+    clock.now += Presence.ABSENT.value
+    assert find(io, names) == 1
+
+
+def test_a_read_that_comes_too_late_leaves_the_slot_alone(
+    io: RemoteBlocks, store, pool: HostPool, clock
+) -> None:
+    """After its answer the slot may belong to another block; a late copy would corrupt that."""
+    path = make_path(1)
+    save(io, pool, path)
+    store.open.clear()
+    store.entered.clear()
+    io.read(path[0].block_id, TARGET, clock.now + 10)
+    assert store.entered.wait(60)
+    clock.now += 11
+    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+    pool.slot(TARGET)[:] = 7
+    store.open.set()
+    until(lambda: bool(io.levels()["remote_usable"]), io.poll)  # the thread is past it
+    assert (pool.slot(TARGET) == 7).all()
+
+
+def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool, clock) -> None:
+    """A save whose put hangs is answered; what its slot holds by then is not what is stored."""
+    path = make_path(1)
+    store.open.clear()
+    pool.slot(0)[:] = data_of(path[0].block_id)
+    io.write(path[0], 0, clock.now + 30)
+    assert store.entered.wait(60)
+    clock.now += 31
+    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+    pool.slot(0)[:] = 0
+    store.open.set()
+    until(lambda: bool(store.values))
+    clock.now += 1000
+    assert load(io, path[0].block_id) is Outcome.OK
+    assert np.array_equal(pool.slot(TARGET), data_of(path[0].block_id))
+
+
+def test_close_leaves_a_hung_thread_behind(
+    store, pool, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "CLOSE_S", 0.01)
+    io = make_blocks(store, pool, clock)
+    store.open.clear()
+    io.contains(names_of(make_path(1)))
+    assert store.entered.wait(60)
+    closing = threading.Thread(target=io.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    store.open.set()
+
+
+def test_an_envelope_sealed_with_the_wrong_bytes_does_not_pass(pool, store, clock) -> None:
+    """The digest is taken of what is served, not of what lies in the frame."""
+    path = make_path(1)
+    frame = np.zeros(HEADER_BYTES + LAYOUT.slot_bytes, dtype=np.uint8)
+    seal(frame, FINGERPRINT, path[0].block_id, 0)
+    frame[HEADER_BYTES + 5] = 1
+    store.values[storage_key(FINGERPRINT, path[0].block_id)] = frame.tobytes()
+    io = make_blocks(store, pool, clock)
+    assert load(io, path[0].block_id) is Outcome.DAMAGED
+    io.close()

@@ -1,0 +1,151 @@
+"""A remote store in memory that can be told to misbehave, and what drives it in tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.block_io import BlockDone, BlockIo
+from sglang_hc.store.disk import Block
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import Frames, RemoteBlocks
+from sglang_hc.tree.identity import block_id
+
+LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
+FINGERPRINT = LAYOUT.fingerprint("toy")
+SLOTS = 12
+FOREVER = 1e9
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeStore:
+    """Envelopes in a dictionary, shared by any number of back ends."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.raises: Exception | None = None
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.calls: list[str] = []
+
+    def call(self, what: str) -> None:
+        """Every operation passes here: it may hang or raise."""
+        self.calls.append(what)
+        self.entered.set()
+        assert self.open.wait(60)
+        if self.raises is not None:
+            raise self.raises
+
+
+class FakeBackend:
+    """RemoteBackend over a FakeStore. Like SGLang's, a put of a key that is there does nothing."""
+
+    name = "FakeBackend"
+
+    def __init__(self, store: FakeStore, frames: Frames) -> None:
+        self.store, self.frames = store, frames
+        self.closed = False
+
+    def exists(self, keys: Sequence[str]) -> int:
+        self.store.call("exists")
+        for count, key in enumerate(keys):
+            if key not in self.store.values:
+                return count
+        return len(keys)
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        self.store.call("get")
+        for key, frame in zip(keys, frames, strict=True):
+            value = np.frombuffer(self.store.values.get(key, b""), dtype=np.uint8)
+            self.frames.bytes[frame, : len(value)] = value
+        return [key in self.store.values for key in keys]
+
+    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        self.store.call("put")
+        for key, frame in zip(keys, frames, strict=True):
+            self.store.values.setdefault(key, self.frames.bytes[frame].tobytes())
+        return [True] * len(keys)
+
+    def clear(self) -> None:
+        self.store.call("clear")
+        self.store.values.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_pool() -> HostPool:
+    return HostPool(LAYOUT, SLOTS)
+
+
+def make_blocks(
+    store: FakeStore,
+    pool: HostPool,
+    clock: Callable[[], float] = time.monotonic,
+    fingerprint: bytes = FINGERPRINT,
+    backend: type[FakeBackend] = FakeBackend,
+) -> RemoteBlocks:
+    frames = Frames(LAYOUT.slot_bytes)
+    return RemoteBlocks(backend(store, frames), frames, pool, fingerprint, clock)
+
+
+def make_path(count: int, seed: int = 0) -> list[Block]:
+    """Blocks of one prefix."""
+    rng = np.random.default_rng(seed)
+    path, parent = [], bytes(16)
+    for position in range(count):
+        tokens = rng.integers(0, 255, 256, dtype=np.uint8).tobytes()
+        name = block_id(FINGERPRINT, parent, tokens)
+        path.append(Block(name, parent, "", position, tokens))
+        parent = name
+    return path
+
+
+def data_of(identity: bytes) -> np.ndarray:
+    """The bytes a block has in these tests."""
+    return np.random.default_rng(list(identity)).integers(0, 256, LAYOUT.slot_bytes, dtype=np.uint8)
+
+
+def wait(io: BlockIo, count: int) -> list[BlockDone]:
+    """The next `count` answers."""
+    done: list[BlockDone] = []
+    until(lambda: len(done) >= count, lambda: done.extend(io.poll()))
+    return done
+
+
+def until(true: Callable[[], bool], step: Callable[[], object] = lambda: None) -> None:
+    """Take steps until something is true; fails after a long time."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        step()
+        time.sleep(0.001)
+
+
+def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float = FOREVER) -> list:
+    """Write blocks from the first slots; their outcomes."""
+    for slot, block in enumerate(blocks):
+        pool.slot(slot)[:] = data_of(block.block_id)
+        assert io.write(block, slot, deadline) is not None
+    return [done.outcome for done in wait(io, len(blocks))]
+
+
+def find(io: BlockIo, names: Sequence[bytes]) -> int:
+    """What a lookup says once it is through."""
+    io.contains(names)
+    until(lambda: not io.asking(names), io.poll)
+    return io.contains(names)
