@@ -25,7 +25,7 @@ def draw(result: dict[str, Any], cells: Sequence[Cell], output: Path) -> list[Pa
     numbers = {point["value"] for point in result["points"]} - {None}
     if len(numbers) > 1:
         drawn.append(_save(output / "ttft_by_value.png", lambda ax: _by_value(result, ax)))
-    if any(len(run["groups"]) > 1 for run in result["runs"]):
+    if len({name for run in result["runs"] for name in run["groups"]}) > 1:
         drawn.append(_save(output / "ttft_by_group.png", lambda ax: _by_group(result, ax)))
     gains = report.gains(result) if result["experiment"] == "long-context" else []
     if gains:
@@ -127,7 +127,9 @@ def _cdf(result: dict[str, Any], cells: Sequence[Cell], axes: Any) -> None:
 def _hits(result: dict[str, Any], axes: Any) -> None:
     """Share of prompt tokens by where they came from; the rest was computed."""
     names = [arm["name"] for arm in result["arms"]]
-    tiers = sorted({tier for run in result["runs"] for tier in run["summary"]["hits"]})
+    tiers = sorted(
+        {tier for run in result["runs"] for tier, hits in run["summary"]["hits"].items() if hits}
+    )
     base = np.zeros(len(names))
     for index, tier in enumerate(tiers):
         share = np.array([_tier_share(result, name, tier) for name in names])
