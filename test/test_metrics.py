@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_another_process_reads_them_from_the_folder(tmp_path: Path) -> None:
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
     assert registry.get_sample_value("sglang_hc_host_blocks", {"model_name": "m"}) == 4
     assert registry.get_sample_value("sglang_hc_restored_tokens_total", {"model_name": "m"}) == 8
+
+
+def test_every_counter_of_the_source_shows_as_zero_from_the_start() -> None:
+    """Those with a reason in their name cannot: they appear when they first count."""
+    counted = re.compile(r"""counters\["([a-z_]+)"\] \+=""")
+    source = "".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+    found = set(counted.findall(source))
+    assert {"restored_tokens", "hole"} <= found
+    assert found <= set(COUNTS), "describe them in sglang_hc.metrics.COUNTS and docs/metrics.md"
 
 
 def test_every_metric_is_in_the_manual() -> None:
