@@ -58,6 +58,7 @@ COUNTS = {
     "remote_loaded_blocks": "Blocks read from the remote store.",
     "remote_write_dropped": "Blocks not stored because too many waited or the store is left alone.",
     "remote_lookups": "Questions asked of the remote store.",
+    "remote_lookup_dropped": "Questions not asked because too many waited.",
     "remote_pauses": "Times the remote store was left alone because it kept failing.",
     "remote_hangs": "Times a call of the remote store did not come back in time.",
 }
