@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from importlinter import cli
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_on() -> Iterator[None]:
+    """import-linter turns off every logger there is; other tests read what is logged."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    before = [logger.disabled for logger in loggers]
+    yield
+    for logger, disabled in zip(loggers, before, strict=True):
+        logger.disabled = disabled
 
 
 def contracts_hold(config: Path, cache: Path) -> bool:
