@@ -101,6 +101,17 @@ def read_remote_config(text: str | None) -> dict[str, object]:
     return values
 
 
+def check_profile(path: str) -> None:
+    """Raise ConfigError unless `path` is a profile file; whose it is, is known with the model."""
+    from sglang_hc.policy.cost_model import CostModelError
+    from sglang_hc.profile_file import read_profile
+
+    try:
+        read_profile(path)
+    except CostModelError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _sum_of_counts(text: str) -> int:
     counts = [part.rpartition(":")[2] for part in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
@@ -164,6 +175,13 @@ class HcConfig:
         "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
         metavar="JSON|FILE",
         check=check_remote_config,
+    )
+    profile: str | None = options.text(
+        None,
+        "what moving and computing cost here, a file of sglang-hc profile (default: measured at "
+        "the first start, then cached)",
+        metavar="FILE",
+        check=check_profile,
     )
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 from sglang_hc.bench.server import ServerProcess
 from sglang_hc.cli.main import main
 from support.core import MODELS
+from support.profiles import FREE_LOADING
 
 pytestmark = pytest.mark.server
 
@@ -28,7 +29,7 @@ POOL = 640
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
 COMMON = (
     "--model-path", str(MODELS / "llama-mha"), "--dtype", "float32", "--skip-server-warmup",
-    "--max-total-tokens", str(POOL), "--enable-cache-report",
+    "--max-total-tokens", str(POOL), "--enable-cache-report", "--hc-profile", str(FREE_LOADING),
 )  # fmt: skip
 
 

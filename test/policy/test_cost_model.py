@@ -114,15 +114,20 @@ fits = st.builds(Quadratic, number, number, number, floor=number, r2=st.floats(-
 
 
 @settings(max_examples=40)
-@given(copies, fits, lines, st.text(min_size=1, max_size=20))
-def test_profile_file_round_trip(copies, prefill, project, fingerprint):
-    model = CostModel(fingerprint, "measured", copies, prefill, project)
+@given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans())
+def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap):
+    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap)
     assert CostModel.from_json(model.to_json(), "x", fingerprint) == model
 
 
 def test_another_machines_profile_is_refused():
     with pytest.raises(CostModelError, match=r"p\.json: measured for 'data sheet.*this server is"):
         CostModel.from_json(SHEET.to_json(), "p.json", "H200, llama")
+
+
+def test_a_profile_for_any_server_is_taken_by_every_server():
+    text = change("fingerprint", "any")
+    assert CostModel.from_json(text, "p.json", "H200, llama").copies == SHEET.copies
 
 
 def change(path: str, value: object) -> str:
@@ -154,6 +159,7 @@ def change(path: str, value: object) -> str:
         (change("copies", {}), "copies must name at least one tier"),
         (change("copies.host.hidden", None), "field copies.host.hidden is missing"),
         (change("prefill.per_pair", None), "field prefill.per_pair is missing"),
+        (change("overlap", 1), "overlap must be true or false, got 1"),
         (change("project.r2", 1.5), "project.r2 must be between"),
         (change("prefill.fixed", 1e999), "prefill.fixed must be at least 0"),
     ],

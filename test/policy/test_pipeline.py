@@ -15,12 +15,15 @@ times = st.builds(
     new=st.one_of(st.just(0.0), st.floats(0, 5)),
     start=st.one_of(st.just(0.0), st.floats(0, 50)),
     pieces=st.integers(1, 5),
+    overlap=st.booleans(),
 )
 plans = st.builds(LayerPlan, st.integers(0, 6), st.integers(0, 6), st.integers(0, 6))
 
 
 def simulate(t: LayerTimes, plan: LayerPlan) -> float:
     """End of the last task, by running the copy and the compute resource task by task."""
+    if not t.overlap:
+        return simulate_one_thread(t, plan)
     copy_free = t.start
     compute_free = plan.recompute * t.recompute
     for layer in range(plan.num_layers):
@@ -34,6 +37,19 @@ def simulate(t: LayerTimes, plan: LayerPlan) -> float:
             compute_free = max(compute_free, copy_free)
         compute_free += t.new
     return compute_free
+
+
+def simulate_one_thread(t: LayerTimes, plan: LayerPlan) -> float:
+    free = 0.0
+    for layer in range(plan.num_layers):
+        form = plan.form(layer)
+        if form is Form.RECOMPUTE:
+            free += t.recompute
+        else:
+            free = max(free, t.start)
+            free += t.copy_kv if form is Form.KV else t.copy_hidden + t.project
+        free += t.new
+    return free
 
 
 @given(times, plans)

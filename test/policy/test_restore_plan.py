@@ -51,6 +51,7 @@ machines = st.builds(
     st.fixed_dictionaries({tier: copies for tier in SourceTier}),
     st.builds(Quadratic, fixed, rate, st.floats(0, 1e-6), floor=fixed, r2=st.just(1.0)),
     lines,
+    overlap=st.booleans(),
 )
 stored_plans = st.builds(LayerPlan, st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)).filter(
     lambda plan: plan.num_layers > 0
@@ -68,6 +69,7 @@ load = st.fixed_dictionaries(
         "new": st.integers(0, 512),
         "backlog": st.floats(0, 1),
         "pieces": st.integers(1, 8),
+        "allow_recompute": st.booleans(),
     }
 )
 
@@ -93,8 +95,10 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, spans, load
             cost.prefill_layer(new + total - tokens, context + tokens),
             max([load["backlog"], *(span.wait for span in part)]),
             load["pieces"],
+            cost.overlap,
         )
-        for r in range(stored.recompute, stored.num_layers):
+        last = stored.num_layers if load["allow_recompute"] else stored.recompute + 1
+        for r in range(stored.recompute, min(last, stored.num_layers)):
             hidden = max(0, stored.recompute + stored.hidden - r)
             loaded = LayerPlan(r, hidden, stored.num_layers - r - hidden)
             candidates[tokens, r] = makespan(times, loaded)
@@ -108,10 +112,32 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, spans, load
         chosen = candidates[plan.tokens, plan.recompute_layers]
         assert chosen == pytest.approx(plan.seconds)
         assert plan.recompute_layers >= stored.recompute
+        assert load["allow_recompute"] or plan.recompute_layers == stored.recompute
+
+
+@given(machines, span_lists, load)
+@settings(max_examples=200)
+def test_no_single_form_that_is_stored_is_faster(cost, spans, load):
+    """The promise in the words of a user: not slower than recompute, KV only or hidden only."""
+    total = sum(span.tokens for span in spans)
+    for stored in (LayerPlan(0, 0, 6), LayerPlan(0, 6, 0)):
+        plan = plan_restore(cost, stored, spans, **load)
+        times = LayerTimes(
+            sum(cost.copy_hidden(span.tier, span.tokens) for span in spans),
+            sum(cost.copy_kv(span.tier, span.tokens) for span in spans),
+            cost.project_kv(total),
+            cost.prefill_layer(total, load["context"]),
+            cost.prefill_layer(load["new"], load["context"] + total),
+            max([load["backlog"], *(span.wait for span in spans)]),
+            load["pieces"],
+            cost.overlap,
+        )
+        recompute = 6 * cost.prefill_layer(total + load["new"], load["context"])
+        assert plan.seconds <= min(recompute, makespan(times, stored)) * (1 + 1e-9)
 
 
 @given(st.builds(LayerTimes, *[st.floats(0, 1) for _ in range(5)], start=st.floats(0, 50),
-                 pieces=st.integers(1, 4)), stored_plans)  # fmt: skip
+                 pieces=st.integers(1, 4), overlap=st.booleans()), stored_plans)  # fmt: skip
 def test_search_over_layers_is_exact(times, stored):
     if stored.recompute == stored.num_layers:
         stored = LayerPlan(stored.recompute, 0, 1)

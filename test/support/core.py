@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support.profiles import FREE_LOADING
+
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
@@ -39,9 +41,19 @@ class Reply:
 
 
 class Core:
-    """An engine with the tiers, driven request by request through SGLang's own event loop."""
+    """An engine with the tiers, driven request by request through SGLang's own event loop.
 
-    def __init__(self, *flags: str, model: str = "llama-mha", **env: str) -> None:
+    profile: costs the server decides by, by default those under which what is stored is always
+    restored; None leaves it to the flags, or to measuring.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        model: str = "llama-mha",
+        profile: str | None = str(FREE_LOADING),
+        **env: str,
+    ) -> None:
         defaults = {
             "OMP_NUM_THREADS": "1",
             "SGLANG_HC_ENABLE": "1",
@@ -58,6 +70,8 @@ class Core:
         torch.set_num_threads(1)
         load_plugins()
         argv = ["--model-path", str(MODELS / model), "--skip-server-warmup", *flags]
+        if profile is not None:
+            argv += ["--hc-profile", profile]
         self.args = prepare_server_args(argv)
         publish(self.args, role="scheduler")
         self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)

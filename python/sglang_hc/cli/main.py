@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with configure(parser) and run(args) -> exit status, one-line help)
     "plan": ("sglang_hc.cli.plan", "layer plan and restore times for a model and hardware"),
+    "profile": ("sglang_hc.cli.profile", "measure this machine for a model, for --hc-profile"),
     "bench": ("sglang_hc.cli.bench", "benchmarks against plain SGLang and HiCache"),
     "simulate": ("sglang_hc.cli.simulate", "hit rates of a load on tiers of given sizes"),
     "replay": ("sglang_hc.cli.replay", "a server's recorded run again: the same hits, evictions?"),

@@ -27,6 +27,9 @@ F = TypeVar("F")
 PROFILE_VERSION = 1
 PROFILE_FORMAT = "sglang-hc cost model"
 
+ANY_SERVER = "any"
+"""Fingerprint of a profile that its writer answers for: every server takes it."""
+
 
 class CostModelError(ValueError):
     """A profile that cannot be read or belongs to something else. The message is for users."""
@@ -54,11 +57,13 @@ class Samples:
 
     Each sample is one layer. Include the smallest size in use, one block, and the largest that is
     usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
+    overlap: see `CostModel`.
     """
 
     copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
     prefill: Sequence[tuple[int, int, float]]
     project: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class CostModel:
     fingerprint: what the model was measured on; a server refuses another machine's profile.
     origin: "measured" or "data sheet".
     copies: per tier that can be read. project: None when the model has no HIDDEN form.
+    overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     """
 
     fingerprint: str
@@ -75,6 +81,7 @@ class CostModel:
     copies: Mapping[SourceTier, TierCopy]
     prefill: Quadratic
     project: Line | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for tier, copy in self.copies.items():
@@ -115,6 +122,7 @@ class CostModel:
             recompute=self.prefill_layer(tokens, context),
             new=self.prefill_layer(new, context + tokens),
             pieces=pieces,
+            overlap=self.overlap,
         )
 
     def complaints(self) -> tuple[str, ...]:
@@ -153,6 +161,7 @@ class CostModel:
             copies=copies,
             prefill=_fit("prefill", fit_quadratic, samples.prefill),
             project=_fit("projection", fit_line, samples.project) if samples.project else None,
+            overlap=samples.overlap,
         )
 
     @classmethod
@@ -202,6 +211,7 @@ class CostModel:
                 "version": PROFILE_VERSION,
                 "fingerprint": self.fingerprint,
                 "origin": self.origin,
+                "overlap": self.overlap,
                 "copies": {
                     tier.value: {"hidden": _line_data(copy.hidden), "kv": _line_data(copy.kv)}
                     for tier, copy in self.copies.items()
@@ -220,7 +230,7 @@ class CostModel:
         """Profile from a file's text. `where` names the file in errors.
 
         fingerprint: of this server; None accepts a profile of anything. Raises CostModelError for
-        a missing or nonsense field, another version, or another fingerprint.
+        a missing or nonsense field, another version, or the fingerprint of another server.
         """
         data = Fields.parse(text, where, CostModelError)
         if data.text("format") != PROFILE_FORMAT:
@@ -231,10 +241,10 @@ class CostModel:
                 f"{PROFILE_VERSION}; measure again with this version"
             )
         found = data.text("fingerprint")
-        if fingerprint is not None and found != fingerprint:
+        if fingerprint is not None and found not in (fingerprint, ANY_SERVER):
             raise CostModelError(
                 f"{where}: measured for {found!r}, but this server is {fingerprint!r}; write a new "
-                "one here"
+                "one here with sglang-hc profile"
             )
         tiers = data.child("copies")
         known = {tier.value: tier for tier in SourceTier}
@@ -253,6 +263,7 @@ class CostModel:
         return cls(
             fingerprint=found,
             origin=data.text("origin"),
+            overlap=data.flag("overlap"),
             copies=copies,
             project=_read_optional(data, "project"),
             prefill=Quadratic(

@@ -46,6 +46,12 @@ class Fields:
             raise self.bad(name, "must be a non-empty string", value)
         return value
 
+    def flag(self, name: str) -> bool:
+        value = self._require(name)
+        if not isinstance(value, bool):
+            raise self.bad(name, "must be true or false", value)
+        return value
+
     def child(self, name: str) -> Fields:
         return Fields(self._require(name), self._where, self._error, f"{self._prefix}{name}.")
 

@@ -9,6 +9,7 @@ The model:
 - A layer's hidden states arrive and are projected in `pieces` equal pieces; a piece is projected
   when it has arrived. With one piece the first projection waits for a whole layer.
 - Copies never wait for compute: the staging buffers hold what has arrived and is not yet projected.
+- Without `overlap` there is one resource: the thread that computes also copies, as on a CPU.
 
 Why `paths` is exact and not a bound: the compute resource runs a fixed sequence of tasks, so the
 end is the longest chain "task i becomes ready, then tasks i, i+1, ... without a pause", or the sum
@@ -32,6 +33,7 @@ class LayerTimes(NamedTuple):
     new: to run the layer over the tokens that follow the history; 0 for a restoration alone.
     start: when the copy resource is free.
     pieces: in how many pieces a layer's hidden states are handed to the projection.
+    overlap: whether copies run beside the compute.
     """
 
     copy_hidden: float
@@ -41,6 +43,7 @@ class LayerTimes(NamedTuple):
     new: float = 0.0
     start: float = 0.0
     pieces: int = 1
+    overlap: bool = True
 
 
 def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[float, float]:
@@ -48,7 +51,13 @@ def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[floa
 
     The restoration ends at the later of the two. The counts are those of a layer plan.
     """
-    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces = times
+    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces, overlap = times
+    if not overlap:
+        loaded = (hidden + kv) * new + kv * copy_kv
+        if hidden:
+            loaded += hidden * (copy_hidden + project)
+        chain = start + loaded if hidden or kv else 0.0
+        return recompute * (recompute_layer + new) + loaded, chain
     work = recompute * recompute_layer + (recompute + hidden + kv) * new
     chain = 0.0
     if hidden:

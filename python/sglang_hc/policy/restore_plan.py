@@ -109,16 +109,18 @@ def plan_restore(
     new: int,
     backlog: float = 0.0,
     pieces: int = 1,
+    allow_recompute: bool = True,
 ) -> RestorePlan:
     """The fastest way to bring `spans` back and run `new` tokens behind them.
 
     context: tokens before the first span that are on the device already.
     backlog: seconds of copies that the link has queued ahead of this restoration.
     pieces: see `LayerTimes`.
+    allow_recompute: False where the server cannot recompute layers that are stored.
     Never slower, in modelled time, than loading all that is stored or recomputing everything.
     O(spans * log(layers)). Raises KeyError for a tier that `cost` does not know.
     """
-    ask = _Question(cost, stored, context, new, pieces)
+    ask = _Question(cost, stored, context, new, pieces, allow_recompute)
     plan = _choose(ask, spans, backlog)
     if plan.decision is Decision.LOAD or plan.reason is Reason.NOTHING_STORED:
         return plan
@@ -133,11 +135,12 @@ class _Question(NamedTuple):
     context: int
     new: int
     pieces: int
+    allow_recompute: bool
 
 
 def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePlan:
     """The fastest candidate. Reasons other than AS_STORED and NOTHING_STORED are not looked for."""
-    cost, stored, context, new, pieces = ask
+    cost, stored, context, new, pieces, allow_recompute = ask
     total = sum(span.tokens for span in spans)
     refused = stored.num_layers * cost.prefill_layer(total + new, context)
     if total == 0 or stored.recompute == stored.num_layers:
@@ -160,13 +163,17 @@ def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePla
             new=cost.prefill_layer(total - tokens + new, context + tokens),
             start=start,
             pieces=pieces,
+            overlap=cost.overlap,
         )
-        seconds, layers = best_prefix(times, stored)
+        loaded = max(paths(times, stored.recompute, stored.hidden, stored.kv))
+        seconds, layers = loaded, stored.recompute
+        if allow_recompute:
+            seconds, layers = best_prefix(times, stored)
         # On a tie with recomputation nothing is loaded: that keeps the link free.
         if seconds < best_seconds or (seconds == best_seconds and best_tokens):
             best_seconds, best_tokens, best_layers = seconds, tokens, layers
         if tokens == total:
-            as_stored = max(paths(times, stored.recompute, stored.hidden, stored.kv))
+            as_stored = loaded
     if best_tokens == 0:
         decision = Decision.REFUSE
     elif best_tokens < total:
@@ -190,6 +197,11 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
     layers = stored.num_layers
     kv = stored.kv
     hidden_end = layers - kv
+    if not times.overlap:  # no crossing to look for: work need not grow with r
+        every = range(stored.recompute, layers)
+        return min(
+            (max(paths(times, r, max(0, hidden_end - r), min(kv, layers - r))), r) for r in every
+        )
     low = stored.recompute if times.recompute >= times.project else min(hidden_end, layers - 1)
     work, chain = paths(times, low, max(0, hidden_end - low), min(kv, layers - low))
     if work >= chain:

@@ -190,6 +190,7 @@ def _tiers(
         queue,
         recomputer,
         read_buffer=_read_buffer(config, layout, tier, pool, lane, rows.device, disk),
+        cost=state.cost,
     )
 
 

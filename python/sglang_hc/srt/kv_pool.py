@@ -64,4 +64,14 @@ class KvPoolRows:
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for target, rows in zip(self._rows[layer], parts, strict=True):
-            target.index_copy_(0, slots, rows)
+            copy_rows(target, rows, slots)
+
+
+def copy_rows(target: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store (n, bytes) uint8 rows at int64 slots of (slots, bytes) uint8, both contiguous.
+
+    A copy by index goes element by element: on a CPU six times faster in words than in bytes.
+    """
+    if target.shape[1] % 8 == 0 and (rows.data_ptr() | target.data_ptr()) % 8 == 0:
+        target, rows = target.view(torch.int64), rows.view(torch.int64)
+    target.index_copy_(0, slots, rows)

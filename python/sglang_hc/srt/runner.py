@@ -10,11 +10,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from sglang_hc.config import HcConfig
 from sglang_hc.forms import LayerPlan
 from sglang_hc.metrics import Exporter
-from sglang_hc.srt import adapters
+from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
+from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.srt import adapters, profile
+from sglang_hc.srt.recompute import recompute_excluded
+from sglang_hc.srt.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
 from sglang_hc.transfer.taps import TapBuffer
 
@@ -25,10 +31,13 @@ MODEL_STATE = "_hc_model"
 
 
 class ModelState:
-    """What load_model settled: the layer plan, the adapters and the taps. `tree` comes later."""
+    """What load_model settled: plan, costs (None: unknown), adapters, taps. `tree` comes later."""
 
-    def __init__(self, plan: LayerPlan, layers: list[adapters.LayerAdapter] | None) -> None:
+    def __init__(
+        self, plan: LayerPlan, cost: CostModel | None, layers: list[adapters.LayerAdapter] | None
+    ) -> None:
         self.plan = plan
+        self.cost = cost
         self.layers = layers
         self.taps: TapBuffer | None = None
         self.tree: Any = None
@@ -43,8 +52,10 @@ def after_load_model(result: Any, self: Any) -> None:
     hf_layers = self.model_config.num_hidden_layers
     family = adapters.family_of(self.model)
     layers = adapters.layer_modules(self.model, family) if family else None
-    plan = _plan(self, config.forms, hf_layers, layers)
-    state = ModelState(plan, layers if plan.hidden else None)
+    reason = hidden_excluded(self, layers)
+    cost = profile.cost_model(self, config, layers, reason is None)
+    plan = _plan(self, config, cost, hf_layers, layers, reason)
+    state = ModelState(plan, cost, layers if plan.hidden else None)
     setattr(self, MODEL_STATE, state)
     if plan.hidden:
         assert layers is not None
@@ -107,34 +118,58 @@ def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
 
 
 def _plan(
-    runner: Any, forms: str, num_layers: int, layers: list[adapters.LayerAdapter] | None
+    runner: Any,
+    config: HcConfig,
+    cost: CostModel | None,
+    num_layers: int,
+    layers: list[adapters.LayerAdapter] | None,
+    reason: str | None,
 ) -> LayerPlan:
-    """The layer plan: what the user asked for, as far as this model can be restored that way."""
-    kv = LayerPlan.parse("kv", num_layers)
-    reason = _hidden_excluded(runner, layers)
-    if forms == "auto":
-        if reason is not None:
-            logger.info("sglang-hc: layer plan %s (%s)", kv, reason)
-            return kv
-        assert layers is not None
-        hidden_elements = layers[0].qkv.weight.shape[1]
-        kv_elements = layers[0].kv_heads * (layers[0].head_dim + layers[0].v_head_dim)
-        plan = LayerPlan.parse("hidden" if hidden_elements < kv_elements else "kv", num_layers)
-        logger.info(
-            "sglang-hc: layer plan %s, the smaller form per layer (%d against %d elements a token)",
-            plan,
-            min(hidden_elements, kv_elements),
-            max(hidden_elements, kv_elements),
-        )
+    """The layer plan: what the user asked for, as far as this model can be restored that way.
+
+    reason: why hidden states cannot be used; None when they can.
+    """
+    if config.forms == "auto":
+        plan, why = _auto(runner, config, cost, num_layers, layers, reason)
+        logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return plan
-    plan = explicit_plan(forms, num_layers)
+    plan = explicit_plan(config.forms, num_layers)
     if plan.hidden and reason is not None:
-        logger.warning("sglang-hc: --hc-forms %s is served without hidden: %s", forms, reason)
+        logger.warning(
+            "sglang-hc: --hc-forms %s is served without hidden: %s", config.forms, reason
+        )
         return LayerPlan(plan.recompute, 0, plan.hidden + plan.kv)
     return plan
 
 
-def _hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) -> str | None:
+def _auto(
+    runner: Any,
+    config: HcConfig,
+    cost: CostModel | None,
+    num_layers: int,
+    layers: list[adapters.LayerAdapter] | None,
+    reason: str | None,
+) -> AutoPlan:
+    """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
+    kv = LayerPlan(0, 0, num_layers)
+    if cost is None:
+        if layers is None or reason is not None:
+            return AutoPlan(kv, str(reason))
+        shape = layer_shape(runner, layers[0])
+        smaller = LayerPlan(0, num_layers, 0) if shape.hidden_bytes < shape.kv_bytes else kv
+        return AutoPlan(smaller, "the smaller form per layer")
+    shape = model_shape(runner) if layers is None else layer_shape(runner, layers[0])
+    found = auto_plan(
+        cost,
+        replace(shape, num_layers=num_layers),
+        profile.tiers_of(config),
+        allow_hidden=reason is None,
+        allow_recompute=recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
+    )
+    return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
+
+
+def hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) -> str | None:
     """Why hidden states cannot be used with this model and these flags; None when they can."""
     from sglang_hc.srt.selfcheck import disagreement
 

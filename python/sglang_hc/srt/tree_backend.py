@@ -27,6 +27,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.metrics import Exporter
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
@@ -155,32 +157,49 @@ class HcRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
-        Returns what was promised, or nothing: then the request recomputes.
+        Returns what was promised, or the part of it that is worth restoring, or nothing: the rest
+        is recomputed.
         """
-        req = params.req
+        req, live = params.req, self._live
         start, hit = len(req.prefix_indices), params.host_hit_length
-        key = RadixKey(array("q", req.full_untruncated_fill_ids[: start + hit]), req.extra_key)
-        nodes, usable = self._live.usable(req.extra_key, pack_tokens(key.token_ids))
-        slots = self._allocate(hit) if usable >= start + hit else None
+        tokens = array("q", req.full_untruncated_fill_ids[: start + hit])
+        nodes, usable = live.usable(req.extra_key, pack_tokens(tokens))
+        if usable < start + hit:
+            return self._refuse(req, "blocks_gone")
+        new = max(1, len(req.full_untruncated_fill_ids) - start - hit)
+        choice = live.choice.choose([Span(SourceTier.HOST, hit)], start, new)
+        count = choice.tokens // self.page_size * self.page_size
+        if count == 0:
+            return self._refuse(req, choice.reason)
+        slots = self._allocate(count)
         if slots is None:
-            self._live.counters["restore_refused"] += 1
-            req.host_hit_length = 0
-            return self._empty_match_result.device_indices, req.last_node
+            return self._refuse(req, "no_device_slots")
+        stop = start + count
+        key = RadixKey(tokens[:stop], req.extra_key)
+        if len(super().match_prefix(MatchPrefixParams(key=key)).device_indices) != start:
+            self.token_to_kv_pool_allocator.free(slots)
+            return self._refuse(req, "tree_changed")
         value = torch.cat([req.prefix_indices, slots])
-        inserted = self.insert(InsertParams(key=key, value=value))
-        node = inserted.last_device_node
-        assert inserted.prefix_len == start, "the device tree changed since the request matched"
+        node = self.insert(InsertParams(key=key, value=value)).last_device_node
         self.inc_lock_ref(node)
         restoration = Restoration(
-            nodes[: -(-(start + hit) // BLOCK_TOKENS)],
+            nodes[: -(-stop // BLOCK_TOKENS)],
             start,
-            start + hit,
+            stop,
             slots,
-            self._live.layout.plan.recompute,
+            choice.recompute,
             req.prefix_indices,
         )
-        self._live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
+        live.choice.take(choice)
+        live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
+        req.host_hit_length = count
         return slots, node
+
+    def _refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
+        """Nothing is restored for this request; it recomputes."""
+        self._live.choice.refuse(reason)
+        req.host_hit_length = 0
+        return self._empty_match_result.device_indices, req.last_node
 
     def _allocate(self, count: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator

@@ -39,6 +39,9 @@ PATIENCE = 5.0
 """Seconds a request is passed over for its prefetch before it recomputes instead."""
 
 
+Worth = Callable[[int, int, int, int, bool], bool]
+
+
 class Prefetched(enum.Enum):
     """What became of the wish to prefetch."""
 
@@ -91,6 +94,8 @@ class DiskTier:
         self._reads: dict[int, _Read] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
+        self.worth: Worth = lambda host, disk, context, new, ahead: True
+        """Asked before reading; see `restore_choice.RestoreChoice.worth_reading`."""
 
     @property
     def name(self) -> str:
@@ -129,12 +134,14 @@ class DiskTier:
         tokens: bytes,
         on_device: int,
         spare: Spare | None = None,
+        ahead: bool = False,
     ) -> Prefetched:
         """Start reading what a queued request needs beyond what the host tier can serve.
 
         Only whole blocks, as far as they are on disk without a gap, and only if that goes beyond
-        the `on_device` tokens the device has. Room is made by evicting what `spare` does not
-        protect. Nothing is allocated for a miss.
+        the `on_device` tokens the device has, and only if it is `worth` it. Room is made by
+        evicting what `spare` does not protect. Nothing is allocated for a miss. ahead: others are
+        served before this request.
         """
         if rid in self._prefetches:
             return Prefetched.STARTED
@@ -153,6 +160,12 @@ class DiskTier:
             return Prefetched.NOTHING
         if any(identity in self._reading for identity, _ in wanted[:found]):
             return Prefetched.NO_ROOM  # once it has arrived for the other request, it is in memory
+        known = max(match.tokens, on_device)
+        held = max(known, (first + found) * BLOCK_TOKENS)
+        new = max(1, len(tokens) // TOKEN_BYTES - held)
+        if not self.worth(known - on_device, held - known, on_device, new, ahead):
+            self.counters["prefetch_not_worth"] += 1
+            return Prefetched.NOTHING
         slots = self._stage(found, match.nodes, spare)
         if slots is None:
             return Prefetched.NO_ROOM

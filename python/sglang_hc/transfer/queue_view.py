@@ -126,7 +126,9 @@ class QueueView:
     def _start(self, rid: str, waiting_of: WaitingOf) -> None:
         if self._disk is None or rid in self._started:
             return
-        outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
+        ahead = not self._is_head(rid)
+        spare = self._sooner_than(rid)
+        outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=spare, ahead=ahead)
         if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
             self._started.add(rid)
 

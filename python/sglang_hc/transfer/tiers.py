@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.capture import Capture, Segment
 from sglang_hc.transfer.disk_tier import DiskTier
@@ -27,6 +28,7 @@ from sglang_hc.transfer.restore import (
     RestorePass,
     RestoreSink,
 )
+from sglang_hc.transfer.restore_choice import RestoreChoice
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.tree.block_tree import BlockNode
@@ -52,8 +54,10 @@ class Tiers:
         recomputer: Recomputer | None = None,
         staging: StagingRing | None = None,
         read_buffer: ReadBuffer | None = None,
+        cost: CostModel | None = None,
     ) -> None:
-        """staging: what restored chunks pass through; None takes the default of the device."""
+        """staging: what restored chunks pass through; None takes the default of the device.
+        cost: of this model here; None restores whatever is stored."""
         self.layout = layout
         self.host = host
         self.capture = capture
@@ -63,6 +67,9 @@ class Tiers:
             capture.on_ready = disk.spill
         self.gate = LayerGate()
         self.counters: Counter[str] = Counter()
+        self.choice = RestoreChoice(cost, layout.plan, recomputer is not None, self.counters)
+        if disk is not None:
+            disk.worth = self.choice.worth_reading
         self._pool = pool
         self._filing = filing
         self._sink = sink

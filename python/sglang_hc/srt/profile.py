@@ -1,0 +1,109 @@
+"""The cost model of the loaded model on this machine: given, cached, or measured now."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_hc import __version__, profile_file
+from sglang_hc.config import HcConfig
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.srt.adapters import LayerAdapter
+from sglang_hc.srt.scratch_layer import subject_of
+from sglang_hc.store.disk import DirectorySpec
+from sglang_hc.transfer.measure import measure
+
+logger = logging.getLogger(__name__)
+
+
+def cost_model(
+    runner: Any, config: HcConfig, layers: list[LayerAdapter] | None, hidden: bool
+) -> CostModel | None:
+    """Costs for this server; None when they cannot be measured: then everything stored is loaded.
+
+    hidden: whether the model's layers can be kept as hidden states. Raises ConfigError for a
+    profile given with --hc-profile that cannot be used here.
+    """
+    name = fingerprint(runner, config.disk, hidden)
+    if config.profile is not None:
+        return profile_file.load_given(config.profile, name, tiers_of(config))
+    cached = profile_file.load_cached(name)
+    if cached is not None:
+        return cached
+    try:
+        cost = measured(runner, config.disk, layers, hidden)
+    except Exception:
+        logger.warning(
+            "sglang-hc: this machine could not be measured, so every restoration is loaded even "
+            "where recomputing would be faster",
+            exc_info=True,
+        )
+        return None
+    profile_file.save_cached(cost)
+    return cost
+
+
+def tiers_of(config: HcConfig) -> tuple[SourceTier, ...]:
+    """The tiers that this server restores from."""
+    return (SourceTier.HOST, SourceTier.DISK) if config.disk else (SourceTier.HOST,)
+
+
+def measured(
+    runner: Any, disks: tuple[str, ...], layers: list[LayerAdapter] | None, hidden: bool
+) -> CostModel:
+    """Measure now, in at most `measure.BUDGET_S` seconds; poor fits are logged."""
+    began = time.perf_counter()
+    try:
+        subject = subject_of(runner, layers, hidden)
+        samples = measure(subject, disks)
+        del subject
+    finally:
+        if torch.device(runner.device).type == "cuda":
+            torch.cuda.empty_cache()  # SGLang sizes the KV pool by what is free now
+    cost = CostModel.from_samples(samples, fingerprint(runner, disks, hidden))
+    logger.info("sglang-hc: measured this machine in %.1f s", time.perf_counter() - began)
+    for complaint in cost.complaints():
+        logger.warning("sglang-hc: %s", complaint)
+    return cost
+
+
+def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
+    """What the costs depend on, in words: model geometry, types, device, disks, versions."""
+    args = runner.server_args
+    config = runner.model_config.hf_config.to_json_string(use_diff=False)
+    digest = hashlib.blake2b(config.encode(), digest_size=8).hexdigest()
+    parts = [
+        f"{type(runner.model).__name__} {digest}",
+        str(runner.dtype).removeprefix("torch."),
+        f"quantization {args.quantization}",
+        f"KV {args.kv_cache_dtype}",
+        "hidden states" if hidden else "KV only",
+        _device_name(runner),
+        *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),
+        f"sglang-hc {__version__}",
+        f"sglang {version('sglang')}",
+        f"torch {torch.__version__}",
+    ]
+    return ", ".join(parts)
+
+
+def _device_name(runner: Any) -> str:
+    device = torch.device(runner.device)
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(runner.gpu_id))
+    return f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,109 @@
+"""How long blocks take from the disk tier's directories, read by the store itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.store.block_io import READ_THREADS
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.host_pool import HostPool
+
+ROUNDS = 3
+"""Reads of each size; their median counts."""
+
+WRITE_BATCH = 4
+SPARE_BYTES = 256 << 20
+"""Room beside the blocks for what the store keeps besides."""
+
+
+def disk_samples(
+    disks: Sequence[str],
+    layout: BlockLayout,
+    tokens: Sequence[int],
+    budget_s: float,
+    clock: Callable[[], float],
+) -> list[tuple[int, float]]:
+    """(tokens, seconds to read all stored layers of so many tokens into host slots).
+
+    Written first, into scratch folders inside the `--hc-disk` directories that are removed again.
+    Sizes whose blocks could not be written in half of the budget are left out, except the first
+    two. The files are read past the page cache where the file system allows. Raises DirectoryError
+    and OSError.
+    """
+    sizes = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
+    folders: list[str] = []
+    try:
+        for disk in disks:
+            path = DirectorySpec.parse(disk).path
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            folders.append(tempfile.mkdtemp(prefix="profile-", dir=path))
+        size = SPARE_BYTES + 2 * sizes[-1][1] * layout.slot_bytes
+        specs = [DirectorySpec(folder, size) for folder in folders]
+        fingerprint = layout.fingerprint("profile")
+        store = DiskStore.open(specs, layout.chunks(), fingerprint, "profile", background=False)
+        try:
+            pool = HostPool(layout, sizes[-1][1])
+            needed = sizes[min(1, len(sizes) - 1)][1]
+            written = _write(store, pool, needed, budget_s / 2, clock)
+            return _read(store, pool, [s for s in sizes if s[1] <= written], len(disks), clock)
+        finally:
+            store.close()
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(
+    store: DiskStore, pool: HostPool, least: int, budget_s: float, clock: Callable[[], float]
+) -> int:
+    """Write blocks 0, 1, ...; returns how many."""
+    began = clock()
+    written = 0
+    for first in range(0, pool.num_slots, WRITE_BATCH):
+        batch = range(first, min(first + WRITE_BATCH, pool.num_slots))
+        if written >= least and clock() - began > budget_s:
+            break
+        items = [(_block(index), pool.slot(index)) for index in batch]
+        statuses = store.write_many(items)
+        if any(status is not WriteStatus.OK for status in statuses):
+            raise OSError(f"blocks could not be written: {statuses}")
+        written += len(batch)
+    return written
+
+
+def _read(
+    store: DiskStore,
+    pool: HostPool,
+    sizes: Sequence[tuple[int, int]],
+    directories: int,
+    clock: Callable[[], float],
+) -> list[tuple[int, float]]:
+    def fetch(index: int) -> ReadStatus:
+        return store.read(_identity(index + 1), pool.slot(index))
+
+    samples = []
+    with ThreadPoolExecutor(READ_THREADS * directories) as readers:
+        for tokens, blocks in sizes:
+            times = []
+            for _ in range(ROUNDS):
+                began = clock()
+                statuses = list(readers.map(fetch, range(blocks)))
+                times.append(clock() - began)
+                if any(status is not ReadStatus.OK for status in statuses):
+                    raise OSError(f"blocks could not be read: {statuses}")
+            samples.append((tokens, statistics.median(times)))
+    return samples
+
+
+def _identity(index: int) -> bytes:
+    return index.to_bytes(16, "big")
+
+
+def _block(index: int) -> Block:
+    return Block(_identity(index + 1), _identity(index), "", index, bytes(4 * BLOCK_TOKENS))

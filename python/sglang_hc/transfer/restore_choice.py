@@ -1,0 +1,128 @@
+"""What to do with one request's stored state, decided at admission and counted.
+
+The decision is `policy.restore_plan`'s; here is what it needs to know of now: how long the copies
+that were promised before will keep the link busy. Belongs to the scheduler thread, costs
+microseconds, and never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.restore_plan import Decision, RestorePlan, Span, plan_restore
+
+NOT_MEASURED = "not_measured"
+"""Reason to load everything: there is no cost model."""
+
+
+class Choice(NamedTuple):
+    """Restore the first `tokens` stored tokens, layers below `recompute` by recomputing them.
+
+    decision, reason: what is counted. copy_seconds: for which the link is busy with it.
+    """
+
+    tokens: int
+    recompute: int
+    decision: str
+    reason: str
+    copy_seconds: float = 0.0
+
+
+class RestoreChoice:
+    """Decides for one model on one machine.
+
+    cost: None when the machine could not be measured; then everything that is stored is restored.
+    can_recompute: whether the model's first layers can be run on their own.
+    counters: gets `restore_decision_*` and `restore_reason_*`.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel | None,
+        plan: LayerPlan,
+        can_recompute: bool,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cost = cost
+        self._plan = plan
+        self._can_recompute = can_recompute
+        self._counters = counters
+        self._clock = clock
+        self._link_free = 0.0
+
+    @property
+    def backlog(self) -> float:
+        """Seconds for which the link is busy with what was promised before, as modelled."""
+        return max(0.0, self._link_free - self._clock())
+
+    def choose(self, spans: Sequence[Span], context: int, new: int) -> Choice:
+        """How to bring `spans` back behind `context` tokens that the device has, before `new` ones.
+
+        Changes nothing: `take` the choice, or `refuse` with its reason.
+        """
+        if self._cost is None:
+            total = sum(span.tokens for span in spans)
+            return Choice(total, self._plan.recompute, Decision.LOAD.value, NOT_MEASURED)
+        plan = self._planned(self._cost, spans, context, new)
+        seconds = self._copy_seconds(self._cost, spans, plan)
+        decision, reason = plan.decision.value, plan.reason.value
+        return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds)
+
+    def take(self, choice: Choice) -> None:
+        """The choice is carried out: count it, and book the link."""
+        self._link_free = max(self._link_free, self._clock()) + choice.copy_seconds
+        self._count(choice.decision, choice.reason)
+
+    def refuse(self, reason: str) -> None:
+        """Nothing is restored."""
+        self._count(Decision.REFUSE.value, reason)
+
+    def worth_reading(self, host: int, disk: int, context: int, new: int, ahead: bool) -> bool:
+        """Whether `disk` tokens should be read from disk for a waiting request.
+
+        host: tokens before them that the host tier has. context: tokens that the device has. ahead:
+        others are served first, so that the reads are done before its turn; else it waits for them.
+        """
+        source = SourceTier.HOST if ahead else SourceTier.DISK
+        if self._cost is None or disk == 0 or source not in self._cost.copies:
+            return True
+        spans = [Span(SourceTier.HOST, host)] if host else []
+        spans.append(Span(source, disk))
+        return self._planned(self._cost, spans, context, new).tokens > host
+
+    def _planned(
+        self, cost: CostModel, spans: Sequence[Span], context: int, new: int
+    ) -> RestorePlan:
+        return plan_restore(
+            cost,
+            self._plan,
+            spans,
+            context=context,
+            new=new,
+            backlog=self.backlog,
+            allow_recompute=self._can_recompute,
+        )
+
+    def _copy_seconds(self, cost: CostModel, spans: Sequence[Span], plan: RestorePlan) -> float:
+        stored = self._plan
+        kv = min(stored.kv, stored.num_layers - plan.recompute_layers)
+        hidden = stored.num_layers - plan.recompute_layers - kv
+        seconds, left = 0.0, plan.tokens
+        for span in spans:
+            tokens = min(span.tokens, left)
+            left -= tokens
+            if tokens and hidden:
+                seconds += hidden * cost.copy_hidden(span.tier, tokens)
+            if tokens and kv:
+                seconds += kv * cost.copy_kv(span.tier, tokens)
+        return seconds
+
+    def _count(self, decision: str, reason: str) -> None:
+        self._counters[f"restore_decision_{decision}"] += 1
+        self._counters[f"restore_reason_{reason}"] += 1

@@ -1,0 +1,159 @@
+"""Whatever is decided about stored state, the tokens are those of a server that never evicted."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.restore_plan import Span
+from support.core import Core, Reply, run_in_child
+from support.profiles import cost_model, write
+
+POOL = 640
+SLOW_LINK = cost_model(host=1.0, project=1e-9, prefill=1e-9)
+EVEN = cost_model(host=2e-4, project=1e-9, prefill=1e-4, hidden_share=1.0)
+"""Recomputing a layer takes half as long as loading it: some of each is the fastest."""
+
+
+def conversation(core: Core, evict: bool) -> list[Reply]:
+    """Three turns of one conversation; with `evict` it leaves the device between them."""
+    rng = random.Random(3)
+    history: list[int] = []
+    replies = []
+    for turn in range(3):
+        history += [rng.randrange(3, 900) for _ in range(90)]
+        if turn and evict:
+            core.flood(random.Random(turn), 2 * POOL)
+        replies.append(core.ask(history, 20, "evicted" if evict else "kept"))
+        history += replies[-1].tokens
+        core.settle()
+    return replies
+
+
+def engine(form: str, profile: str) -> Core:
+    return Core(
+        "--hc-forms", form, "--hc-host-size-gb", "0.1", "--max-total-tokens", str(POOL),
+        "--dtype", "float32", profile=profile,
+    )  # fmt: skip
+
+
+def both(form: str, profile: str, prepare: Any = None) -> tuple[list, list, dict]:
+    core = engine(form, profile)
+    kept = conversation(core, evict=False)
+    if prepare is not None:
+        prepare(core)
+    return kept, conversation(core, evict=True), core.tree.stats()
+
+
+def decisions(stats: dict) -> dict[str, int]:
+    """Decisions and reasons of the evicted conversation's two later turns, floods left out."""
+    return {
+        name.removeprefix("restore_"): count
+        for name, count in stats.items()
+        if name.startswith(("restore_decision", "restore_reason"))
+    }
+
+
+def check(kept: list[Reply], evicted: list[Reply]) -> None:
+    assert [reply.tokens for reply in evicted] == [reply.tokens for reply in kept]
+    assert [reply.device for reply in evicted] == [0, 0, 0] and kept[1].device > 90
+
+
+@pytest.mark.parametrize("form", ["kv", "hidden"])
+def test_refused_restorations_recompute(models: None, tmp_path: Path, form: str) -> None:
+    kept, evicted, stats = run_in_child(both, form, write(SLOW_LINK, tmp_path))
+    check(kept, evicted)
+    assert [reply.host for reply in evicted] == [0, 0, 0]
+    assert decisions(stats) == {"decision_refuse": 2, "reason_fast_compute": 2}
+    assert "restorations" not in stats
+
+
+@pytest.mark.parametrize("form", ["kv", "hidden"])
+def test_stored_layers_are_recomputed_when_that_is_faster(
+    models: None, tmp_path: Path, form: str
+) -> None:
+    kept, evicted, stats = run_in_child(both, form, write(EVEN, tmp_path))
+    check(kept, evicted)
+    assert min(reply.host for reply in evicted[1:]) > 90
+    assert decisions(stats)["decision_recompute_more"] == 2
+    assert 0 < stats["recomputed_layer_tokens"] < 4 * stats["restored_tokens"]
+
+
+def two_spans(core: Core) -> None:
+    """All but the first 64 tokens of a hit are said to arrive in an hour."""
+    chooser = core.tree.tiers.choice
+    choose = chooser.choose
+
+    def late(spans: list[Span], context: int, new: int) -> Any:
+        (span,) = spans
+        later = Span(SourceTier.HOST, span.tokens - 64, wait=3600.0)
+        return choose([Span(SourceTier.HOST, 64), later], context, new)
+
+    chooser.choose = late
+
+
+@pytest.mark.parametrize("form", ["kv", "hidden", "hidden:2,kv:2"])
+def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(
+    models: None, tmp_path: Path, form: str
+) -> None:
+    fast_link = write(cost_model(host=1e-9, project=1e-9, prefill=1e-3), tmp_path)
+    kept, evicted, stats = run_in_child(both, form, fast_link, two_spans)
+    check(kept, evicted)
+    assert [reply.host for reply in evicted] == [0, 64, 64]
+    assert decisions(stats) == {"decision_shorten": 2, "reason_busy_link": 2}
+    assert stats["restored_tokens"] == 128
+
+
+def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
+    """Another user of the tree inserts 64 tokens of a hit while slots for it are allocated."""
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    core = engine(form, profile)
+    rng = random.Random(4)
+    prompt = [rng.randrange(3, 900) for _ in range(200)]
+    wanted = core.ask(prompt, 20, "kept").tokens
+    core.ask(prompt[:190], 1, "evicted")
+    rows = [part[:64] for part in core.kv(prompt[:64], "evicted")]
+    core.settle()
+    core.flood(random.Random(1), 2 * POOL)
+    tree, allocate = core.tree, core.tree._allocate
+    pool = core.scheduler.token_to_kv_pool_allocator.get_kvcache()
+
+    def interrupted(count: int) -> torch.Tensor:
+        slots, others = allocate(count), allocate(64)
+        parts = [b[i] for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
+        for part, saved in zip(parts, rows, strict=True):
+            part[others] = saved
+        key = RadixKey(array("q", prompt[:64]), "evicted")
+        tree.insert(InsertParams(key=key, value=others))
+        tree._allocate = allocate
+        return slots
+
+    tree._allocate = interrupted
+    reply = core.ask(prompt, 20, "evicted")
+    core.settle()
+    assert tree._allocate is allocate, "no slots were asked for"
+    again = core.ask(prompt, 20, "evicted")
+    assert again.tokens == reply.tokens
+    core.settle()
+    return wanted, reply, tree.stats(), again.device
+
+
+@pytest.mark.parametrize("form", ["kv", "hidden"])
+def test_a_tree_that_changed_meanwhile_ends_in_recomputation(
+    models: None, tmp_path: Path, form: str
+) -> None:
+    free = write(cost_model(), tmp_path)
+    wanted, reply, stats, device = run_in_child(tree_changes, form, free)
+    assert reply.tokens == wanted
+    assert (reply.device, reply.host) == (0, 0)
+    assert stats["restore_reason_tree_changed"] == 1
+    assert "restorations" not in stats
+    assert device > 190, "what was recomputed is in the tree"

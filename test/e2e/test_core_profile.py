@@ -1,0 +1,124 @@
+"""The server measures its machine once, keeps what it measured, and takes a profile instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_hc.cli.main import main
+from support.core import MODELS, Core, run_in_child
+from support.profiles import FREE_LOADING, cost_model, write
+
+MODEL = MODELS / "llama-mha"
+SMALL = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-host-size-gb", "0.05")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sglang-hc"
+
+
+def start(model: str, *flags: str) -> tuple[str, int]:
+    """The layer plan of a fresh server, and how often it measured."""
+    from sglang_hc.srt import profile
+
+    measured = 0
+    original = profile.measured
+
+    def count(*args, **kwargs):
+        nonlocal measured
+        measured += 1
+        return original(*args, **kwargs)
+
+    profile.measured = count
+    core = Core(*SMALL, *flags, model=model, profile=None)
+    assert len(core.ask(list(range(3, 200)), 2).tokens) == 2
+    return core.tree.stats()["layer_plan"], measured
+
+
+def test_the_first_start_measures_and_the_second_finds_what_it_measured(
+    models: None, cache: Path, tmp_path: Path
+) -> None:
+    disk = ("--hc-disk", f"{tmp_path / 'disk'}:1")
+    plan, measured = run_in_child(start, "llama-mha", *disk)
+    assert measured == 1
+    (file,) = cache.iterdir()
+    found = json.loads(file.read_text())
+    assert found["origin"] == "measured" and not found["overlap"]
+    assert found["fingerprint"].startswith("LlamaForCausalLM ")
+    assert set(found["copies"]) == {"host", "disk"}
+    for line in (found["project"], found["prefill"], *found["copies"]["host"].values()):
+        assert line["per_token"] > 0
+    assert run_in_child(start, "llama-mha", *disk) == (plan, 0)
+    file.write_text("damaged")
+    assert run_in_child(start, "llama-mha", *disk)[1] == 1
+    assert json.loads(file.read_text())["origin"] == "measured"
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2", "llama-gqa"])
+def test_a_model_without_hidden_form_or_with_grouped_heads_gets_kv(
+    models: None, cache: Path, model: str
+) -> None:
+    plan, measured = run_in_child(start, model)
+    assert (plan.partition(":")[0], measured) == ("kv", 1)
+
+
+def test_auto_follows_the_given_costs(models: None, cache: Path, tmp_path: Path) -> None:
+    """The same model: KV where the source is fast, hidden states where it is slow, or both."""
+    found = {}
+    costs = {"fast": (1e-8, 2e-5), "between": (3e-6, 2e-5), "slow": (2e-5, 2e-4)}
+    for name, (host, prefill) in costs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        path = write(cost_model(host=host, project=2e-6, prefill=prefill), folder)
+        found[name], measured = run_in_child(start, "llama-mha", "--hc-profile", path)
+        assert measured == 0
+    assert (found["fast"], found["slow"]) == ("kv:4", "hidden:4")
+    assert "hidden" in found["between"] and "kv" in found["between"]
+    assert not cache.exists()
+
+
+def refused(path: str) -> str:
+    from sglang_hc.options import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        Core(*SMALL, profile=path)
+    return str(caught.value)
+
+
+def test_a_profile_of_another_machine_is_refused(models: None, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(FREE_LOADING.read_text().replace('"any"', '"OPT on an abacus"'))
+    message = run_in_child(refused, str(path))
+    assert "--hc-profile: " in message and "'OPT on an abacus'" in message
+    assert "sglang-hc profile" in message
+
+
+def test_the_command_writes_a_profile_that_the_server_takes(
+    models: None, cache: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "profile.json"
+    words = ["profile", "--model", str(MODEL), "--output", str(output), "--", "--dtype", "float32"]
+    assert run_in_child(main, words) == 0
+    assert not cache.exists()
+    assert run_in_child(start, "llama-mha", "--hc-profile", str(output))[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "/", "--output", "x"], "--model: / has no config.json; give a folder"),
+        (["--output", "/no/such/folder/x"], "--output: the folder /no/such/folder does not exist"),
+        (["--output", "x", "--hc-disk", "a:0"], "--hc-disk: .*more than 0 GB"),
+    ],
+)
+def test_wrong_words_are_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if "--model" in words else ["--model", str(MODEL)]
+    assert main(["profile", *model, *words]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,41 @@
+"""Profiles for tests: decisions that depend on costs are made from costs the test states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_hc.policy.cost_model import ANY_SERVER, CostModel, SourceTier, TierCopy
+from sglang_hc.policy.fit import Line, Quadratic
+
+FREE_LOADING = Path(__file__).with_name("free_loading.json")
+"""Loading costs nothing and prefill a second a token: what is stored is always restored."""
+
+
+def cost_model(
+    host: float = 0.0,
+    disk: float = 0.0,
+    project: float = 0.0,
+    prefill: float = 1.0,
+    hidden_share: float = 0.5,
+    overlap: bool = True,
+) -> CostModel:
+    """Costs in seconds per token and layer; a hidden state costs `hidden_share` of K and V."""
+
+    def copy(seconds: float) -> TierCopy:
+        return TierCopy(Line(0.0, seconds), Line(0.0, hidden_share * seconds))
+
+    return CostModel(
+        ANY_SERVER,
+        "measured",
+        {SourceTier.HOST: copy(host), SourceTier.DISK: copy(disk)},
+        Quadratic(0.0, prefill, 0.0),
+        Line(0.0, project),
+        overlap,
+    )
+
+
+def write(cost: CostModel, folder: Path) -> str:
+    """A profile file of `cost`; returns its path."""
+    path = folder / "profile.json"
+    path.write_text(cost.to_json())
+    return str(path)

@@ -1,0 +1,185 @@
+"""Measuring with a clock that only the measured parts move: what comes out is what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
+from sglang_hc.policy.auto_plan import auto_plan
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.store.disk import DiskStore, ReadStatus
+from sglang_hc.transfer.lanes import HostLane, Lane
+from sglang_hc.transfer.measure import (
+    BUDGET_S,
+    PREFILLS,
+    ROUNDS,
+    Subject,
+    measure,
+    sample_sizes,
+)
+from sglang_hc.transfer.measure_disk import disk_samples
+from support.throttled import ThrottledLane
+
+CPU = torch.device("cpu")
+SHAPE = StateShape(1, 8, (16, 16), "uint8")
+ROWS = 4096
+BYTE_S = 1e-7
+PROJECT_S = 3e-6
+TOKEN_S, PAIR_S = 2e-5, 1e-9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class SlowLane(HostLane):
+    """Copies on the calling thread, at one speed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy(target, source)
+        self.clock.now += source.numel() * BYTE_S
+
+
+def throttled(clock: Clock) -> ThrottledLane:
+    """Copies at the same speed, but beside the compute."""
+    return ThrottledLane(1 / BYTE_S, clock, clock.pass_time)
+
+
+class Sink:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.parts = [torch.zeros((ROWS, part), dtype=torch.uint8) for part in SHAPE.kv_parts]
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        assert layer == 0
+        for target, rows in zip(self.parts, parts, strict=True):
+            target.index_copy_(0, slots, rows)
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        assert layer == 0 and hidden.shape == (len(slots), SHAPE.hidden_bytes)
+        self.clock.now += len(slots) * PROJECT_S
+
+
+def subject(clock: Clock, lane: Lane, hidden: bool = True, slow: float = 1.0) -> Subject:
+    def prefill(new: int, context: int) -> None:
+        clock.now += slow * new * (TOKEN_S + PAIR_S * (context + new / 2))
+
+    return Subject(SHAPE, CPU, lane, Sink(clock), prefill, ROWS, hidden)
+
+
+@pytest.mark.parametrize("kind", [SlowLane, throttled])
+def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], Lane]) -> None:
+    clock = Clock()
+    samples = measure(subject(clock, kind(clock)), clock=clock)
+    cost = CostModel.from_samples(samples, "here")
+    host = cost.copies[SourceTier.HOST]
+    assert host.hidden is not None and cost.project is not None
+    assert host.hidden.per_token == pytest.approx(8 * BYTE_S)
+    assert host.kv.per_token == pytest.approx(32 * BYTE_S)
+    assert cost.project.per_token == pytest.approx(PROJECT_S)
+    assert cost.prefill.per_token == pytest.approx(TOKEN_S)
+    assert cost.prefill.per_pair == pytest.approx(PAIR_S)
+    assert cost.overlap == (kind is throttled)
+    assert cost.complaints() == ()
+
+
+def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
+    clock = Clock()
+    samples = measure(subject(clock, SlowLane(clock), hidden=False), clock=clock)
+    assert set(samples.copies) == {(SourceTier.HOST, Form.KV)}
+    assert CostModel.from_samples(samples, "here").project is None
+
+
+@pytest.mark.parametrize("slow", [1.0, 30.0, 300.0])
+def test_a_slow_machine_is_measured_within_the_budget(slow: float) -> None:
+    clock = Clock()
+    began = clock.now
+    samples = measure(subject(clock, SlowLane(clock), slow=slow), clock=clock)
+    assert clock.now - began <= BUDGET_S
+    assert 3 <= len(samples.prefill) <= len(PREFILLS)
+    assert CostModel.from_samples(samples, "here").prefill.per_token == pytest.approx(
+        slow * TOKEN_S, rel=0.01
+    )
+
+
+def test_a_sample_is_the_median_of_rounds_over_all_sizes() -> None:
+    clock = Clock()
+    calls: list[int] = []
+
+    def run(size: int) -> float:
+        calls.append(size)
+        clock.now += 0.01
+        return 9.0 if calls.count(size) == 4 else float(size)
+
+    assert sample_sizes(run, [(1,), (2,)], 2, 60.0, clock) == {(1,): 1.0, (2,): 2.0}
+    assert calls == [1, 1, 2, 2] + [1, 2] * (ROUNDS - 1)
+
+
+def test_disk_is_read_through_the_store_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both directories are read; the cost is that of the reads and of the copy behind them."""
+    clock = Clock()
+    read: list[bytes] = []
+    original = DiskStore.read
+
+    def slow_read(self: DiskStore, block_id: bytes, into: memoryview) -> ReadStatus:
+        read.append(block_id)
+        clock.now += 1e-3
+        return original(self, block_id, into)
+
+    monkeypatch.setattr(DiskStore, "read", slow_read)
+    monkeypatch.setattr("sglang_hc.transfer.measure_disk.READ_THREADS", 1)
+    disks = (f"{tmp_path / 'a'}:1", str(tmp_path / "b"))
+    samples = measure(subject(clock, SlowLane(clock)), disks, clock=clock)
+    assert len(set(read)) == 32
+    from_disk = dict(samples.copies[SourceTier.DISK, Form.KV])
+    from_host = dict(samples.copies[SourceTier.HOST, Form.KV])
+    for tokens, blocks in ((64, 1), (1024, 16)):
+        assert from_disk[tokens] - from_host[tokens] == pytest.approx(blocks * 1e-3 / 4)
+    assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_disk_too_slow_for_the_budget_gives_the_small_sizes(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def ticking() -> float:
+        clock.now += 1.0
+        return clock.now
+
+    layout = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 8, (16, 16), "uint8"))
+    samples = disk_samples([str(tmp_path)], layout, [2048, 64, 1024, 256], 1.0, ticking)
+    assert [tokens for tokens, _ in samples] == [64, 256]
+
+
+def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
+    """The same parts: from memory K and V, from a slow source hidden states, between both a mix."""
+    plans = {}
+    state = replace(SHAPE, num_layers=8)
+    for rate in (1e9, 9e6, 1e6):
+        clock = Clock()
+        lane = ThrottledLane(rate, clock, clock.pass_time)
+        cost = CostModel.from_samples(measure(subject(clock, lane), clock=clock), "here")
+        host = (SourceTier.HOST,)
+        found = auto_plan(cost, state, host, allow_hidden=True, allow_recompute=False)
+        plans[rate] = found.plan
+    assert plans[1e9] == LayerPlan(0, 0, 8)
+    assert plans[9e6].hidden > 0 and plans[9e6].kv > 0
+    assert plans[1e6] == LayerPlan(0, 8, 0)

@@ -1,0 +1,132 @@
+"""The decision at admission: the policy's, with the link's bookings, counted once per request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.transfer.restore_choice import RestoreChoice
+from support.profiles import cost_model
+
+PLAN = LayerPlan(1, 2, 3)
+LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestoreChoice, Counter, Clock]:
+    counters: Counter[str] = Counter()
+    clock = Clock()
+    return RestoreChoice(cost, PLAN, recompute, counters, clock), counters, clock
+
+
+def host(tokens: int) -> list[Span]:
+    return [Span(SourceTier.HOST, tokens)]
+
+
+seconds = st.floats(0, 1e-3)
+costs = st.builds(cost_model, seconds, seconds, seconds, seconds, st.floats(0.1, 4), st.booleans())
+span_lists = st.lists(
+    st.builds(Span, st.just(SourceTier.HOST), st.integers(1, 9000)), min_size=1, max_size=2
+)
+
+
+@given(costs, span_lists, st.integers(0, 9000), st.integers(1, 999), st.booleans(), st.booleans())
+def test_it_decides_as_the_policy_does(cost, spans, context, new, recompute, busy) -> None:
+    chooser, counters, _ = choice(cost, recompute)
+    if busy:
+        chooser.take(chooser.choose(host(4096), 0, 1))
+        counters.clear()
+    plan = plan_restore(
+        cost, PLAN, spans, context=context, new=new, backlog=chooser.backlog,
+        allow_recompute=recompute,
+    )  # fmt: skip
+    found = chooser.choose(spans, context, new)
+    assert (found.tokens, found.decision, found.reason) == (
+        plan.tokens, plan.decision.value, plan.reason.value
+    )  # fmt: skip
+    if found.tokens:
+        assert found.recompute == plan.recompute_layers >= PLAN.recompute
+        if not recompute:
+            assert found.recompute == PLAN.recompute
+    assert not counters, "asking counts nothing"
+
+
+def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
+    chooser, _, clock = choice(LINK, recompute=False)
+    assert chooser.backlog == 0.0
+    first = chooser.choose(host(1000), 0, 10)
+    assert first.copy_seconds == pytest.approx(1000 * (2 * 0.5e-5 + 3 * 1e-5))
+    chooser.take(first)
+    assert chooser.backlog == pytest.approx(first.copy_seconds)
+    second = chooser.choose(host(500), 0, 10)
+    chooser.take(second)
+    assert chooser.backlog == pytest.approx(first.copy_seconds + second.copy_seconds)
+    clock.now += first.copy_seconds
+    assert chooser.backlog == pytest.approx(second.copy_seconds)
+    clock.now += 99.0
+    assert chooser.backlog == 0.0
+    chooser.take(second)
+    assert chooser.backlog == pytest.approx(second.copy_seconds)
+
+
+def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
+    chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
+    found = chooser.choose(host(1000), 0, 10)
+    assert found.decision == "recompute_more" and found.recompute > PLAN.recompute
+    hidden = max(0, 3 - found.recompute)
+    kv = 6 - found.recompute - hidden
+    assert found.copy_seconds == pytest.approx(1000 * (hidden * 0.5e-4 + kv * 1e-4))
+
+
+def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
+    chooser, counters, _ = choice(LINK, recompute=False)
+    decisions = []
+    for _ in range(40):
+        found = chooser.choose(host(1000), 0, 10)
+        decisions.append(found.decision)
+        if found.tokens:
+            chooser.take(found)
+        else:
+            chooser.refuse(found.reason)
+    assert decisions == sorted(decisions), "load first, then refuse"
+    loads = decisions.count("load")
+    assert 1 < loads < 40
+    assert counters == {
+        "restore_decision_load": loads,
+        "restore_reason_as_stored": loads,
+        "restore_decision_refuse": 40 - loads,
+        "restore_reason_busy_link": 40 - loads,
+    }
+
+
+def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
+    chooser, counters, _ = choice(None)
+    found = chooser.choose(host(640), 64, 1)
+    assert (found.tokens, found.recompute) == (640, PLAN.recompute)
+    chooser.take(found)
+    assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
+    assert chooser.backlog == 0.0
+    assert chooser.worth_reading(0, 64, 0, 1, ahead=False)
+
+
+def test_waiting_for_a_slow_disk_is_not_worth_it_but_reading_ahead_is() -> None:
+    slow, _, _ = choice(LINK)
+    fast, _, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
+    for host in (0, 1000):
+        assert not slow.worth_reading(host, 1000, 0, 10, ahead=False)
+        assert slow.worth_reading(host, 1000, 0, 10, ahead=True)
+        assert fast.worth_reading(host, 1000, 0, 10, ahead=False)
+    no_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
+    assert not no_link.worth_reading(0, 1000, 0, 10, ahead=True)
