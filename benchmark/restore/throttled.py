@@ -36,7 +36,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.measure import Subject, measure
 from sglang_hc.transfer.restore import Restoration, RestorePass
-from sglang_hc.transfer.staging import StagingRing
+from sglang_hc.transfer.staging import CPU_FRAMES, CUDA_FRAMES, StagingRing
 from sglang_hc.tree.block_tree import BlockNode
 from support.throttled import ThrottledLane
 
@@ -73,7 +73,9 @@ class Restorer:
             node.slot = slot
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
-        self.staging = StagingRing.sized_for(layout, subject.device, subject.lane)
+        # A source beside the compute is given what a GPU is given, so that copies can run ahead.
+        frames = CUDA_FRAMES if isinstance(subject.lane, ThrottledLane) else CPU_FRAMES
+        self.staging = StagingRing(*frames, subject.device, subject.lane)
 
     def run(self) -> float:
         """Seconds of one restoration."""

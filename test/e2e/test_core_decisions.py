@@ -109,6 +109,31 @@ def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(
     assert stats["restored_tokens"] == 128
 
 
+def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Reply, dict]:
+    core = Core(
+        "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.1",
+        "--max-total-tokens", str(POOL), "--dtype", "float32", profile=profile,
+    )  # fmt: skip
+    reply = core.ask(history, 16)
+    core.settle()
+    return reply, core.tree.stats()
+
+
+@pytest.mark.parametrize(("disk", "read"), [(1e-6, True), (1.0, False)])
+def test_a_disk_slower_than_recomputing_is_not_waited_for(
+    models: None, tmp_path: Path, disk: float, read: bool
+) -> None:
+    rng = random.Random(6)
+    history = [rng.randrange(3, 900) for _ in range(260)]
+    profile = write(cost_model(disk=disk, prefill=1e-3), tmp_path)
+    wanted, _ = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
+    reply, stats = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
+    assert reply.tokens == wanted.tokens
+    assert reply.storage == (256 if read else 0)
+    assert stats.get("disk_loaded_blocks", 0) == (4 if read else 0)
+    assert ("prefetch_not_worth" in stats) != read
+
+
 def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
     """Another user of the tree inserts 64 tokens of a hit while slots for it are allocated."""
     import torch

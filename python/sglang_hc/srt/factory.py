@@ -189,13 +189,20 @@ def _tiers(
         disk,
         queue,
         recomputer,
-        read_buffer=_read_buffer(config, layout, tier, pool, lane, rows.device, disk),
+        read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, disk),
         cost=state.cost,
     )
 
 
 def _read_buffer(
-    config: Any, layout: BlockLayout, tier: Any, pool: HostPool, lane: Lane, device: Any, disk: Any
+    config: Any,
+    state: ModelState,
+    layout: BlockLayout,
+    tier: Any,
+    pool: HostPool,
+    lane: Lane,
+    device: Any,
+    disk: Any,
 ) -> ReadBuffer | None:
     size = read_buffer_bytes(config, on_gpu=device.type == "cuda")
     if not size:
@@ -208,7 +215,7 @@ def _read_buffer(
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
     fetching = disk.fetching if disk is not None else None
-    return ReadBuffer(layout, tier, pool, lane, frames, fetching=fetching)
+    return ReadBuffer(layout, tier, pool, lane, frames, state.cost, fetching)
 
 
 def _model_identity(runner: Any) -> list[str]:
