@@ -48,6 +48,7 @@ COUNTS = {
     "file_failed": "Blocks dropped because filing failed.",
     "prefetches": "Requests that waited for the disk.",
     "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
+    "prefetch_not_worth": "Reads not begun because recomputing is faster than waiting for them.",
     "disk_saved_blocks": "Blocks written to disk.",
     "disk_loaded_blocks": "Blocks read from disk.",
     "disk_save_dropped": "Blocks not written to disk because the queue was full.",
