@@ -13,6 +13,7 @@ from support.core import Core, run_in_child
 
 POOL = 640
 FORMS = ("hidden", "kv")
+PLANS = (*FORMS, "recompute:1,hidden:1,kv:2")
 FLAGS = ("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32")
 
 
@@ -96,7 +97,7 @@ def several_at_once(form: str, flags: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PLANS)
 @pytest.mark.parametrize(
     "flags",
     [(), ("--chunked-prefill-size", "64", "--enable-mixed-chunk")],
@@ -175,7 +176,7 @@ def retracting(form: str, retract: bool) -> tuple[list, list, int, dict]:
     return first, [core.reply(rid) for rid in rids], retractions, core.tree.stats()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PLANS)
 def test_retraction_changes_no_token(models: None, form: str) -> None:
     first, second, retractions, stats = run_in_child(retracting, form, True)
     calm_first, calm_second, calm_retractions, _ = run_in_child(retracting, form, False)

@@ -106,7 +106,7 @@ def updated(form: str, model: str) -> tuple[Any, ...]:
     return before, output.success, blocks, core.ask(prompt(2, 200), 8)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", (*FORMS, "recompute:1,hidden:1,kv:2"))
 def test_new_weights_forget_what_was_saved(models: None, form: str) -> None:
     before, success, blocks, after = run_in_child(updated, form, "llama-mha")
     assert success and blocks == 0

@@ -114,6 +114,14 @@ def test_recomputed_layers_float32(models: None, model: str) -> None:
     assert max(evicted["error"]) <= 1e-5
 
 
+def test_recomputed_layers_bfloat16(models: None) -> None:
+    """A prefill of what decode steps wrote first: rounded elsewhere, by a place or two."""
+    kept, evicted, _ = run_in_child(both, "llama-gqa", "recompute:2,hidden:1,kv:1", "bfloat16")
+    assert evicted["host"] == kept["device"]
+    assert evicted["tokens"][0] == kept["tokens"][0]
+    assert 0.0 < max(evicted["error"]) <= 2**-7
+
+
 @pytest.mark.parametrize("form", ["kv", "hidden"])
 def test_restored_garbage_is_noticed(models: None, form: str) -> None:
     """The control: were restored state not used, or not compared, the tests would be blind."""

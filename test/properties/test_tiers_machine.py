@@ -58,12 +58,21 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane(),
             frames=5,
+            recomputer=self,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
         self.spoken: list[tuple[str | None, list[int]]] = [(None, [])]
         self.count = 0
         self.waiting: dict[str, tuple[str | None, list[int], int]] = {}
+
+    def run(self, restoration: Restoration) -> None:
+        """The model's first layers, from the tokens the blocks hold."""
+        salt, tokens = restoration.nodes[0].namespace, restoration.tokens().tolist()
+        positions = torch.arange(len(tokens))
+        for layer in range(restoration.recompute):
+            rows = torch.stack([state(layer, salt, tokens, int(p)) for p in positions])
+            self.pool.write_hidden(layer, rows, positions, restoration.device_slots)
 
     def make_lane(self) -> object:
         return None
@@ -177,7 +186,9 @@ class TiersMachine(RuleBasedStateMachine):
             for part in self.pool.rows(layer):
                 part[slots] = 255
         released: list[bool] = []
-        restoration = Restoration(nodes[: -(-usable // 64)], 0, usable, slots)
+        restoration = Restoration(
+            nodes[: -(-usable // 64)], 0, usable, slots, self.recomputed(usable)
+        )
         self.tiers.queue_restore(restoration, lambda: released.append(True))
         index = self.tiers.start_restores()
         self.tiers.gate.set_consumer(index)
@@ -188,6 +199,10 @@ class TiersMachine(RuleBasedStateMachine):
         assert released == [True]
         req.computed = usable
         RESTORED[type(self).__name__] += usable
+
+    def recomputed(self, usable: int) -> int:
+        """Layers a restoration leaves to the model: what is not stored, and sometimes more."""
+        return min(self.plan.recompute + usable % 3, self.plan.num_layers)
 
     def check_layer(self, req: Running, layer: int, length: int) -> None:
         """The first `length` positions hold exactly what the model would have computed."""
@@ -318,6 +333,13 @@ class LateMachine(TiersMachine):
         return LateLane()
 
 
+class RecomputeMachine(TiersMachine):
+    """The first layer is not stored."""
+
+    plan = LayerPlan(1, 2, 1)
+
+
+MACHINES = (TiersMachine, HiddenMachine, KvMachine, LateMachine, RecomputeMachine)
 PROFILE = settings(
     max_examples=25,
     stateful_step_count=30,
@@ -325,17 +347,18 @@ PROFILE = settings(
     derandomize=True,  # the nightly target draws anew
     suppress_health_check=list(HealthCheck),
 )
-for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
+for machine in MACHINES:
     machine.TestCase.settings = PROFILE
 TestMixed = TiersMachine.TestCase
 TestHidden = HiddenMachine.TestCase
 TestKv = KvMachine.TestCase
 TestLate = LateMachine.TestCase
+TestRecompute = RecomputeMachine.TestCase
 
 
 def test_the_machines_restored_something() -> None:
     """Runs last: properties of what is never served hold trivially."""
-    for machine in (TiersMachine, HiddenMachine, KvMachine, LateMachine):
+    for machine in MACHINES:
         # Not more than some: what is drawn depends on constants anywhere in the package.
         assert RESTORED[machine.__name__] > 0, RESTORED
     assert sum(EARLY.values()) > 0

@@ -96,7 +96,7 @@ class LayerRecomputer:
         read the first m - n. chunk: tokens per pass.
         """
         row = self._table[ROW, : slots.numel()]
-        tokens = tokens.to(slots.device)
+        tokens = _on_device(tokens, slots.device)
         first, stop = slots.numel() - tokens.numel(), slots.numel()
         chunk = chunk or self._chunk
         try:
@@ -161,13 +161,20 @@ def pieces_disagree(
     return f"layer {layers - 1} run in one piece and in two differs by {error:.2e}"
 
 
+def _on_device(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that nothing waits for: the compute stream may be busy with the batch before."""
+    if device.type != "cuda":
+        return tokens
+    return tokens.pin_memory().to(device, non_blocking=True)
+
+
 def _batch(tokens: torch.Tensor, slots: torch.Tensor, start: int, algorithm: Any) -> ForwardBatch:
     """A prefill of one request whose first `start` tokens are in the pool."""
     device = tokens.device
     new, length = tokens.numel(), start + tokens.numel()
 
     def column(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor([value], dtype=dtype, device=device)
+        return torch.full((1,), value, dtype=dtype, device=device)  # a kernel: nothing waits
 
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,

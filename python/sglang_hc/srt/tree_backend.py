@@ -190,6 +190,9 @@ class HcRadixCache(RadixCache):
             choice.recompute,
             req.prefix_indices,
         )
+        if slots.is_cuda:  # read on the compute stream, allocated on this one
+            for tensor in (slots, req.prefix_indices):
+                tensor.record_stream(self._runner.forward_stream)
         live.choice.take(choice)
         live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
         req.host_hit_length = count
