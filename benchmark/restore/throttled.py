@@ -29,6 +29,7 @@ import torch
 
 from sglang_hc.bench import machine
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
+from sglang_hc.policy import order
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
@@ -36,7 +37,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.measure import Subject, measure
 from sglang_hc.transfer.restore import Restoration, RestorePass
-from sglang_hc.transfer.staging import CPU_FRAMES, CUDA_FRAMES, StagingRing
+from sglang_hc.transfer.staging import CPU_FRAMES, StagingRing
 from sglang_hc.tree.block_tree import BlockNode
 from support.throttled import ThrottledLane
 
@@ -59,7 +60,9 @@ class OneLayer:
 class Restorer:
     """Runs restorations of `tokens` tokens under one plan, layers below `recompute` recomputed."""
 
-    def __init__(self, subject: Subject, plan: LayerPlan, tokens: int, recompute: int) -> None:
+    def __init__(
+        self, subject: Subject, cost: CostModel, plan: LayerPlan, tokens: int, recompute: int
+    ) -> None:
         self.subject, self.layers, self.tokens = subject, plan.num_layers, tokens
         self.recompute = recompute
         if recompute == plan.num_layers:
@@ -73,9 +76,12 @@ class Restorer:
             node.slot = slot
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
-        # A source beside the compute is given what a GPU is given, so that copies can run ahead.
-        frames = CUDA_FRAMES if isinstance(subject.lane, ThrottledLane) else CPU_FRAMES
+        frames = CPU_FRAMES
+        if isinstance(subject.lane, ThrottledLane):
+            # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
+            frames = (8, tokens * subject.shape.kv_bytes // 2)
         self.staging = StagingRing(*frames, subject.device, subject.lane)
+        self.kv_per_hidden = order.kv_per_hidden(cost, tokens)
 
     def run(self) -> float:
         """Seconds of one restoration."""
@@ -84,7 +90,7 @@ class Restorer:
         if self.recompute < self.layers:
             restore = RestorePass(
                 self.pool.layout, self.pool, OneLayer(subject), subject.lane, [self.restoration],
-                self.staging,
+                self.staging, kv_per_hidden=self.kv_per_hidden,
             )  # fmt: skip
         for _ in range(self.recompute):
             subject.prefill(self.tokens, 0)
@@ -112,7 +118,7 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
         "hidden": (LayerPlan(0, layers, 0), 0),
         "recompute": (LayerPlan(layers, 0, 0), layers),
     }
-    arms = {name: Restorer(subject, plan, tokens, r) for name, (plan, r) in plans.items()}
+    arms = {name: Restorer(subject, cost, plan, tokens, r) for name, (plan, r) in plans.items()}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         arm.run()

@@ -152,9 +152,12 @@ plans = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)).filte
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), counts=plans)
 def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tuple) -> None:
-    """One pass: spans of two paths in a row, each later one attends to the one before it."""
+    """One pass: spans of two paths in a row, each later one attends to the one before it. KV layers
+    may be copied between HIDDEN layers."""
     plan = LayerPlan(*counts)
     bench = Bench(plan)
+    rate = data.draw(st.floats(0, 3))
+    bench.tiers.choice.kv_per_hidden = lambda tokens: rate
     recompute = st.integers(plan.recompute, plan.num_layers)
     reach = [data.draw(st.integers(0, 90)) for _ in range(PATHS)]
     for path, stop in enumerate(reach):

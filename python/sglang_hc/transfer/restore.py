@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
+from sglang_hc.policy.order import merged
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
 from sglang_hc.transfer.read_buffer import Early, ReadBuffer
@@ -140,8 +141,10 @@ class RestorePass:
         staging: StagingRing,
         recomputer: Recomputer | None = None,
         read_buffer: ReadBuffer | None = None,
+        kv_per_hidden: float = 0.0,
     ) -> None:
-        """`recomputer` may be left out where no restoration recomputes."""
+        """`recomputer` may be left out where no restoration recomputes. kv_per_hidden: KV layers
+        that are copied between two HIDDEN layers (see `policy.order`)."""
         self.restorations = tuple(restorations)
         self._plan = layout.plan
         self._sink = sink
@@ -156,7 +159,7 @@ class RestorePass:
         self._positions = torch.cat(
             [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in self._ordered]
         )
-        self._todo = deque(self._loads())
+        self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
         staging.claim(self.finish)
@@ -176,7 +179,7 @@ class RestorePass:
     def wait(self, layer: int) -> None:
         """Make layer `layer`'s loaded K/V valid for compute work submitted after.
 
-        Layers before it that nothing has asked for become valid with it.
+        Pieces copied before its own, of whichever layer, become valid with it.
         """
         while self._open[layer]:
             self._advance()
@@ -185,6 +188,17 @@ class RestorePass:
         """Do what no attention asked for, so that the slots are valid whatever was run."""
         while self._staged:
             self._advance()
+
+    def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
+        """The loads as they are copied; each form's in the order the model needs them."""
+        rows: Counter[int] = Counter()
+        for load in loads:
+            rows[load.layer] += load.piece.rows
+        shares: dict[Form, list[tuple[float, _Load]]] = {Form.HIDDEN: [], Form.KV: []}
+        for load in loads:
+            part = load.piece.rows / rows[load.layer]
+            shares[self._plan.form(load.layer)].append((part, load))
+        return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
 
     def _loads(self) -> Iterator[_Load]:
         """All that is to be loaded, in the order the model needs it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy import order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Decision, RestorePlan, Span, plan_restore
 
@@ -82,6 +83,10 @@ class RestoreChoice:
     def refuse(self, reason: str) -> None:
         """Nothing is restored."""
         self._count(Decision.REFUSE.value, reason)
+
+    def kv_per_hidden(self, tokens: int) -> float:
+        """For the order of copies of a pass over so many tokens; see `policy.order`."""
+        return 0.0 if self._cost is None else order.kv_per_hidden(self._cost, tokens)
 
     def worth_reading(self, host: int, disk: int, context: int, new: int, ahead: bool) -> bool:
         """Whether `disk` tokens should be read from disk for a waiting request.

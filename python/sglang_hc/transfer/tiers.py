@@ -144,6 +144,7 @@ class Tiers:
             self._staging,
             self.recomputer,
             self.read_buffer,
+            self.choice.kv_per_hidden(sum(r.stop - r.start for r, _ in queued)),
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]
