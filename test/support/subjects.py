@@ -86,6 +86,12 @@ class MemoryDisk:
                 return index
         return len(block_ids)
 
+    def asking(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return block_id not in self.words
+
     def write(self, block: Block, slot: int, deadline: float) -> int:
         self._tickets += 1
         above = self.words.get(block.parent_id, "")

@@ -28,6 +28,12 @@ class Below:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return 0
 
+    def asking(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return True
+
     def write(self, block: Block, slot: int, deadline: float) -> int | None:
         return None
 
