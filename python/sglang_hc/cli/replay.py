@@ -42,6 +42,10 @@ def describe(comparison: Comparison) -> str:
         f"tiers ({100 * share:.1f} % of the prompts), {comparison.disk_tokens} of them from disk",
         f"{comparison.evictions} blocks evicted from the host tier",
     ]
+    if comparison.late_tokens:
+        text.insert(
+            2, f"{comparison.late_tokens} of them by requests that had to wait for the disk"
+        )
     different = comparison.difference
     if different is not None:
         text.append(

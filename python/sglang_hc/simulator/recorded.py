@@ -40,14 +40,16 @@ class Difference:
 class Comparison:
     """What was compared. Tokens and blocks are those of the replay, up to a difference.
 
-    hit_tokens: from the tiers, disk_tokens of them read from disk for the request. evictions:
-    blocks that made room. lost_line: where the record has a gap; the replay ends there. whole: the
-    server ended the file.
+    hit_tokens: from the tiers, disk_tokens of them read from disk for the request, late_tokens
+    of them by requests that were passed over because they were still on the way. evictions: blocks
+    that made room. lost_line: where the record has a gap; the replay ends there. whole: the server
+    ended the file.
     """
 
     admissions: int = 0
     hit_tokens: int = 0
     disk_tokens: int = 0
+    late_tokens: int = 0
     device_tokens: int = 0
     prompt_tokens: int = 0
     evictions: int = 0
@@ -85,6 +87,7 @@ class Replay:
         self._nodes: dict[int, BlockNode] = {}  # by slot
         self._blocks: dict[int, tuple[int | None, bytes, bytes]] = {}  # (before, tokens, identity)
         self._paths: dict[int, int] = {}  # last block of each request
+        self._late: set[int] = set()  # passed over while they wait
         self._now = 0.0
         self._line = 0
 
@@ -143,6 +146,9 @@ class Replay:
     def _discard(self, event: dict[str, Any]) -> None:
         self._window.discard(event["req"])
 
+    def _passed(self, event: dict[str, Any]) -> None:
+        self._late.add(event["req"])
+
     def _admit(self, event: dict[str, Any]) -> None:
         namespace, tokens = self._path(self._paths[event["req"]])
         match = self._tier.tree.match(namespace, tokens[: event["limit"] * TOKEN_BYTES])
@@ -159,9 +165,13 @@ class Replay:
         found.device_tokens += event["device"]
         found.hit_tokens += beyond
         found.disk_tokens += min(beyond, event["disk"])
+        if event["req"] in self._late:
+            self._late.remove(event["req"])
+            found.late_tokens += beyond
 
     def _gone(self, event: dict[str, Any]) -> None:
         self._paths.pop(event["req"], None)
+        self._late.discard(event["req"])
 
     _finish = _gone
 

@@ -39,6 +39,12 @@ class RecordedRadixCache(HcRadixCache):
             self.recorder.arrived(rid, req.extra_key, tokens)
         super().prefetch_from_storage(rid, *args)
 
+    def check_prefetch_progress(self, rid: str) -> bool:
+        ready = super().check_prefetch_progress(rid)
+        if not ready:
+            self.recorder.passed_over(rid)
+        return ready
+
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         for req in requests:
             from_tiers = req.cached_tokens_host + req.cached_tokens_storage

@@ -43,6 +43,7 @@ class Recorder:
         self._lost = 0
         self._started = time.monotonic()
         self._matched: dict[str, tuple[int, int, int]] = {}
+        self._passed: set[str] = set()
         self.events = 0
         self.dropped = 0
 
@@ -71,15 +72,23 @@ class Recorder:
         """
         self._matched[rid] = (limit, on_device, hit)
 
+    def passed_over(self, rid: str) -> None:
+        """The request could have been admitted, but its state is still on the way."""
+        if rid not in self._passed:
+            self._passed.add(rid)
+            self.note("passed", rid)
+
     def admitted(self, rid: str, restored: int, from_disk: int) -> None:
         """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
         match = self._matched.pop(rid, None)
+        self._passed.discard(rid)
         if match is not None:
             self.note("admit", rid, *match, restored, from_disk)
 
     def gone(self, rid: str) -> None:
         """The request left the queue without being admitted."""
         self._matched.pop(rid, None)
+        self._passed.discard(rid)
         self.note("gone", rid)
 
     def finished(self, rid: str, namespace: str | None, tokens: bytes) -> None:

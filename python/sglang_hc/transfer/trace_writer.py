@@ -85,6 +85,9 @@ class TraceWriter:
     def _discard(self, at: float, rid: str) -> None:
         self._line({"op": "discard", "req": self._request(rid)})
 
+    def _passed(self, at: float, rid: str) -> None:
+        self._line({"op": "passed", "t": at, "req": self._request(rid)})
+
     def _admit(
         self, at: float, rid: str, limit: int, device: int, hit: int, restored: int, disk: int
     ) -> None:
