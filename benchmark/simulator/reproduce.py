@@ -198,7 +198,11 @@ def sensitivity(paper: Paper) -> Iterator[Run]:
 
 
 def bound(_: Paper) -> Iterator[Run]:
-    """Workloads against the clairvoyant policy on the same record; attentionstore: `policies`."""
+    """Workloads against the clairvoyant policy on the same record; attentionstore: `policies`.
+
+    Each with tiers that are scarce, with twice as large ones, and scarce with everything happening
+    HURRY times as fast, so that a queue forms.
+    """
     samples = HERE / "samples"
     long = load_model("llama-13b", context=16_384)
     chat = sharegpt4(sessions=200, rate=0.06)
@@ -219,14 +223,38 @@ def bound(_: Paper) -> Iterator[Run]:
         trace = read_trace(samples / name, Timing(rate=2.0, think=20.0))
         cases[name] = Setup(trace, long, dram=dram * GB, disk=disk * GB)
     for label, setup in cases.items():
-        for factor in (1, 2):  # scarce, and about what the live conversations need
-            sized = dataclasses.replace(setup, dram=factor * setup.dram, disk=factor * setup.disk)
+        double = dataclasses.replace(setup, dram=2 * setup.dram, disk=2 * setup.disk)
+        queued = dataclasses.replace(setup, workload=_hurried(setup.workload, HURRY))
+        for case, run in (
+            (label, setup),
+            (f"{label}, double", double),
+            (f"{label}, queued", queued),
+        ):
             for policy in ("queue", "lru", "belady"):
-                yield _arm_of(label, factor, policy), dataclasses.replace(sized, policy=policy)
+                yield {"case": case, "arm": policy}, dataclasses.replace(run, policy=policy)
 
 
-def _arm_of(case: str, factor: int, policy: str) -> dict[str, Any]:
-    return {"case": f"{case}, double" if factor > 1 else case, "arm": policy}
+HURRY = 50.0
+
+
+def _hurried(load: Workload, factor: float) -> Workload:
+    """Arrivals and pauses shorter by a factor."""
+    sessions = tuple(
+        dataclasses.replace(
+            session,
+            arrival=session.arrival / factor,
+            turns=tuple(
+                dataclasses.replace(
+                    turn,
+                    think=turn.think / factor,
+                    at=None if turn.at is None else turn.at / factor,
+                )
+                for turn in session.turns
+            ),
+        )
+        for session in load.sessions
+    )
+    return dataclasses.replace(load, sessions=sessions)
 
 
 PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {

@@ -1,4 +1,5 @@
-"""Real traces as workloads: Mooncake JSONL, Bailian JSONL, BurstGPT CSV, ShareGPT JSON.
+"""Real traces as workloads: Mooncake JSONL, Bailian JSONL, BurstGPT CSV, ShareGPT JSON, and the
+record of a server of ours.
 
 Told apart by their contents, not their names. Text is never needed: hash ids say which tokens are
 shared, and where a format has text its length is estimated.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.simulator.recorded_load import recorded_sessions
 from sglang_hc.simulator.workloads import (
     TOKEN_IDS,
     Session,
@@ -23,6 +25,7 @@ from sglang_hc.simulator.workloads import (
     Workload,
     poisson_arrivals,
 )
+from sglang_hc.trace import TRACE_VERSION
 
 MOONCAKE_TOKENS = 512
 BAILIAN_TOKENS = 16
@@ -85,14 +88,29 @@ def _reader(path: Path, text: str) -> Reader:
     if start == "[":
         return _sharegpt
     if start == "{":
-        first = _json_lines(path, text)[0][1]
+        first = _json_lines(path, text.lstrip().split("\n", 1)[0])[0][1]
+        if first.get("trace") == "sglang-hc":
+            return _recorded
         return _bailian if "chat_id" in first else _mooncake
     if "Request tokens" in text.split("\n", 1)[0]:
         return _burstgpt
     raise TraceError(
-        f"{path}: not a trace this tool knows: Mooncake or Bailian JSONL, BurstGPT CSV (with its "
-        "header) or ShareGPT JSON"
+        f"{path}: not a trace this tool knows: a record of --hc-trace, Mooncake or Bailian JSONL, "
+        "BurstGPT CSV (with its header) or ShareGPT JSON"
     )
+
+
+def _recorded(path: Path, text: str, timing: Timing) -> list[Session]:
+    """What a server of ours recorded; its requests at their times."""
+    if not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]  # the server was ended while it wrote a line
+    rows = _json_lines(path, text)
+    if rows[0][1].get("version") != TRACE_VERSION:
+        raise TraceError(f"{path}: version {rows[0][1].get('version')} of a record is not known")
+    try:
+        return recorded_sessions(rows, _Fresh().span)
+    except (KeyError, TypeError, ValueError) as cause:
+        raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
 
 
 def _mooncake(path: Path, text: str, timing: Timing) -> list[Session]:
