@@ -38,9 +38,9 @@ _DEFAULTS = {
 }
 _QUICK = {
     "arms": "stock,hicache,kv,hidden,auto",
-    "sessions": 6,
-    "turns": "4",
-    "system_len": 768,
+    "sessions": 5,
+    "turns": "3",
+    "system_len": 704,
     "input_len": "64",
     "output_len": "12",
     "max_total_tokens": 1536,
