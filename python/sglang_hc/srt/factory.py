@@ -98,9 +98,13 @@ def _recomputer(
     reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
     if reason is None:
         recomputer = LayerRecomputer(runner, state.taps)
-        slots = allocator.alloc(2 * max(allocator.page_size, 16))
-        reason = pieces_disagree(recomputer, rows, slots, runner.kv_cache_dtype)
-        allocator.free(slots)
+        count = 2 * max(allocator.page_size, 16)
+        slots = allocator.alloc(count)
+        if slots is None:
+            reason = f"the KV pool holds fewer than the {count} tokens of the self-check"
+        else:
+            reason = pieces_disagree(recomputer, rows, slots, runner.kv_cache_dtype)
+            allocator.free(slots)
         if reason is not None:
             logger.error("sglang-hc: self-check failed, no layer is recomputed: %s", reason)
     if reason is None:
