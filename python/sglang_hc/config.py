@@ -184,6 +184,13 @@ class HcConfig:
         check=check_profile,
     )
 
+    io: str = options.text(
+        "process",
+        "what files snapshots and reads and writes disks: a process of its own, or threads of the "
+        "scheduler's",
+        choices=("process", "thread"),
+    )
+
     def __post_init__(self) -> None:
         options.check_values(self)
         if self.remote_config is not None and self.remote is None:

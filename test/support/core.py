@@ -69,7 +69,8 @@ class Core:
 
         torch.set_num_threads(1)
         load_plugins()
-        argv = ["--model-path", str(MODELS / model), "--skip-server-warmup", *flags]
+        argv = ["--model-path", str(MODELS / model), "--skip-server-warmup"]
+        argv += ["--hc-io", "thread", *flags]  # a process each would only be slower to start
         if profile is not None:
             argv += ["--hc-profile", profile]
         self.args = prepare_server_args(argv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,6 +114,12 @@ class StepExecutor:
         while self._queue:
             self.step()
         return self.poll()
+
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> Counter[str]:
+        return Counter()
 
     def close(self) -> None:
         self.drain()

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from sglang_hc import __version__
-from sglang_hc.config import GIB, ConfigError, host_bytes, read_buffer_bytes
+from sglang_hc.config import GIB, ConfigError, HcConfig, host_bytes, read_buffer_bytes
 from sglang_hc.forms import BlockLayout, StateShape
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
@@ -23,10 +23,11 @@ from sglang_hc.srt.remote import with_remote
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo, DiskThreads
-from sglang_hc.store.disk import DirectoryError, DirectorySpec, DiskStore
-from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.disk import DirectoryError, DirectorySpec
+from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.io_messages import DiskSpec
+from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
@@ -138,18 +139,12 @@ def _tiers(
     fingerprint = layout.fingerprint(*_model_identity(runner))
     recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
     window, tier = host_tier(config.eviction, BlockTree(fingerprint), num_slots, recorder)
-    pool = HostPool(layout, num_slots)
+    io = _open_io(config, runner, layout, num_slots, fingerprint)
+    pool = io.memory.pool
     lane = lane_for(rows.device)
     lane.pin(pool.buffer)
-    hidden_buffers = [
-        SnapshotBuffer(layout, SNAPSHOT_ROWS, hidden=True, kv=False)
-        for _ in range(SNAPSHOT_BUFFERS if state.plan.hidden else 0)
-    ]
-    kv_buffers = [
-        SnapshotBuffer(layout, SNAPSHOT_ROWS, hidden=False, kv=True)
-        for _ in range(SNAPSHOT_BUFFERS if state.plan.kv else 0)
-    ]
-    filing = Filing(ThreadExecutor(pool, hidden_buffers + kv_buffers))
+    hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
+    filing = Filing(io.executor)
     hidden = kv = None
     if hidden_buffers:
         hidden = Snapshots(layout, hidden_buffers, 0, "hidden", rows.device, lane, filing)
@@ -164,16 +159,7 @@ def _tiers(
         num_slots,
         num_slots * 64,
     )
-    below: BlockIo | None = None
-    if config.disk:
-        specs = [DirectorySpec.parse(text) for text in config.disk]
-        label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        try:
-            store = DiskStore.open(specs, layout.chunks(), fingerprint, label)
-        except DirectoryError as error:
-            raise ConfigError(str(error)) from None
-        below = DiskThreads(store, pool)
-        logger.info("sglang-hc: disk tier in %s", ", ".join(spec.path for spec in specs))
+    below = io.blocks
     if config.remote is not None:
         below = with_remote(below, config, pool, fingerprint)
     disk = DiskTier(below, tier) if below is not None else None
@@ -220,6 +206,36 @@ def _read_buffer(
         ) from None
     fetching = disk.fetching if disk is not None else None
     return ReadBuffer(layout, tier, pool, lane, frames, state.cost, fetching)
+
+
+def _open_io(
+    config: HcConfig, runner: Any, layout: BlockLayout, num_slots: int, fingerprint: bytes
+) -> Io:
+    """Host memory, executor and disk. The I/O process is started here and not by the launcher,
+    because only now the sizes are known; see docs/decisions/io-process.md."""
+    plan = layout.plan
+    memory = MemorySpec(
+        layout,
+        num_slots,
+        SNAPSHOT_ROWS,
+        SNAPSHOT_BUFFERS if plan.hidden else 0,
+        SNAPSHOT_BUFFERS if plan.kv else 0,
+    )
+    disk = None
+    if config.disk:
+        directories = tuple(DirectorySpec.parse(text) for text in config.disk)
+        label = str(runner.server_args.served_model_name or runner.server_args.model_path)
+        disk = DiskSpec(directories, fingerprint, label)
+    try:
+        io = open_io(config.io, memory, disk)
+    except DirectoryError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"--hc-io {config.io}: {error}") from None
+    if disk is not None:
+        paths = ", ".join(directory.path for directory in disk.directories)
+        logger.info("sglang-hc: disk tier in %s", paths)
+    return io
 
 
 def _model_identity(runner: Any) -> list[str]:

@@ -286,8 +286,7 @@ class HcRadixCache(RadixCache):
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
-        if self._live.disk is not None:
-            self._live.disk.close()
+        self._live.close()
 
     # -- capture ---------------------------------------------------------------------------------
 

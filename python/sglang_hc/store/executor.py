@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,6 +65,12 @@ class Executor(Protocol):
     def drain(self) -> list[Completion]:
         """Wait until everything submitted has completed; for flushes and tests."""
 
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down, by the name under which they are shown."""
+
+    def counts(self) -> Counter[str]:
+        """Numbers that only grow."""
+
     def close(self) -> None:
         """Finish what is queued and stop."""
 
@@ -83,11 +90,20 @@ def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer])
 
 
 class ThreadExecutor:
-    """Executor on one thread of the scheduler process: for tests and small set-ups."""
+    """Executor on one thread of this process.
 
-    def __init__(self, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
+    on_done: called on that thread after each completion, for whoever sleeps until then.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        buffers: list[SnapshotBuffer],
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
         self._pool = pool
         self._buffers = buffers
+        self._on_done = on_done
         self._submitted = 0
         self._completed = 0
         self._work: queue.SimpleQueue[tuple[int, Operation] | None] = queue.SimpleQueue()
@@ -112,6 +128,12 @@ class ThreadExecutor:
             self._progress.wait_for(lambda: self._completed == self._submitted)
         return self.poll()
 
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> Counter[str]:
+        return Counter()
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
@@ -129,3 +151,4 @@ class ThreadExecutor:
             with self._progress:
                 self._completed = ticket
                 self._progress.notify_all()
+            self._on_done()

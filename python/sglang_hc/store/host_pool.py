@@ -6,6 +6,7 @@ buffer, which may be anonymous memory or shared memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import numpy as np
@@ -64,20 +65,49 @@ class SnapshotBuffer:
     """Rows of one or several forward passes on their way into slots (HCache section 4.2.2).
 
     hidden: (hidden layers, capacity, hidden_bytes) uint8. kv: one (KV layers, capacity, part bytes)
-    array per part. Rows are filed token by token into slots by `FileRows`.
+    array per part. Each array starts on a page of its own. Rows are filed token by token into slots
+    by `FileRows`.
     """
 
-    def __init__(self, layout: BlockLayout, capacity: int, hidden: bool, kv: bool) -> None:
-        shape, plan = layout.shape, layout.plan
+    def __init__(
+        self,
+        layout: BlockLayout,
+        capacity: int,
+        hidden: bool,
+        kv: bool,
+        buffer: memoryview | None = None,
+    ) -> None:
+        """buffer: `size` bytes; anonymous memory by default."""
         self.capacity = capacity
-        layers = plan.hidden if hidden else 0
-        self.hidden: Bytes = _pages(layers, capacity, shape.hidden_bytes)
-        layers = plan.kv if kv else 0
-        self.kv: list[Bytes] = [_pages(layers, capacity, part) for part in shape.kv_parts]
+        shapes = _shapes(layout, capacity, hidden, kv)
+        if buffer is None:
+            size = self.size(layout, capacity, hidden, kv)
+            buffer = memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE)))
+        arrays = []
+        start = 0
+        for shape in shapes:
+            count = math.prod(shape)
+            array = np.frombuffer(buffer, dtype=np.uint8, count=count, offset=start)
+            arrays.append(array.reshape(shape))
+            start += whole_pages(count)
+        self.hidden: Bytes = arrays[0]
+        self.kv: list[Bytes] = arrays[1:]
+
+    @staticmethod
+    def size(layout: BlockLayout, capacity: int, hidden: bool, kv: bool) -> int:
+        """Bytes of such a buffer."""
+        shapes = _shapes(layout, capacity, hidden, kv)
+        return sum(whole_pages(math.prod(shape)) for shape in shapes)
 
 
-def _pages(layers: int, rows: int, row_bytes: int) -> Bytes:
-    size = layers * rows * row_bytes
-    if not size:
-        return np.empty((layers, rows, row_bytes), dtype=np.uint8)
-    return np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8).reshape(layers, rows, row_bytes)
+def _shapes(
+    layout: BlockLayout, capacity: int, hidden: bool, kv: bool
+) -> list[tuple[int, int, int]]:
+    shape, plan = layout.shape, layout.plan
+    parts = [(plan.kv if kv else 0, capacity, part) for part in shape.kv_parts]
+    return [(plan.hidden if hidden else 0, capacity, shape.hidden_bytes), *parts]
+
+
+def whole_pages(size: int) -> int:
+    """`size` rounded up to pages."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

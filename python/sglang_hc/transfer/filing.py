@@ -7,7 +7,7 @@ executor, which scatters the rows into slots, and knows when a slot's bytes are 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +70,19 @@ class Filing:
             self._feed()
         for ticket, ok in self._executor.drain():
             self._complete(ticket, ok)
+
+    def levels(self) -> dict[str, int]:
+        """Numbers of the executor that go up and down."""
+        return self._executor.levels()
+
+    def counts(self) -> Counter[str]:
+        """Numbers of the executor that only grow."""
+        return self._executor.counts()
+
+    def close(self) -> None:
+        """Finish and stop the executor."""
+        self.drain()
+        self._executor.close()
 
     def _feed(self) -> None:
         while self._waiting:

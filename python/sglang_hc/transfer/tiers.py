@@ -206,6 +206,13 @@ class Tiers:
             self.poll()
         self.capture.clear()
 
+    def close(self) -> None:
+        """Orderly stop: what was computed is saved, and everything given back."""
+        self.drain()
+        if self.disk is not None:
+            self.disk.close()
+        self._filing.close()
+
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
         return {"layer_plan": str(self.layout.plan), **self.levels(), **self.counts()}
@@ -218,6 +225,7 @@ class Tiers:
             "host_staged_slots": self.host.staged_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
+            **self._filing.levels(),
             **(self.disk.levels() if self.disk is not None else {}),
         }
 
@@ -225,7 +233,8 @@ class Tiers:
         """Numbers that only grow; one that never counted is absent."""
         disk = self.disk.counts() if self.disk is not None else Counter[str]()
         early = self.read_buffer.counters if self.read_buffer is not None else Counter[str]()
-        total = self.counters + self.capture.counters + disk + early
+        io = self._filing.counts()
+        total = self.counters + self.capture.counters + io + disk + early
         return {"evicted_blocks": self.host.evicted_blocks, **total}
 
     def check_integrity(self) -> None:

@@ -129,6 +129,10 @@ class DiskStore:
         because they keep failing. A yes is no promise: the read proves it."""
         return self._blocks.leading(block_ids)
 
+    def usable(self) -> bool:
+        """Whether the disks may be asked now: they do not keep failing, and no directory is out."""
+        return self._blocks.usable()
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """Note that a prefix path was used, wherever it was served from; identities in path order.
         Blocks that are not here are ignored. The sequence must not change afterwards."""
@@ -204,7 +208,7 @@ class DiskStore:
         """State and counters. Looks at file sizes: not for the scheduler thread."""
         return StoreStats(
             len(self._blocks),
-            self._blocks.usable(),
+            self.usable(),
             self._blocks.breaker.trips,
             tuple(_directory_stats(d) for d in self._blocks.directories),
             self.counters(),

@@ -1,0 +1,74 @@
+"""The memory that blocks live in and pass through, in one piece that two processes can map.
+
+The host pool and the snapshot buffers follow from a `MemorySpec` alone, so a process that knows the
+specification and has the memory file's descriptor sees the same bytes at the same places.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+from sglang_hc.forms import BlockLayout
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer, whole_pages
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """Sizes. snapshot_rows: rows of one buffer. Hidden buffers are numbered before KV buffers."""
+
+    layout: BlockLayout
+    num_slots: int
+    snapshot_rows: int
+    hidden_buffers: int
+    kv_buffers: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of all of it, every array on a page of its own."""
+        layout, rows = self.layout, self.snapshot_rows
+        hidden = SnapshotBuffer.size(layout, rows, hidden=True, kv=False)
+        kv = SnapshotBuffer.size(layout, rows, hidden=False, kv=True)
+        pool = whole_pages(self.num_slots * layout.slot_bytes)
+        return pool + self.hidden_buffers * hidden + self.kv_buffers * kv
+
+
+class HostMemory:
+    """A host pool and snapshot buffers over one mapping.
+
+    descriptor: of a memory file of `spec.bytes` bytes (`memory_file`); None for memory that only
+    this process sees. Pages are taken from the system as they are first written.
+    """
+
+    def __init__(self, spec: MemorySpec, descriptor: int | None = None) -> None:
+        self.spec = spec
+        size = max(spec.bytes, mmap.PAGESIZE)
+        mapping = mmap.mmap(-1, size) if descriptor is None else mmap.mmap(descriptor, size)
+        self._rest = memoryview(mapping)
+        pool_bytes = spec.num_slots * spec.layout.slot_bytes
+        self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))
+        self.hidden_buffers = [self._buffer(hidden=True) for _ in range(spec.hidden_buffers)]
+        self.kv_buffers = [self._buffer(hidden=False) for _ in range(spec.kv_buffers)]
+
+    @property
+    def buffers(self) -> list[SnapshotBuffer]:
+        """All snapshot buffers, by the number that operations name."""
+        return self.hidden_buffers + self.kv_buffers
+
+    def _buffer(self, hidden: bool) -> SnapshotBuffer:
+        spec = self.spec
+        size = SnapshotBuffer.size(spec.layout, spec.snapshot_rows, hidden, not hidden)
+        return SnapshotBuffer(spec.layout, spec.snapshot_rows, hidden, not hidden, self._take(size))
+
+    def _take(self, size: int) -> memoryview:
+        piece, self._rest = self._rest[:size], self._rest[whole_pages(size) :]
+        return piece
+
+
+def memory_file(spec: MemorySpec) -> int:
+    """Descriptor of a new memory file for `HostMemory`. It has no name and goes with its last
+    user. Raises OSError."""
+    descriptor = os.memfd_create("sglang-hc", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, max(spec.bytes, mmap.PAGESIZE))
+    return descriptor

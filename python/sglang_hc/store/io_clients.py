@@ -1,0 +1,252 @@
+"""The I/O process as an executor for filing and as a holder of blocks.
+
+Both go on when it is gone. Filing falls back to a thread of this process, so that only the disk
+tier is missing; blocks below the host tier are then not found and not taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_hc.store import block_io
+from sglang_hc.store import io_messages as wire
+from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.disk import Block
+from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
+from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.io_supervisor import IoSupervisor, State
+
+FILE_DEADLINE_S = 10.0
+"""Filing only moves memory; the deadline is there to notice a process that hangs."""
+
+
+class ProcessExecutor:
+    """Executor whose operations run in the I/O process.
+
+    They stay in order across a loss: nothing is begun elsewhere before what the lost process had is
+    given up, nor sent to a new process before the thread that stood in is through.
+    """
+
+    def __init__(self, supervisor: IoSupervisor, memory: HostMemory) -> None:
+        self._supervisor = supervisor
+        self._memory = memory
+        self._tickets = itertools.count(1)
+        self._held: deque[tuple[int, Operation]] = deque()
+        self._sent: dict[int, float] = {}
+        self._stand_in: ThreadExecutor | None = None
+        self._standing_in: dict[int, int] = {}
+        self._done: list[Completion] = []
+        supervisor.clients.append(self)
+
+    def submit(self, operation: Operation) -> int:
+        ticket = next(self._tickets)
+        self._held.append((ticket, operation))
+        self._feed()
+        return ticket
+
+    def poll(self) -> list[Completion]:
+        self._supervisor.poll()
+        if self._stand_in is not None:
+            for ticket, ok in self._stand_in.poll():
+                self._done.append(Completion(self._standing_in.pop(ticket), ok))
+        self._feed()
+        done, self._done = self._done, []
+        return done
+
+    def drain(self) -> list[Completion]:
+        done = self.poll()
+        while self._held or self._sent or self._standing_in:
+            time.sleep(0.0005)
+            done += self.poll()
+        return done
+
+    def levels(self) -> dict[str, int]:
+        return {"io_up": int(self._supervisor.state is State.UP)}
+
+    def counts(self) -> Counter[str]:
+        return self._supervisor.counters
+
+    def close(self) -> None:
+        self._supervisor.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
+
+    def answered(self, reply: wire.Known | wire.Answers) -> None:
+        if isinstance(reply, wire.Answers):
+            for ticket, ok in reply.filed:
+                if self._sent.pop(ticket, None) is not None:
+                    self._done.append(Completion(ticket, ok))
+
+    def up(self) -> None:
+        self._feed()
+
+    def lost(self) -> int:
+        lost = list(self._sent)
+        self._done += [Completion(ticket, False) for ticket in lost]
+        self._sent.clear()
+        self._feed()
+        return len(lost)
+
+    def earliest_deadline(self) -> float:
+        return min(self._sent.values(), default=float("inf"))
+
+    def _feed(self) -> None:
+        while self._held:
+            ticket, operation = self._held[0]
+            if self._supervisor.state is State.UP:
+                if self._standing_in:
+                    return
+                self._supervisor.send(wire.operation_message(ticket, operation))
+                self._sent[ticket] = time.monotonic() + FILE_DEADLINE_S
+            elif self._sent:
+                return
+            else:
+                if self._stand_in is None:
+                    memory = self._memory
+                    self._stand_in = ThreadExecutor(memory.pool, memory.buffers)
+                self._standing_in[self._stand_in.submit(operation)] = ticket
+            self._held.popleft()
+
+
+@dataclass(frozen=True)
+class _Move:
+    """An operation under way. written: the identity, for a write."""
+
+    deadline: float
+    block_id: bytes
+    written: bool
+
+
+class ProcessBlocks:
+    """BlockIo whose store is in the I/O process; which blocks it has is mirrored here.
+
+    The mirror outlives a lost process: a new one names all it has again, and what it has not is one
+    miss each.
+    """
+
+    name = "disk"
+
+    def __init__(self, supervisor: IoSupervisor) -> None:
+        self._supervisor = supervisor
+        self._tickets = itertools.count(1)
+        self._known: set[bytes] = set()
+        self._moves: dict[int, _Move] = {}
+        self._writing = 0
+        self._done: list[BlockDone] = []
+        self._usable = True
+        self._clearing = False
+        self._counts: dict[str, int] = {}
+        self._counts_before: Counter[str] = Counter()
+        supervisor.clients.append(self)
+
+    @property
+    def capacity(self) -> int:
+        return self._supervisor.capacity
+
+    @property
+    def _open(self) -> bool:
+        return self._supervisor.state is State.UP and self._usable and not self._clearing
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        if not self._open:
+            return 0
+        known = self._known
+        for count, block_id in enumerate(block_ids):
+            if block_id not in known:
+                return count
+        return len(block_ids)
+
+    def asking(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return block_id not in self._known
+
+    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+        if not self._open or self._writing >= block_io.WRITE_QUEUE:
+            return None
+        ticket = next(self._tickets)
+        self._supervisor.send(wire.Write(ticket, block, slot, deadline))
+        self._moves[ticket] = _Move(deadline, block.block_id, True)
+        self._writing += 1
+        return ticket
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        ticket = next(self._tickets)
+        if self._open:
+            self._supervisor.send(wire.Read(ticket, block_id, slot, deadline))
+            self._moves[ticket] = _Move(deadline, block_id, False)
+        else:
+            self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
+        return ticket
+
+    def poll(self) -> list[BlockDone]:
+        self._supervisor.poll()
+        done, self._done = self._done, []
+        return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        if self._open:
+            self._supervisor.send(wire.Touch(b"".join(block_ids)))
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        if self._open:
+            self._supervisor.send(wire.Expect(dict(uses)))
+
+    def clear(self) -> None:
+        self._known = set()
+        self._clearing = True
+        if self._supervisor.state is State.UP:
+            self._supervisor.send(wire.Clear())
+
+    def levels(self) -> dict[str, int]:
+        return {"disk_blocks": len(self._known)}
+
+    def counts(self) -> Counter[str]:
+        return self._counts_before + Counter(self._counts)
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+    def answered(self, reply: wire.Known | wire.Answers) -> None:
+        if isinstance(reply, wire.Known):
+            if not self._clearing:
+                self._known.update(wire.split_ids(reply.block_ids))
+            return
+        for ticket, outcome in reply.blocks:
+            if ticket in self._moves:
+                self._end(ticket, outcome)
+        self._known.difference_update(wire.split_ids(reply.gone))
+        if reply.cleared:
+            self._clearing = False
+        self._usable, self._counts = reply.usable, reply.counts
+
+    def up(self) -> None:
+        self._usable = True
+        if self._clearing:
+            self._supervisor.send(wire.Clear())
+
+    def lost(self) -> int:
+        lost = list(self._moves)
+        for ticket in lost:
+            self._end(ticket, Outcome.LOST)
+        self._counts_before += Counter(self._counts)
+        self._counts = {}
+        return len(lost)
+
+    def earliest_deadline(self) -> float:
+        return min((move.deadline for move in self._moves.values()), default=float("inf"))
+
+    def _end(self, ticket: int, outcome: Outcome) -> None:
+        move = self._moves.pop(ticket)
+        self._writing -= move.written
+        if outcome in (Outcome.OK, Outcome.DUPLICATE):
+            if not self._clearing:
+                self._known.add(move.block_id)
+        elif outcome is Outcome.MISSING:
+            self._known.discard(move.block_id)
+        self._done.append(BlockDone(ticket, outcome, "disk"))

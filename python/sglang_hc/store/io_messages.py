@@ -1,0 +1,152 @@
+"""What the scheduler process and the I/O process say to each other, in msgpack.
+
+To the I/O process: `Setup` once through its standard input, whose end also tells it that its parent
+is gone; then through one ZMQ pair operations in any order, and `Close` last. From it: `Known` until
+every identity on disk was named, `Ready`, and then `Answers`, at least one every HEARTBEAT_S; or
+nothing but `Refused`. Data never travels here; it is in the shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.disk import Block, DirectorySpec
+from sglang_hc.store.executor import CopyRows, FileRows, Operation, RowSpan
+from sglang_hc.store.host_memory import MemorySpec
+
+HEARTBEAT_S = 0.25
+ID_BYTES = 16
+IDS_PER_MESSAGE = 4096
+"""So that taking in one message costs the scheduler thread less than a millisecond."""
+
+
+@dataclass(frozen=True)
+class DiskSpec:
+    """The disk tier of one model. fingerprint, label: see DiskStore.open."""
+
+    directories: tuple[DirectorySpec, ...]
+    fingerprint: bytes
+    label: str
+
+
+class _Message(msgspec.Struct, array_like=True):
+    pass
+
+
+class Setup(_Message):
+    """What the process needs to know. disk: None for filing only."""
+
+    memory: MemorySpec
+    disk: DiskSpec | None
+
+
+class File(_Message, tag=True):
+    ticket: int
+    buffer: int
+    spans: tuple[RowSpan, ...]
+
+
+class Copy(_Message, tag=True):
+    ticket: int
+    source: int
+    target: int
+    rows: int
+
+
+class Write(_Message, tag=True):
+    ticket: int
+    block: Block
+    slot: int
+    deadline: float
+
+
+class Read(_Message, tag=True):
+    ticket: int
+    block_id: bytes
+    slot: int
+    deadline: float
+
+
+class Touch(_Message, tag=True):
+    """Identities of a path that was used, one after the other."""
+
+    block_ids: bytes
+
+
+class Expect(_Message, tag=True):
+    """See BlockIo.expect."""
+
+    uses: dict[bytes, float | None]
+
+
+class Clear(_Message, tag=True):
+    """Remove every block; answered by `Answers.cleared`."""
+
+
+class Close(_Message, tag=True):
+    """Finish what was submitted, say so in a last `Answers`, and end."""
+
+
+class Ready(_Message, tag=True):
+    """Operations are taken from now on. capacity: blocks that fit on disk."""
+
+    capacity: int
+
+
+class Refused(_Message, tag=True):
+    """The disk tier cannot be opened; `message` is for users. The process ends."""
+
+    message: str
+
+
+class Known(_Message, tag=True):
+    """Identities of blocks on disk, one after the other."""
+
+    block_ids: bytes
+
+
+class Answers(_Message, tag=True):
+    """What happened since the last message.
+
+    filed: (ticket, done). blocks: (ticket, outcome). gone: identities that left the disk, one after
+    the other; a block that was stored and left again since is in both. cleared: a `Clear` is done.
+    usable: the disk may be asked now. counts: of the store, since it was opened.
+    """
+
+    filed: list[tuple[int, bool]]
+    blocks: list[tuple[int, Outcome]]
+    gone: bytes
+    cleared: bool
+    usable: bool
+    counts: dict[str, int]
+
+
+Request = File | Copy | Write | Read | Touch | Expect | Clear | Close
+Reply = Ready | Refused | Known | Answers
+
+encode = msgspec.msgpack.Encoder().encode
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def operation_message(ticket: int, operation: Operation) -> File | Copy:
+    """A filing operation on the wire."""
+    if isinstance(operation, FileRows):
+        return File(ticket, operation.buffer, operation.spans)
+    return Copy(ticket, operation.source, operation.target, operation.rows)
+
+
+def operation_of(message: File | Copy) -> Operation:
+    """The operation that a message carries."""
+    if isinstance(message, File):
+        return FileRows(message.buffer, message.spans)
+    return CopyRows(message.source, message.target, message.rows)
+
+
+def split_ids(packed: bytes) -> list[bytes]:
+    """Identities that lie one after the other."""
+    return [packed[start : start + ID_BYTES] for start in range(0, len(packed), ID_BYTES)]

@@ -1,0 +1,178 @@
+"""The I/O process is lost under SGLang's real scheduler: that costs cache, no request, no token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.core import Core, run_in_child
+
+FLAGS = ("--hc-io", "process", "--max-total-tokens", "640", "--dtype", "float32")
+PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
+FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+FORM = "hidden:2,kv:2"
+
+
+def start(directory: str) -> Core:
+    from sglang_hc.store import io_supervisor
+
+    io_supervisor.FIRST_BACKOFF_S = io_supervisor.LONGEST_BACKOFF_S = 0.1
+    disk = ("--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.2")
+    return Core("--hc-forms", FORM, *disk, *FLAGS)
+
+
+def pid_of(core: Core) -> int:
+    return core.tree.tiers._filing._executor._supervisor.pid
+
+
+def wait_for(core: Core, what: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Poll as the scheduler does, until the statistics say so."""
+    end = time.monotonic() + 30
+    while not what(core.tree.stats()):
+        assert time.monotonic() < end, core.tree.stats()
+        core.tree.tiers.poll()
+        time.sleep(0.005)
+    return core.tree.stats()
+
+
+def undisturbed() -> tuple[list[int], list[int]]:
+    """A server that never stopped, never evicted and lost nothing."""
+    core = Core("--hc-forms", FORM, "--max-total-tokens", "640", "--dtype", "float32")
+    first = core.ask(PROMPT, 60).tokens
+    return first, core.ask([*PROMPT, *first, *FOLLOW], 24).tokens
+
+
+@pytest.fixture(scope="module")
+def wanted(models: None) -> tuple[list[int], list[int]]:
+    return run_in_child(undisturbed)
+
+
+def lost_in_mid_prefetch(directory: str, killer: int) -> tuple:
+    from sglang_hc.store import io_supervisor
+
+    io_supervisor.HANG_S = 1.0
+    core = start(directory)
+    first = core.ask(PROMPT, 60).tokens
+    core.settle()
+    assert core.scheduler.flush_cache()  # only the disk knows it now
+    history = [*PROMPT, *first, *FOLLOW]
+    os.kill(pid_of(core), signal.SIGSTOP)  # so that the reads are surely under way
+    rid = core.submit(history, 24)
+    core.run(steps=3)
+    assert core.tree.stats()["prefetches"] == 1 and core.tree.tiers.disk.reading
+    os.kill(pid_of(core), killer)
+    core.run()
+    reply = core.reply(rid)
+    lost = wait_for(core, lambda stats: stats.get("io_restarts"))
+    core.settle()
+    assert core.scheduler.flush_cache()
+    return first, reply, lost, core.ask(history, 24)
+
+
+def test_killed_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> None:
+    first, reply, lost, after = run_in_child(
+        lost_in_mid_prefetch, str(tmp_path / "d"), signal.SIGKILL
+    )
+    assert (first, reply.tokens) == wanted
+    assert reply.cached == 0, "computed again"
+    assert lost["disk_read_lost"] == 1 and lost["io_losses"] == 1
+    assert after.tokens == wanted[1] and after.storage == 256, "the disk is back"
+
+
+def test_hung_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> None:
+    """Nothing comes and nothing dies: the process is killed for it, the request goes on."""
+    first, reply, lost, after = run_in_child(
+        lost_in_mid_prefetch, str(tmp_path / "d"), signal.SIGSTOP
+    )
+    assert (first, reply.tokens) == wanted and reply.cached == 0
+    assert lost["io_losses"] == 1
+    assert after.tokens == wanted[1] and after.storage == 256
+
+
+def lost_in_mid_save(directory: str, write: bool) -> tuple:
+    """Lost while it files the first turn, or, with `write`, while it writes its blocks to disk."""
+    core = start(directory)
+    os.kill(pid_of(core), signal.SIGSTOP)
+    first = core.ask(PROMPT, 60).tokens
+    if write:
+        os.kill(pid_of(core), signal.SIGCONT)
+        time.sleep(1)  # it files and answers; nobody listens yet
+        os.kill(pid_of(core), signal.SIGSTOP)
+        core.tree.tiers.poll()
+        assert core.tree.tiers.disk.busy, "nothing is being written"
+    os.kill(pid_of(core), signal.SIGKILL)
+    lost = wait_for(core, lambda stats: stats.get("io_restarts"))
+    core.settle()
+    history = [*PROMPT, *first, *FOLLOW]
+    second = core.ask(history, 24).tokens
+    core.flood(random.Random(1), 2000)
+    third = core.ask(history, 24)
+    core.settle()
+    assert core.scheduler.flush_cache()
+    return first, second, third, lost, core.ask(history, 24)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_killed_while_it_saves(models: None, tmp_path: Path, write: bool, wanted: tuple) -> None:
+    first, second, third, lost, last = run_in_child(lost_in_mid_save, str(tmp_path / "d"), write)
+    assert (first, second, third.tokens, last.tokens) == (*wanted, wanted[1], wanted[1])
+    assert lost["io_lost_operations"] > 0
+    if write:
+        assert lost["disk_write_lost"] > 0
+        assert third.host > 0, "what was filed is in memory still"
+    else:
+        assert lost["file_failed"] > 0
+        assert last.storage > 0, "saved again once it was back"
+
+
+def chat(core: Core, rng: random.Random) -> list[list[int]]:
+    """Four conversations in turns; now and then everything but the disk is forgotten."""
+    chats = [[rng.randrange(3, 900) for _ in range(rng.randrange(70, 200))] for _ in range(4)]
+    replies = []
+    for turn in range(16):
+        talk = chats[turn % 4]
+        replies.append(core.ask(talk, 12).tokens)
+        talk += replies[-1] + [rng.randrange(3, 900) for _ in range(5)]
+        if rng.random() < 0.3:
+            core.settle()
+            assert core.scheduler.flush_cache()
+    return replies
+
+
+def killed_at_random(directory: str, seed: int) -> tuple:
+    core = start(directory)
+    fate = random.Random(seed + 100)
+    poll = core.tree.tiers.poll
+
+    def poll_or_kill() -> None:
+        pid = pid_of(core)
+        if pid is not None and fate.random() < 0.01:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        poll()
+
+    core.tree.tiers.poll = poll_or_kill
+    replies = chat(core, random.Random(seed))
+    core.settle()
+    return replies, core.tree.stats()
+
+
+def never_killed(seed: int) -> list[list[int]]:
+    core = Core("--max-total-tokens", "4000", "--dtype", "float32", "--hc-forms", "kv")
+    return chat(core, random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_moments(models: None, tmp_path: Path, seed: int) -> None:
+    replies, stats = run_in_child(killed_at_random, str(tmp_path / "d"), seed)
+    assert replies == run_in_child(never_killed, seed)
+    assert stats["io_losses"] >= 2 and stats["io_restarts"] >= 1
+    assert stats["restored_tokens"] > 0
