@@ -24,6 +24,7 @@ LEVELS = {
     "host_blocks": "Blocks in the host tier that can be served.",
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
+    "io_up": "1 while the I/O process is there.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
 }
 COUNTS = {
@@ -49,6 +50,9 @@ COUNTS = {
     "prefetches": "Requests that waited for the disk.",
     "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
     "prefetch_not_worth": "Reads not begun because recomputing is faster than waiting for them.",
+    "io_losses": "Times the I/O process died or was killed because it hung.",
+    "io_restarts": "Times the I/O process came back.",
+    "io_lost_operations": "Operations that were under way when it was lost.",
     "disk_saved_blocks": "Blocks written to disk.",
     "disk_loaded_blocks": "Blocks read from disk.",
     "disk_save_dropped": "Blocks not written to disk because the queue was full.",
