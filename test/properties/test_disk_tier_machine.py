@@ -1,0 +1,153 @@
+"""The tiers' machine with a disk below that is late, fails, damages and dies in mid-operation.
+
+Whatever it does, only right bytes are served, and a slot that an operation may touch belongs to
+nobody else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.store.block_io import Outcome
+from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.tree.identity import pack_tokens
+from support.lossy_io import LossyIo
+from support.tiers import LateLane
+
+from .test_tiers_machine import PROFILE, TiersMachine
+
+SEEN: Counter[str] = Counter()
+"""Over all runs: what the disk did."""
+
+FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.LOST, Outcome.NO_SPACE]
+
+
+class DiskMachine(TiersMachine):
+    """Blocks spill, the host tier forgets, waiting requests fetch them again."""
+
+    plan = LayerPlan(0, 1, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.io = LossyIo(self.tiers._pool)
+        self.disk = DiskTier(self.io, self.tiers.host, clock=lambda: self.now)
+        self.tiers.disk = self.disk
+        self.tiers.capture.on_ready = self.disk.spill
+        self.fetching: list[str] = []
+
+    @rule(
+        salt=st.sampled_from([None, "a"]),
+        more=st.lists(st.integers(0, 2), min_size=20, max_size=60),
+        forget=st.sampled_from([True, True, False]),
+        steps=st.integers(0, 3),
+        end=st.sampled_from(["well", "lost", *FAILURES]),
+    )
+    def remember(
+        self, salt: str | None, more: list[int], forget: bool, steps: int, end: Outcome | str
+    ) -> None:
+        """A long turn goes to disk, memory forgets it, a request fetches it, which ends somehow."""
+        self.turn(salt, 0, 0, (4 * more)[:220], chunk=250, reply=0, filed=40, again=False)
+        self.work(6)
+        if forget and not self.running:
+            self.forget_memory()
+        self.fetch(0, 250, steps)
+        if end == "lost":
+            self.lose(poll=True)
+            self.back()
+        elif isinstance(end, Outcome):
+            self.fail_on_disk(end)
+
+    @rule(old=st.integers(0, 50), cut=st.sampled_from([64, 130, 200, 250]), steps=st.integers(0, 4))
+    def fetch(self, old: int, cut: int, steps: int) -> None:
+        """A request that waits wants what the disk has of something said before."""
+        salt, tokens = self.spoken[-1 - old % len(self.spoken)]
+        self.count += 1
+        rid = f"f{self.count}"
+        self.disk.prefetch(rid, salt, pack_tokens(tokens[:cut]), on_device=0)
+        self.fetching.append(rid)
+        self.work(steps)
+
+    @rule(steps=st.integers(1, 6))
+    def work(self, steps: int) -> None:
+        """The disk gets some work done."""
+        for _ in range(steps):
+            self.io.step()
+        self.tiers.poll()
+
+    @rule(outcome=st.sampled_from(FAILURES))
+    def fail_on_disk(self, outcome: Outcome) -> None:
+        SEEN["failed"] += bool(self.io.moves)
+        self.io.step(outcome)
+        self.tiers.poll()
+
+    @rule(poll=st.booleans())
+    def lose(self, poll: bool) -> None:
+        """The process is gone; whoever waits learns it now or later."""
+        SEEN["lost"] += len(self.io.moves)
+        self.io.lose()
+        if poll:
+            self.tiers.poll()
+
+    @precondition(lambda self: not self.io.up)
+    @rule()
+    def back(self) -> None:
+        self.io.back()
+
+    @precondition(lambda self: self.fetching)
+    @rule(which=st.integers(0, 5), cancel=st.booleans(), later=st.sampled_from([0.0, 1.0, 6.0]))
+    def stop_waiting(self, which: int, cancel: bool, later: float) -> None:
+        """A request gets its turn, or waited too long, or goes."""
+        rid = self.fetching[which % len(self.fetching)]
+        self.now += later
+        if cancel:
+            self.disk.cancel(rid)
+        elif not self.disk.ready(rid):
+            return
+        self.fetching.remove(rid)
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def forget_memory(self) -> None:
+        """Only the disk has it from now on."""
+        self.file(20)
+        self.work(20)
+        self.tiers.clear()
+
+    @invariant()
+    def what_is_under_way_has_its_slot_for_itself(self) -> None:
+        host = self.tiers.host
+        spilling = {node.slot for node in self.disk._spills.values()}
+        assert all(node.pins for node in self.disk._spills.values())
+        for move in self.io.moves:
+            assert move.slot in (spilling if move.write else host._staged)
+        reads = [move.slot for move in self.io.moves if not move.write]
+        assert len(reads) == len(set(reads))
+
+    def teardown(self) -> None:
+        SEEN["loaded"] += self.disk.counters["disk_loaded_blocks"]
+        SEEN["saved"] += self.disk.counters["disk_saved_blocks"]
+        self.disk.quiesce()
+        super().teardown()
+
+
+class LateDiskMachine(DiskMachine):
+    plan = LayerPlan(0, 2, 1)
+
+    def make_lane(self) -> object:
+        return LateLane()
+
+
+for machine in (DiskMachine, LateDiskMachine):
+    machine.TestCase.settings = PROFILE
+TestDisk = DiskMachine.TestCase
+TestLateDisk = LateDiskMachine.TestCase
+
+
+def test_the_machines_used_the_disk() -> None:
+    """Runs last: properties of what never happens hold trivially."""
+    assert all(SEEN[name] > 0 for name in ("saved", "loaded", "failed", "lost")), SEEN
