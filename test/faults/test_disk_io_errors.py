@@ -24,7 +24,6 @@ from disk_support import (
     open_store,
     put,
     read_bytes,
-    slow_backend,
     total_bytes,
 )
 
@@ -164,7 +163,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
 
 def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
     """At 1 MB/s: lookups stay in memory, and a deadline ends a read between two pieces."""
-    store = open_store(scratch, backend=slow_backend(1e6))
+    store = open_store(scratch, backend=FaultyBackend(Faults(bytes_per_second=1e6)))
     blocks = make_path(4)
     writer = threading.Thread(target=put, args=(store, blocks))
     writer.start()

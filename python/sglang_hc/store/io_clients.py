@@ -223,7 +223,9 @@ class ProcessBlocks:
         self._known.difference_update(wire.split_ids(reply.gone))
         if reply.cleared:
             self._clearing = False
-        self._usable, self._counts = reply.usable, reply.counts
+        self._usable = reply.usable
+        if reply.counts is not None:
+            self._counts = reply.counts
 
     def up(self) -> None:
         self._usable = True

@@ -113,7 +113,8 @@ class Answers(_Message, tag=True):
 
     filed: (ticket, done). blocks: (ticket, outcome). gone: identities that left the disk, one after
     the other; a block that was stored and left again since is in both. cleared: a `Clear` is done.
-    usable: the disk may be asked now. counts: of the store, since it was opened.
+    usable: the disk may be asked now. counts: of the store, since it was opened; None while they
+    are as they were.
     """
 
     filed: list[tuple[int, bool]]
@@ -121,7 +122,7 @@ class Answers(_Message, tag=True):
     gone: bytes
     cleared: bool
     usable: bool
-    counts: dict[str, int]
+    counts: dict[str, int] | None
 
 
 Request = File | Copy | Write | Read | Touch | Expect | Clear | Close

@@ -45,6 +45,7 @@ class Worker:
         self._filing: dict[int, int] = {}
         self._moving: dict[int, int] = {}
         self._cleared = threading.Event()
+        self._counts: dict[str, int] = {}
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.buffers, self._notify)
@@ -85,7 +86,9 @@ class Worker:
     def report(self) -> None:
         """Send what there is to say; nothing is lost when the parent does not listen now."""
         answers = self._answers()
-        quiet = not (answers.filed or answers.blocks or answers.gone or answers.cleared)
+        quiet = not (
+            answers.filed or answers.blocks or answers.gone or answers.cleared or answers.counts
+        )
         beat = not self._outbox and time.monotonic() >= self._sent + wire.HEARTBEAT_S
         if beat or not quiet:
             self._outbox.append(wire.encode(answers))
@@ -103,12 +106,14 @@ class Worker:
         if cleared:
             self._cleared.clear()
         if self._store is None:
-            return wire.Answers(filed, [], b"", cleared, False, {})
+            return wire.Answers(filed, [], b"", cleared, False, None)
         blocks = [(self._moving.pop(d.ticket), d.outcome) for d in self._disk.poll()]
         # Asked after the answers were taken: a block that came back meanwhile is not gone.
         gone = [name for name in self._store.drain_removed() if not self._store.contains([name])]
         counts = dict(self._disk.counts())
-        return wire.Answers(filed, blocks, b"".join(gone), cleared, self._store.usable(), counts)
+        news = counts if counts != self._counts else None
+        self._counts = counts
+        return wire.Answers(filed, blocks, b"".join(gone), cleared, self._store.usable(), news)
 
     def _name_all(self, block_ids: list[bytes]) -> None:
         for start in range(0, len(block_ids), wire.IDS_PER_MESSAGE):

@@ -87,7 +87,7 @@ def total_bytes(folder: Path) -> int:
 class Faults:
     """What goes wrong, changed while the store runs. Each hook may raise or sleep.
 
-    short: bytes a read loses at its end.
+    short: bytes a read loses at its end. bytes_per_second: for each reader and writer.
     """
 
     on_read: Callable[[str], None] = lambda path: None
@@ -95,6 +95,7 @@ class Faults:
     on_sync: Callable[[str], None] = lambda path: None
     on_allocate: Callable[[str], None] = lambda path: None
     short: int = 0
+    bytes_per_second: float = float("inf")
 
 
 def failing(code: int) -> Callable[[str], None]:
@@ -125,10 +126,12 @@ class _FaultyFile:
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         self._faults.on_read(self._path)
+        time.sleep(sum(map(len, buffers)) / self._faults.bytes_per_second)
         return max(0, self._file.read(buffers, offset) - self._faults.short)
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         self._faults.on_write(self._path)
+        time.sleep(sum(map(len, buffers)) / self._faults.bytes_per_second)
         self._file.write(buffers, offset)
 
     def sync(self) -> None:
@@ -144,25 +147,6 @@ class _FaultyFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def slow_backend(bytes_per_second: float) -> DirectBackend:
-    """Real files behind a disk of that speed."""
-
-    class _Slow(_FaultyFile):
-        def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-            time.sleep(sum(map(len, buffers)) / bytes_per_second)
-            return super().read(buffers, offset)
-
-        def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-            time.sleep(sum(map(len, buffers)) / bytes_per_second)
-            super().write(buffers, offset)
-
-    class _SlowBackend(DirectBackend):
-        def open(self, path: str, create: bool = False) -> File:
-            return _Slow(super().open(path, create), path, Faults())
-
-    return _SlowBackend(direct=False)
 
 
 EIO = failing(errno.EIO)

@@ -433,6 +433,16 @@ def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
     store.close()
 
 
+def test_closing_in_mid_scrub_gives_its_lease_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path, scrub_bytes_per_s=4096)
+    put(store, make_path(2))
+    store.maintenance.tick()
+    assert store._blocks.directories[0].slabs.leased() == 1
+    store.maintenance.stop()
+    store.check_integrity()
+    store.close()
+
+
 def test_a_block_too_short_is_a_programming_error(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(ValueError, match="bytes for a block of"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from sglang_hc.store.disk.blockset import BlockSet
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
@@ -36,7 +36,11 @@ class Scrubber:
         self._blocks.counters.add("scrubbed_bytes", done)
         return done
 
-    def _rounds(self) -> Iterator[int]:
+    def close(self) -> None:
+        """Give up the block that is being verified: its slot is leased."""
+        self._work.close()
+
+    def _rounds(self) -> Generator[int, None, None]:
         while True:
             for directory in self._blocks.directories:
                 yield from self._round(directory)
@@ -112,10 +116,11 @@ class Maintenance:
         self._thread.start()
 
     def stop(self) -> None:
-        """Wait for the tick that runs now and end."""
+        """Wait for the tick that runs now and end for good."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._scrubber.close()
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
