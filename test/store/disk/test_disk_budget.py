@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from disk_support import data_of, make_path, open_store, put, read_bytes, total_bytes
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
 from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.writer import WriteStatus
 
@@ -141,5 +141,5 @@ def test_the_log_stays_in_its_share_while_somebody_reads(scratch: Path) -> None:
 
 def test_a_transaction_fits_what_is_kept_free_in_the_log() -> None:
     """32 rows in three trees; a page each at every level, with neighbours when it splits."""
-    pages = index_module.ROWS_PER_COMMIT * 3 * 5
-    assert pages * (4096 + 24) <= index_module.WAL_MAX_BYTES - index_module._WAL_TRUNCATE_AT
+    pages = ROWS_PER_COMMIT * 3 * 5
+    assert pages * (4096 + 24) <= index_file.WAL_MAX_BYTES - index_file._WAL_TRUNCATE_AT

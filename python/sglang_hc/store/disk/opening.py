@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import (
     DIRECTORY_MODE,
     FILE_MODE,
@@ -34,7 +34,8 @@ from sglang_hc.store.disk.directory import (
     used_bytes,
 )
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping, clip_label
-from sglang_hc.store.disk.index import FIXED_FILES_BYTES, WAL_MAX_BYTES, Index, index_bytes
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES, index_bytes
 from sglang_hc.store.disk.rebuild import rebuild_index
 from sglang_hc.store.disk.records import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.slabs import SlabSet
@@ -205,7 +206,7 @@ def _open_index(root: str, backend: Backend) -> Index:
     if not os.path.exists(path):
         if any(name.startswith("slab-") for name in os.listdir(root)):
             return replace_index(root, backend, "missing")
-        index_module.create(path)
+        index_file.create(path)
     try:
         return Index(path)
     except IndexDamaged as error:

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import NamedTuple
 
-from sglang_hc.store.disk import index as index_module
+from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
@@ -39,7 +39,7 @@ def rebuild_index(root: str, path: str, backend: Backend) -> int:
     for name in (fresh, fresh + "-wal", fresh + "-shm"):
         if os.path.exists(name):
             os.unlink(name)
-    index_module.create(fresh)
+    index_file.create(fresh)
     index = Index(fresh)
     try:
         count = _fill(index, root, backend)

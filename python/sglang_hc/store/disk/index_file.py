@@ -1,0 +1,191 @@
+"""The SQLite file of one directory's index: WAL mode, versions, transactions, bounded size.
+
+Thread-safe: one connection behind one lock. SQLite's errors come out as IndexDamaged (the file is
+malformed) and IndexFull (the change would not fit the file's share of the budget).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sglang_hc.store.disk.format import VERSION
+from sglang_hc.store.disk.records import SCHEMA, IndexDamaged, IndexFull, UnknownVersion
+
+WAL_MAX_BYTES = 4 << 20
+_WAL_TRUNCATE_AT = WAL_MAX_BYTES // 2
+FIXED_FILES_BYTES = 128 << 10
+"""Set aside for the lock file and SQLite's shared memory file."""
+_PAGE = 4096
+_BASE_BYTES = 256 << 10
+_BYTES_PER_SLOT = 512
+_PIECE_BYTES = 4 << 20
+
+
+def index_bytes(slots: int) -> int:
+    """Largest size of the index file of a directory that has room for that many slots."""
+    return _BASE_BYTES + _BYTES_PER_SLOT * slots
+
+
+def create(path: str) -> None:
+    """Make an empty index file. Raises OSError, or IndexDamaged when SQLite cannot write there."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    with translated():
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            connection.execute(f"PRAGMA page_size={_PAGE}")
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.executescript(
+                f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format_version', '{VERSION}');"
+                f"PRAGMA user_version={VERSION}; COMMIT;"
+            )
+        finally:
+            connection.close()
+
+
+class IndexFile:
+    """An open index file: its version, transactions and size. What is in it: `index.Index`.
+
+    read_only: no statement may change it, and no lock is needed beside a running server.
+    """
+
+    def __init__(self, path: str, read_only: bool = False) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        _read_ahead(path)
+        with translated():
+            self._connection = sqlite3.connect(
+                f"file:{_quoted(path)}?mode={'ro' if read_only else 'rw'}",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=64,
+            )
+            try:
+                self._prepare(read_only)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _prepare(self, read_only: bool) -> None:
+        self._connection.execute("PRAGMA temp_store=MEMORY")
+        self._connection.execute("PRAGMA busy_timeout=200")
+        self._check_version()
+        if read_only:
+            return
+        mode = self._connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise IndexDamaged(f"{self.path}: SQLite cannot use WAL here (mode {mode})")
+        # The log is truncated by hand before it could pass its share of the budget.
+        self._connection.execute("PRAGMA wal_autocheckpoint=0")
+        self._connection.execute("PRAGMA synchronous=FULL")
+
+    def _check_version(self) -> None:
+        pragma = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        stored = self._connection.execute(
+            "SELECT value FROM meta WHERE key='format_version'"
+        ).fetchone()
+        if stored is None or str(pragma) != str(stored[0]):
+            raise IndexDamaged(f"{self.path}: the two places of the format version disagree")
+        if pragma != VERSION:
+            raise UnknownVersion(str(pragma))
+
+    def close(self) -> None:
+        """Truncate the log and close."""
+        with self._lock:
+            try:
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.Error:
+                pass  # the log is replayed at the next start
+            self._connection.close()
+
+    # -- transactions -------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self, durable: bool) -> Iterator[sqlite3.Connection]:
+        """One write transaction; `durable`: synced when this returns."""
+        with self._lock, translated():
+            self._make_log_room()
+            self._connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _make_log_room(self) -> None:
+        """Raises IndexFull while somebody reads an old state, so that the log cannot grow on."""
+        try:
+            size = os.stat(self.path + "-wal").st_size
+        except FileNotFoundError:
+            return
+        if size > _WAL_TRUNCATE_AT:
+            busy = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            if busy:
+                raise IndexFull("a reader holds the index log; it cannot be truncated now")
+
+    def _query(self, sql: str, *values: object) -> list[tuple[object, ...]]:
+        with self._lock, translated():
+            return self._connection.execute(sql, values).fetchall()
+
+    def _number(self, sql: str, *values: object) -> int:
+        """The one integer that a query gives."""
+        with translated():
+            return int(self._query(sql, *values)[0][0])  # type: ignore[call-overload, no-any-return]
+
+    def limit(self, max_bytes: int) -> bool:
+        """Bound the index file. Returns False when it is larger already, even after shrinking."""
+        with self._lock, translated():
+            while self.file_bytes() > max_bytes:
+                before = self.file_bytes()
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                if self.file_bytes() >= before:
+                    break
+            self._connection.execute(f"PRAGMA max_page_count={max_bytes // _PAGE}")
+            return self.file_bytes() <= max_bytes
+
+    def file_bytes(self) -> int:
+        """Size of the index file without its log, pages still in the log included."""
+        with self._lock, translated():
+            count = self._connection.execute("PRAGMA page_count").fetchone()[0]
+            return max(int(count) * _PAGE, os.stat(self.path).st_size)
+
+
+def _read_ahead(path: str) -> None:
+    """Bring the whole file into the page cache in large pieces: SQLite would fetch it page by page
+    in the order of the tree, and Linux cuts large POSIX_FADV_WILLNEED requests short."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            scratch = bytearray(_PIECE_BYTES)
+            while file.readinto(scratch):
+                pass
+    except OSError:
+        return  # whoever opens it next says why
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise IndexFull(str(error)) from error
+        raise IndexDamaged(str(error)) from error
+    except (ValueError, TypeError, OverflowError) as error:  # a row with values of other types
+        raise IndexDamaged(str(error)) from error
+
+
+def _quoted(path: str) -> str:
+    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
