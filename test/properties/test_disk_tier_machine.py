@@ -38,6 +38,7 @@ class DiskMachine(TiersMachine):
         self.disk = DiskTier(self.io, self.tiers.host, clock=lambda: self.now)
         self.tiers.disk = self.disk
         self.tiers.capture.on_ready = self.disk.spill
+        self.disk.on_staged = self.tiers._filing.bad_slots.discard
         self.fetching: list[str] = []
 
     @rule(
@@ -127,6 +128,11 @@ class DiskMachine(TiersMachine):
             assert move.slot in (spilling if move.write else host._staged)
         reads = [move.slot for move in self.io.moves if not move.write]
         assert len(reads) == len(set(reads))
+
+    @invariant()
+    def what_can_be_served_is_not_known_as_bad(self) -> None:
+        ready = {node.slot for node in self.tiers.host.tree.nodes() if node.ready}
+        assert not ready & self.tiers._filing.bad_slots
 
     def teardown(self) -> None:
         SEEN["loaded"] += self.disk.counters["disk_loaded_blocks"]

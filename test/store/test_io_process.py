@@ -167,6 +167,18 @@ def test_what_leaves_the_disk_leaves_the_mirror(io: Io) -> None:
     assert {done.outcome for done in answers(io, len(known[:SLOTS]))} == {Outcome.OK}
 
 
+def test_what_waiting_requests_need_is_evicted_last(io: Io) -> None:
+    needed = make_path(6, seed=100)
+    save(io, needed)
+    io.blocks.expect({name: 0.0 for name in names(needed)})
+    for seed in range(12):
+        others = make_path(8, seed=seed)
+        save(io, others)
+        io.blocks.touch(names(others))
+    until(lambda: io.blocks.counts()["disk_evicted_blocks"] > 0, io)
+    assert io.blocks.contains(names(needed)) == 6
+
+
 def test_clear_is_at_once(io: Io) -> None:
     blocks = make_path(4)
     save(io, blocks)

@@ -96,6 +96,8 @@ class DiskTier:
         self.counters: Counter[str] = Counter()
         self.worth: Worth = lambda host, disk, context, new, ahead: True
         """Asked before reading; see `restore_choice.RestoreChoice.worth_reading`."""
+        self.on_staged: Callable[[int], None] = lambda slot: None
+        """Told of every slot that is given to a read: what it was before is over."""
 
     @property
     def name(self) -> str:
@@ -314,6 +316,8 @@ class DiskTier:
             slots.append(slot)
         self._host.unpin(path)
         if len(slots) == count:
+            for slot in slots:
+                self.on_staged(slot)
             return slots
         for slot in slots:
             self._host.unstage(slot)

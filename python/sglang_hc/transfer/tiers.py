@@ -65,6 +65,7 @@ class Tiers:
         self.queue = queue
         if disk is not None:
             capture.on_ready = disk.spill
+            disk.on_staged = filing.bad_slots.discard
         self.gate = LayerGate()
         self.counters: Counter[str] = Counter()
         self.choice = RestoreChoice(cost, layout.plan, recomputer is not None, self.counters)
