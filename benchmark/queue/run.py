@@ -7,8 +7,9 @@ turn (A B C, C B A, ...). One round of one arm:
 
   1. 32 new conversations have their first turn, one after the other. Host memory holds about eight
      of them, the device fewer; all full blocks are on disk before the round goes on.
-  2. An unrelated long prompt keeps the server busy, so that a queue forms.
-  3. The second turns of all 32 arrive in another, random order, two of them run at a time.
+  2. Two unrelated requests take the two places in the batch and go on answering, so that a queue
+     forms.
+  3. The second turns of all 32 arrive in another, random order.
 
 Every server records its run; afterwards the simulator makes each of them again (sglang-hc replay).
 """
@@ -49,8 +50,8 @@ recomputed."""
 
 TALKS = 32
 PROMPT, REPLY, QUESTION, ANSWER = 320, 8, 24, 4
-BUSY = 512
-"""Tokens of the prompt that keeps the server busy."""
+BUSY = 64, 24
+"""Prompt and answer, in tokens, of the requests that keep the server busy."""
 
 DEVICE_TOKENS = 1200
 HOST_GB = 0.18
@@ -112,14 +113,16 @@ async def one_round(url: str, number: int, talks: int) -> tuple[Round, list[Repl
         for history in histories:
             say(history, rng, QUESTION)
         order = rng.sample(range(talks), talks)
-        busy = asyncio.create_task(client.ask(talk(rng, BUSY), ANSWER))
-        await asyncio.sleep(0.3)
+        prompt, answer = BUSY
+        busy = [asyncio.create_task(client.ask(talk(rng, prompt), answer)) for _ in range(RUNNING)]
+        await asyncio.sleep(0.5)
         asked = {}
         for index in order:
             asked[index] = asyncio.create_task(client.ask(histories[index], ANSWER))
             await asyncio.sleep(0.005)  # so that they queue in this order
         replies = [await asked[index] for index in range(talks)]
-        await busy
+        for task in busy:
+            await task
         after = await tier_numbers(client)
     waits = sorted(reply.ttft_s for reply in replies)
     hits = {tier: sum(r.hits.get(tier, 0) for r in replies) for tier in ("host", "storage")}
@@ -145,11 +148,11 @@ def queued_hits(record: Path, talks: int) -> list[dict[str, int]]:
         if event.get("op") == "passed":
             late.add(event["req"])
         elif event.get("op") == "admit":
-            place = admitted % (2 * talks + 1)  # first turns, the busy prompt, second turns
+            place = admitted % (2 * talks + RUNNING)  # first turns, the busy ones, second turns
             admitted += 1
             if place == 0:
                 rounds.append({"hit_tokens": 0, "in_time_tokens": 0, "late_requests": 0})
-            if place > talks:
+            if place >= talks + RUNNING:
                 in_time = event["req"] not in late
                 rounds[-1]["hit_tokens"] += event["hit"]
                 rounds[-1]["in_time_tokens"] += event["hit"] * in_time
@@ -263,6 +266,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "question": QUESTION,
             "answer": ANSWER,
             "device_tokens": DEVICE_TOKENS,
+            "busy": BUSY,
             "host_gb": HOST_GB,
             "max_running_requests": RUNNING,
             "arms": {arm: shlex.join(words[2:-2]) for arm, words in commands.items()},
