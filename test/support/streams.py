@@ -1,7 +1,7 @@
-"""A device whose computation and copies both happen later, in any order that the fences allow.
+"""A device whose computation and copies happen later, in any order that the fences allow.
 
 `LateLane` (support/tiers.py) computes at once and so cannot show a copy that overwrites what the
-computation has yet to read. Here both queues are late: work is a closure that runs when the device
+computation has yet to read. Here all queues are late: work is a closure that runs when the device
 gets to it, and a seed decides which queue moves. What the computation saw is the truth of a test.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from sglang_hc.transfer.lanes import Side
 from support.tiers import ToyPool
 
-COMPUTE, COPIES = 0, 1
+COMPUTE, COPIES, SIDE = 0, 1, 2
 
 
 @dataclass
@@ -47,10 +49,14 @@ class StreamMark:
 
 
 class StreamDevice:
-    """Two queues. `bias` is the probability that the computation moves when both can."""
+    """Three queues. `bias` weighs the computation when others can move too.
+
+    current: the queue that is "compute" now, as the current stream is on a GPU.
+    """
 
     def __init__(self, seed: int, bias: float = 0.5) -> None:
-        self.queues = (_Queue(), _Queue())
+        self.queues = (_Queue(), _Queue(), _Queue())
+        self.current = COMPUTE
         self._random = random.Random(seed)
         self._bias = bias
 
@@ -64,12 +70,10 @@ class StreamDevice:
         """One piece of work of either queue, if any. AssertionError: the fences form a ring."""
         if not any(queue.waiting for queue in self.queues):
             return
-        able = [queue for queue in (COMPUTE, COPIES) if self._able(queue)]
+        able = [queue for queue in (COMPUTE, COPIES, SIDE) if self._able(queue)]
         assert able, "nothing can move: the fences wait for each other, or for nothing submitted"
-        chosen = able[0]
-        if len(able) > 1:
-            chosen = COMPUTE if self._random.random() < self._bias else COPIES
-        self._move(chosen)
+        weights = [self._bias if queue == COMPUTE else 1 - self._bias for queue in able]
+        self._move(self._random.choices(able, weights)[0])
 
     def run(self) -> None:
         while any(queue.waiting for queue in self.queues):
@@ -87,6 +91,14 @@ class StreamDevice:
             work()
         self.queues[queue].over += 1
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.current = SIDE
+        try:
+            yield
+        finally:
+            self.current = COMPUTE
+
     def _able(self, queue: int) -> bool:
         if not self.queues[queue].waiting:
             return False
@@ -103,10 +115,10 @@ class StreamLane:
         self._device = device
 
     def computed(self) -> StreamMark:
-        return StreamMark(self._device, COMPUTE)
+        return StreamMark(self._device, self._device.current)
 
     def after(self, computed: Any) -> None:
-        self._device.submit(COPIES, None, (COMPUTE, computed.at))
+        self._device.submit(COPIES, None, (computed.queue, computed.at))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.shape == source.shape
@@ -116,7 +128,10 @@ class StreamLane:
         return StreamMark(self._device, COPIES)
 
     def before_compute(self, mark: Any) -> None:
-        self._device.submit(COMPUTE, None, (COPIES, mark.at))
+        self._device.submit(self._device.current, None, (mark.queue, mark.at))
+
+    def side(self) -> Side | None:
+        return self._device.beside
 
     def pin(self, buffer: Any) -> None:
         return None
@@ -136,10 +151,12 @@ class StreamPool:
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self._device.submit(COMPUTE, lambda: self.toy.write_hidden(layer, hidden, positions, slots))
+        self._device.submit(
+            self._device.current, lambda: self.toy.write_hidden(layer, hidden, positions, slots)
+        )
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        self._device.submit(COMPUTE, lambda: self.toy.write_kv(layer, parts, slots))
+        self._device.submit(self._device.current, lambda: self.toy.write_kv(layer, parts, slots))
 
     def attend(self, layer: int) -> None:
         """What a layer's attention reads, noted when the device gets there."""

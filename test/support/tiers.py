@@ -17,6 +17,7 @@ from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import Recomputer
+from sglang_hc.transfer.rows import gather, scatter
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -68,6 +69,9 @@ class LateLane:
 
     def before_compute(self, mark: Any) -> None:
         mark.wait()
+
+    def side(self) -> None:
+        return None
 
     def pin(self, buffer: Any) -> None:
         return None
@@ -144,7 +148,12 @@ class ToyPool:
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for target, rows in zip(self.kv[layer], parts, strict=True):
-            target.index_copy_(0, slots, rows)
+            scatter(target, slots, rows)
+
+    def gather(
+        self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
+    ) -> None:
+        gather(self, layers, slots, targets, at)
 
 
 def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:

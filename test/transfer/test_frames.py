@@ -22,10 +22,11 @@ SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1
 @given(
     spans=SPANS, order=st.permutations(range(12)), frames=st.integers(1, 4),
     seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]), twice=st.booleans(),
+    beside=st.booleans(),
 )  # fmt: skip
 def test_attention_sees_what_the_host_holds_in_every_order_of_events(
     spans: list[tuple[int, int]], order: list[int], frames: int, seed: int, bias: float,
-    twice: bool,
+    twice: bool, beside: bool,
 ) -> None:  # fmt: skip
     """Also when a second pass takes over the frames while the first one's work is still queued."""
     plan = LayerPlan(0, 3, 2)
@@ -44,7 +45,15 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
             first += count
         passes.append(restorations)
     for restorations in passes:
-        restore = RestorePass(pool.layout, pool, target, lane, restorations, ring)
+        restore = RestorePass(
+            pool.layout,
+            pool,
+            target,
+            lane,
+            restorations,
+            ring,
+            side=lane.side() if beside else None,
+        )
         for layer in range(plan.num_layers):
             restore.wait(layer)
             target.attend(layer)
@@ -178,3 +187,29 @@ def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
     device.run()
     for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
         assert torch.equal(got, rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reader(
+    seed: int,
+) -> None:
+    """The slots were another request's; the batch that runs still attends to them."""
+    plan = LayerPlan(0, 2, 1)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(seed, bias=0.05)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, plan.num_layers)
+    for layer in range(plan.num_layers):
+        target.attend(layer)
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
+    ring = StagingRing(2, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    restore.finish()
+    for layer in range(plan.num_layers):
+        target.attend(layer)
+    device.run()
+    before, after = target.seen[: plan.num_layers], target.seen[plan.num_layers :]
+    assert not any(part.any() for _, parts in before for part in parts)
+    for layer, parts in after:
+        for part, rows in zip(parts, expected(pool, restoration, layer), strict=True):
+            assert torch.equal(part, rows)

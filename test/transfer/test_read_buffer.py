@@ -58,10 +58,10 @@ class Bench:
         nodes = self.host.tree.match(None, pack_tokens(path_tokens(path, stop))).nodes
         return Restoration(nodes, start, stop, torch.arange(at, at + stop - start))
 
-    def restore(self, restorations: Sequence[Restoration]) -> None:
+    def restore(self, restorations: Sequence[Restoration], beside: bool = False) -> None:
         restore = RestorePass(
             self.pool.layout, self.pool, self.target, self.lane, restorations, self.ring,
-            read_buffer=self.early,
+            read_buffer=self.early, side=self.lane.side() if beside else None,
         )  # fmt: skip
         for layer in LAYERS:
             restore.wait(layer)
@@ -95,11 +95,11 @@ class Bench:
         st.tuples(st.integers(0, 2), st.integers(0, 140), st.integers(0, 140)), min_size=1,
         max_size=3, unique_by=lambda item: item[0],
     ),
-    rounds=st.integers(1, 3),
+    rounds=st.integers(1, 3), beside=st.booleans(),
 )  # fmt: skip
 def test_attention_sees_what_the_host_holds_whatever_was_copied_early(
     seed: int, bias: float, frames: int, passes: int, queue: list[tuple[int, int, int]],
-    rounds: int,
+    rounds: int, beside: bool,
 ) -> None:  # fmt: skip
     """`queue`: (path, tokens on the device when it is looked at, and when it is restored).
 
@@ -113,7 +113,7 @@ def test_attention_sees_what_the_host_holds_whatever_was_copied_early(
         for path, _, now in queue:
             restorations.append(bench.restoration(path, now, LENGTHS[path], at))
             at += LENGTHS[path] - now
-        bench.restore(restorations)
+        bench.restore(restorations, beside)
         bench.look()  # the requests have left the queue
         assert bench.early.held == 0
     bench.check(restorations)

@@ -47,40 +47,40 @@ class LayerAdapter:
         self.attention = attention
         self.qkv = getattr(attention, family.qkv)
         self.radix = attention.attn
-        self._k_norm = getattr(attention, family.k_norm) if family.k_norm else None
-        self._rotary = getattr(attention, family.rotary) if family.rotary else None
+        self.k_norm = getattr(attention, family.k_norm) if family.k_norm else None
+        self.rotary = getattr(attention, family.rotary) if family.rotary else None
         self.kv_heads = self.qkv.num_kv_heads
         self.head_dim = self.qkv.head_size
         self.v_head_dim = getattr(self.qkv, "v_head_size", self.head_dim)
         self._q_rows = self.qkv.num_heads * self.head_dim
         self._k_rows = self.kv_heads * self.head_dim
         # A quantised projection cannot be sliced; the whole of it is run instead.
-        self._sliceable = type(self.qkv.quant_method) is UnquantizedLinearMethod
+        self.sliceable = type(self.qkv.quant_method) is UnquantizedLinearMethod
+
+    def kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of the fused projection that give K and V, and their bias. For sliceable weights.
+
+        Looked up at each call, so that updated weights count at once.
+        """
+        bias = self.qkv.bias
+        return self.qkv.weight[self._q_rows :], None if bias is None else bias[self._q_rows :]
 
     def project(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (n, hidden size), positions (n,) int64 -> K (n, heads, dim), V (n, heads, v dim).
-
-        The weights are looked up at each call, so that updated weights count at once.
-        """
-        if self._sliceable:
-            bias = self.qkv.bias
-            kv = torch.nn.functional.linear(
-                hidden,
-                self.qkv.weight[self._q_rows :],
-                None if bias is None else bias[self._q_rows :],
-            )
+        """hidden (n, size), positions (n,) int64 -> K (n, heads, dim), V (n, heads, v dim)."""
+        if self.sliceable:
+            kv = torch.nn.functional.linear(hidden, *self.kv_weight())
         else:
             kv = self.qkv(hidden)[0][:, self._q_rows :]
         k, v = kv.split([self._k_rows, kv.shape[1] - self._k_rows], dim=-1)
         rows = hidden.shape[0]
-        if self._k_norm is not None:
-            k = self._k_norm(k.reshape(-1, self.head_dim)).view(rows, self._k_rows)
-        if self._rotary is not None:
+        if self.k_norm is not None:
+            k = self.k_norm(k.reshape(-1, self.head_dim)).view(rows, self._k_rows)
+        if self.rotary is not None:
             # The rotary embedding wants a query too, and on CUDA rotates both in place.
             query = torch.zeros((rows, self.head_dim), dtype=k.dtype, device=k.device)
-            _, k = self._rotary(positions, query, k.contiguous())
+            _, k = self.rotary(positions, query, k.contiguous())
         return (
             k.reshape(rows, self.kv_heads, self.head_dim),
             v.reshape(rows, self.kv_heads, self.v_head_dim),

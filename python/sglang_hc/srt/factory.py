@@ -12,6 +12,7 @@ from sglang_hc.forms import BlockLayout, StateShape
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.projection import fastest_projection, fastest_stream
 from sglang_hc.srt.recompute import (
     LayerRecomputer,
     cannot_recompute,
@@ -31,7 +32,7 @@ from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing, Snapshots
-from sglang_hc.transfer.lanes import Lane, lane_for
+from sglang_hc.transfer.lanes import Lane, Side, lane_for
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
 from sglang_hc.transfer.recording import host_tier
@@ -73,7 +74,10 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         part_bytes = rows.part_bytes
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
-    recomputer = _recomputer(config, runner, state, rows, ctx.params.token_to_kv_pool_allocator)
+    allocator = ctx.params.token_to_kv_pool_allocator
+    recomputer = _recomputer(config, runner, state, rows, allocator)
+    if rows.device.type == "cuda" and state.layers is not None:
+        rows.project = fastest_projection(runner, state.layers, allocator)
     tiers = _tiers(config, runner, state, rows, part_bytes, recomputer)
     order = _device_order(config, ctx.params, tiers)
     cache = tree_over(ctx.params, tiers, runner, order)
@@ -181,7 +185,17 @@ def _tiers(
         recomputer,
         read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, disk),
         cost=state.cost,
+        side=_side(runner, state, lane, shape, rows),
     )
+
+
+def _side(
+    runner: Any, state: ModelState, lane: Lane, shape: StateShape, rows: KvPoolRows
+) -> Side | None:
+    """Where restorations run: beside the compute stream only where that was measured faster."""
+    if rows.device.type != "cuda" or state.layers is None:
+        return None
+    return fastest_stream(state.layers, runner.token_to_kv_pool_allocator, lane, shape, rows)
 
 
 def _read_buffer(

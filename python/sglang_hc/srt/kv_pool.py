@@ -9,6 +9,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_hc.srt.adapters import LayerAdapter
+from sglang_hc.srt.projection import PROJECTIONS, Projection
+from sglang_hc.transfer.rows import gather, scatter
 
 
 class UnsupportedPool(ValueError):
@@ -16,12 +18,16 @@ class UnsupportedPool(ValueError):
 
 
 class KvPoolRows:
-    """Byte rows of each layer of a pool. Implements `transfer`'s DevicePool and RestoreSink."""
+    """Byte rows of each layer of a pool. Implements `transfer`'s DevicePool and RestoreSink.
+
+    project: how K and V come from hidden states; `projection.choose` sets a faster way.
+    """
 
     def __init__(self, pool: Any, adapters: Sequence[LayerAdapter] | None) -> None:
         """`adapters` are needed for layers kept as hidden states only."""
-        self._pool = pool
-        self._adapters = adapters
+        self.pool = pool
+        self.adapters = adapters
+        self.project: Projection = PROJECTIONS["sglang"]
         if type(pool) is MHATokenToKVPool:
             buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
@@ -50,28 +56,41 @@ class KvPoolRows:
         return sizes.pop()
 
     def rows(self, layer: int) -> list[torch.Tensor]:
+        """One (slots, part bytes) uint8 view per part of a KV row."""
         return self._rows[layer]
+
+    def gather(
+        self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
+    ) -> None:
+        gather(self, layers, slots, targets, at)
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        assert self._adapters is not None
-        adapter = self._adapters[layer]
+        assert self.adapters is not None
+        adapter = self.adapters[layer]
         with torch.no_grad():
             states = hidden.view(adapter.qkv.weight.dtype)
-            k, v = adapter.project(states, positions)
-            self._pool.set_kv_buffer(adapter.radix, slots, k, v)
+            self.project(self.pool, adapter, layer, states, positions, slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        if self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):
+            self.write_kv_by_sglang(layer, parts, slots)
+            return
         for target, rows in zip(self._rows[layer], parts, strict=True):
-            copy_rows(target, rows, slots)
+            scatter(target, slots, rows)
 
+    def write_kv_by_sglang(
+        self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor
+    ) -> None:
+        """`write_kv` by the pool's own kernel: K and V in one launch. For multi-head pools.
 
-def copy_rows(target: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store (n, bytes) uint8 rows at int64 slots of (slots, bytes) uint8, both contiguous.
-
-    A copy by index goes element by element: on a CPU six times faster in words than in bytes.
-    """
-    if target.shape[1] % 8 == 0 and (rows.data_ptr() | target.data_ptr()) % 8 == 0:
-        target, rows = target.view(torch.int64), rows.view(torch.int64)
-    target.index_copy_(0, slots, rows)
+        The rows are handed over in the pool's dtype, so that their bytes stay.
+        """
+        pool = self.pool
+        buffers = pool.k_buffer[layer], pool.v_buffer[layer]
+        k, v = (
+            rows.view(pool.dtype).view(rows.shape[0], *buffer.shape[1:])
+            for rows, buffer in zip(parts, buffers, strict=True)
+        )
+        pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)

@@ -28,9 +28,10 @@ from sglang_hc.forms import StateShape
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.adapters import LayerAdapter
-from sglang_hc.srt.kv_pool import KvPoolRows, copy_rows
+from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.transfer.lanes import lane_for
 from sglang_hc.transfer.measure import MAX_ROWS, Subject
+from sglang_hc.transfer.rows import scatter
 
 logger = logging.getLogger(__name__)
 
@@ -239,4 +240,4 @@ class _ByteRows:
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for target, rows in zip(self._rows, parts, strict=True):
-            copy_rows(target, rows, slots)
+            scatter(target, slots, rows)

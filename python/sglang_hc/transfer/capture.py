@@ -38,10 +38,15 @@ class Segment(NamedTuple):
 
 
 class DevicePool(Protocol):
-    """The device's KV pool as rows of bytes."""
+    """The device's KV pool, as far as it is read."""
 
-    def rows(self, layer: int) -> list[torch.Tensor]:
-        """One (slots, part bytes) uint8 view per part of a KV row."""
+    def gather(
+        self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
+    ) -> None:
+        """Rows `slots` of each layer to rows [at, at + n) of targets[part][layer's index].
+
+        targets: per part of a KV row a (layers, capacity, part bytes) uint8 tensor.
+        """
 
 
 @dataclass(eq=False)
@@ -305,9 +310,7 @@ class Capture:
 
         def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
             wanted = device_slots[low + first : low + first + count]
-            for index, layer in enumerate(layers):
-                for target, rows in zip(targets, self._pool.rows(layer), strict=True):
-                    torch.index_select(rows, 0, wanted, out=target[index, at : at + count])
+            self._pool.gather(layers, wanted, targets, at)
 
         self._kv.add(high - low, fill, spans)
         return fitting

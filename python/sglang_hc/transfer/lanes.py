@@ -8,6 +8,9 @@ always answer "done", which would hide every ordering mistake from tests.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +24,11 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Block the host until `done`."""
+
+
+Side = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which a stream beside the compute stream is "compute", for what is submitted
+and for the lane's `computed` and `before_compute`."""
 
 
 class Lane(Protocol):
@@ -46,7 +54,10 @@ class Lane(Protocol):
         """A point behind the copies enqueued so far."""
 
     def before_compute(self, mark: Mark) -> None:
-        """Compute work submitted from now on starts after `mark`."""
+        """Compute work submitted from now on starts after `mark`, of copies or of other compute."""
+
+    def side(self) -> Side | None:
+        """A new stream for compute work beside the compute stream; None where nothing overlaps."""
 
     def pin(self, buffer: Any) -> None:
         """Make host memory (any object with the buffer protocol) fit for copies beside compute."""
@@ -79,6 +90,9 @@ class HostLane:
         return self._mark
 
     def before_compute(self, mark: Mark) -> None:
+        return None
+
+    def side(self) -> Side | None:
         return None
 
     def pin(self, buffer: Any) -> None:
@@ -131,6 +145,9 @@ class CudaLane:
     def before_compute(self, mark: Mark) -> None:
         assert isinstance(mark, _CudaMark)
         torch.cuda.current_stream().wait_event(mark.event)
+
+    def side(self) -> Side | None:
+        return partial(torch.cuda.stream, torch.cuda.Stream(device=self._stream.device))  # type: ignore[no-untyped-call]
 
     def pin(self, buffer: Any) -> None:
         """Register host memory with CUDA. Raises RuntimeError when the driver refuses."""

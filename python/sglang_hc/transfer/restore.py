@@ -29,7 +29,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
 from sglang_hc.policy.order import merged
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.lanes import Lane, Mark, Side
 from sglang_hc.transfer.read_buffer import Early, ReadBuffer
 from sglang_hc.transfer.staging import (
     HostSpan,
@@ -142,9 +142,14 @@ class RestorePass:
         recomputer: Recomputer | None = None,
         read_buffer: ReadBuffer | None = None,
         kv_per_hidden: float = 0.0,
+        side: Side | None = None,
     ) -> None:
         """`recomputer` may be left out where no restoration recomputes. kv_per_hidden: KV layers
-        that are copied between two HIDDEN layers (see `policy.order`)."""
+        that are copied between two HIDDEN layers (see `policy.order`).
+
+        side: submit the whole restoration at once to a stream beside the compute stream; None: each
+        layer's when it is waited for, in the compute stream.
+        """
         self.restorations = tuple(restorations)
         self._plan = layout.plan
         self._sink = sink
@@ -162,8 +167,12 @@ class RestorePass:
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
+        self._beside: dict[int, Mark] = {}
+        """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         staging.claim(self.finish)
         self._run_ahead()
+        if side is not None:
+            self._submit_beside(side)
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -181,11 +190,15 @@ class RestorePass:
 
         Pieces copied before its own, of whichever layer, become valid with it.
         """
+        if layer in self._beside:
+            self._lane.before_compute(self._beside.pop(layer))
         while self._open[layer]:
             self._advance()
 
     def finish(self) -> None:
         """Do what no attention asked for, so that the slots are valid whatever was run."""
+        for layer in list(self._beside):
+            self.wait(layer)
         while self._staged:
             self._advance()
 
@@ -199,6 +212,17 @@ class RestorePass:
             part = load.piece.rows / rows[load.layer]
             shares[self._plan.form(load.layer)].append((part, load))
         return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
+
+    def _submit_beside(self, side: Side) -> None:
+        computed = self._lane.computed()
+        with side():
+            # What runs now may still use the slots for the request that had them before.
+            self._lane.before_compute(computed)
+            while self._staged:
+                layer = self._staged[0].layer
+                self._advance()
+                if not self._open[layer]:
+                    self._beside[layer] = self._lane.computed()
 
     def _loads(self) -> Iterator[_Load]:
         """All that is to be loaded, in the order the model needs it."""

@@ -18,7 +18,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.capture import Capture, Segment
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
-from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.lanes import Lane, Mark, Side
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import (
@@ -55,9 +55,10 @@ class Tiers:
         staging: StagingRing | None = None,
         read_buffer: ReadBuffer | None = None,
         cost: CostModel | None = None,
+        side: Side | None = None,
     ) -> None:
         """staging: what restored chunks pass through; None takes the default of the device.
-        cost: of this model here; None restores whatever is stored."""
+        cost: of this model here; None restores whatever is stored. side: see `RestorePass`."""
         self.layout = layout
         self.host = host
         self.capture = capture
@@ -77,6 +78,7 @@ class Tiers:
         self._lane = lane
         self._staging = staging or StagingRing.sized_for(layout, device, lane)
         self.read_buffer = read_buffer
+        self._side = side
         self._taps = taps
         self.recomputer = recomputer
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
@@ -146,6 +148,7 @@ class Tiers:
             self.recomputer,
             self.read_buffer,
             self.choice.kv_per_hidden(sum(r.stop - r.start for r, _ in queued)),
+            self._side,
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]

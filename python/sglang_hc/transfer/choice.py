@@ -1,0 +1,61 @@
+"""Several ways to do the same work: those that agree with the first, and the fastest of them.
+
+What is faster depends on the machine, so it is measured where it runs, once, at start.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 5
+
+Seconds = Callable[[Callable[[], object]], float]
+"""Time of some work from an idle device to an idle device."""
+
+
+def agreeing(
+    what: str,
+    ways: Mapping[str, Callable[[], torch.Tensor]],
+    differs: Callable[[torch.Tensor, torch.Tensor], str | None],
+) -> list[str]:
+    """Names of the ways whose result is the first one's. The others are logged and left out.
+
+    Each way returns its result. differs(first, other): what is wrong, None for nothing.
+    """
+    (first, reference_way), *others = ways.items()
+    reference = reference_way()
+    good = [first]
+    for name, way in others:
+        try:
+            wrong = differs(reference, way())
+        except Exception as error:
+            # A kernel that does not compile or launch here is one way less, not a failed start.
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is None:
+            good.append(name)
+        else:
+            logger.warning("sglang-hc: %s by %s is not used: %s", what, name, wrong)
+    return good
+
+
+def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Seconds) -> str:
+    """Name of the way with the smallest median, taken in turns. One way alone is not timed."""
+    if len(ways) == 1:
+        return next(iter(ways))
+    for way in ways.values():
+        way()  # pays for compiling and for memory
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            times[name].append(seconds(way))
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    best = min(medians, key=medians.__getitem__)
+    shown = ", ".join(f"{name} {1e3 * median:.3f} ms" for name, median in medians.items())
+    logger.info("sglang-hc: %s by %s (%s)", what, best, shown)
+    return best

@@ -1,0 +1,103 @@
+"""Runs a model's projections with the kernels in Triton's interpreter; a process of its own.
+
+    TRITON_INTERPRET=1 python test/srt/interpreted.py MODEL
+
+The interpreter must be chosen before Triton is imported. Prints JSON: which ways there are, which
+agree with the model's own, and which are left when a kernel is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / p) for p in ("python", "test", "sgl-kernel-ext/python")]
+
+
+def interpreted() -> SimpleNamespace:
+    """The package's interface, with Triton on CPU tensors instead of its torch reference."""
+    from sglang_hc_kernels import Epilogue, KNorm, Rotary, triton_kv, triton_project
+
+    def kv_epilogue(*tensors: Any, epilogue: Epilogue) -> None:
+        triton_kv.kv_epilogue(*tensors, epilogue)
+
+    def project_kv(*tensors: Any, epilogue: Epilogue) -> None:
+        triton_project.project_kv(*tensors, epilogue)
+
+    return SimpleNamespace(
+        Epilogue=Epilogue, KNorm=KNorm, Rotary=Rotary, kv_epilogue=kv_epilogue,
+        project_kv=project_kv,
+    )  # fmt: skip
+
+
+def bytes_stay(pool: Any, slots: Any) -> bool:
+    """KV rows go through SGLang's pool write as they are, in every layer."""
+    import torch
+
+    from sglang_hc.srt.kv_pool import KvPoolRows
+
+    rows = KvPoolRows(pool, None)
+    same = True
+    for layer in range(rows.num_layers):
+        parts = [
+            torch.randint(0, 256, (slots.numel(), width), dtype=torch.uint8)
+            for width in rows.part_bytes
+        ]
+        before = [part.clone() for part in rows.rows(layer)]
+        rows.write_kv_by_sglang(layer, parts, slots)
+        for part, old, new in zip(rows.rows(layer), before, parts, strict=True):
+            old[slots] = new
+            same &= torch.equal(part, old)
+    return same
+
+
+def main(model: str) -> None:
+    from support.core import Core
+
+    core = Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
+    import torch
+
+    from sglang_hc.srt import adapters, projection
+
+    runner = core.scheduler.tp_worker.model_runner
+    family = adapters.family_of(runner.model)
+    assert family is not None
+    layers = adapters.layer_modules(runner.model, family)
+    context = runner.model_config.context_len
+    slots = core.scheduler.token_to_kv_pool_allocator.alloc(projection.CHECKED_ROWS)
+    kernels = interpreted()
+    timed: list[str] = []
+
+    def seconds(work: Any) -> float:
+        timed.append(work.func.__name__.removeprefix("by_"))
+        return 1.0 - len(timed) / 1000  # the last one is the fastest
+
+    ways = projection.projections(kernels, layers, context)
+    chosen = projection.choose(
+        runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context, seconds
+    )
+    found = {"ways": list(ways), "agree": sorted(set(timed)), "chosen": chosen}
+
+    def off(*tensors: Any, epilogue: Any) -> None:
+        other = replace(epilogue, k_norm=None, rotary=None, bias=None)
+        kernels.kv_epilogue(tensors[0] + 0.01, *tensors[1:], epilogue=other)
+
+    wrong = SimpleNamespace(**{**vars(kernels), "kv_epilogue": off})
+    timed.clear()
+    ways = projection.projections(wrong, layers, context)
+    projection.choose(
+        runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context, seconds
+    )
+    found["agree_when_wrong"] = sorted(set(timed))
+    found["ways_beyond_the_table"] = list(projection.projections(kernels, layers, 10**9))
+    found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))
+    print("RESULT " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
