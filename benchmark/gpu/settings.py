@@ -48,6 +48,18 @@ SHAPES = {
         },
         {"hicache": 1.27, "stock": 2.2},  # HCache, Fig. 9
     ),
+    "llama-2-13b": Shape(
+        {
+            "vocab_size": 32000,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "rms_norm_eps": 1e-5,
+        },
+        {"hicache": 1.0, "stock": 1.0},
+    ),
     "llama-3.1-8b": Shape(
         {
             "vocab_size": 128256,

@@ -51,7 +51,8 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "kv_kib"), [("llama-2-7b", 6.738, 512), ("llama-3.1-8b", 8.030, 128)]
+    ("name", "billions", "kv_kib"),
+    [("llama-2-7b", 6.738, 512), ("llama-2-13b", 13.016, 800), ("llama-3.1-8b", 8.030, 128)],
 )
 def test_shapes_have_the_size_of_the_public_models(
     settings: Any, tmp_path: Path, name: str, billions: float, kv_kib: int

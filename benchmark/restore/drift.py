@@ -1,0 +1,129 @@
+"""Restored K/V against the originals, per model family and dtype; with CUDA graphs, if there are.
+
+    python benchmark/restore/drift.py [--models llama-mha,qwen3] [--dtypes bfloat16] [--out FILE]
+
+Several requests of different lengths run together, prompt and a reply of more than a block, so
+that some blocks hold nothing but decoded rows, and batches are padded to the sizes of the graphs.
+Their K/V are noted, everything is pushed off the device, and what comes back is compared row by
+row, prompt and decoded rows apart. A tap that a replayed graph does not run leaves the states of
+another step: such rows are off by the size of the values. KV form must be equal byte for byte.
+
+Exit status 1: a difference above the rounding of one projection, or nothing came back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from cases import answer, run_case
+from engine import ROOT
+
+from sglang_hc.bench import machine
+
+MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
+PROMPTS = (70, 131, 200)
+NEW = 150
+"""Tokens of a reply: the second block behind the shortest prompt has decoded rows only."""
+POOL = 1600
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences of restored rows, relative to the largest value of the layer's part."""
+    from support.core import Core
+
+    core = Core(
+        "--hc-forms", case["forms"], "--dtype", case["dtype"], "--max-total-tokens", str(POOL),
+        "--hc-host-size-gb", "0.25", *shlex.split(case["server_args"]), model=case["model"],
+    )  # fmt: skip
+    from sglang_hc.srt.selfcheck import TOLERANCE
+
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 900) for _ in range(length)] for length in PROMPTS]
+    rids = [core.submit(prompt, NEW) for prompt in prompts]
+    core.run()
+    known = [p + core.reply(r).tokens[:-1] for p, r in zip(prompts, rids, strict=True)]
+    core.settle()
+    before = [core.kv(tokens) for tokens in known]
+    core.flood(rng, 2 * POOL)
+    core.settle()
+    worst = {"prompt": 0.0, "decoded": 0.0}
+    restored, equal = 0, True
+    for tokens, prompt, old in zip(known, prompts, before, strict=True):
+        restored += core.ask([*tokens, 5], 1).host
+        new = core.kv(tokens)
+        for original, back in zip(old, new, strict=True):
+            assert original.shape == back.shape, "not all rows are on the device"
+            a, b = original.float(), back.float()
+            scale = float(a.abs().max()) or 1.0
+            error = ((a - b).abs().flatten(1).amax(dim=1) / scale).tolist()
+            worst["prompt"] = max(worst["prompt"], *error[: len(prompt)])
+            worst["decoded"] = max(worst["decoded"], *error[len(prompt) :])
+            equal &= max(error) == 0
+    runner = core.scheduler.tp_worker.model_runner
+    plan = str(core.tree.stats()["layer_plan"])
+    limit = TOLERANCE[runner.dtype] if "hidden" in plan else 0.0
+    graphs = runner.device == "cuda" and not runner.server_args.disable_cuda_graph
+    return {
+        **{name: case[name] for name in ("model", "dtype", "forms")},
+        "layer_plan": plan,
+        "cuda_graphs": graphs,
+        "restored_tokens": restored,
+        "worst_prompt_row": worst["prompt"],
+        "worst_decoded_row": worst["decoded"],
+        "bit_equal": equal,
+        "limit": limit,
+        "good": restored > 0 and max(worst.values()) <= limit,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--forms", default="hidden,kv")
+    parser.add_argument("--server-args", default="", help="further SGLang flags")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        answer(measure(json.loads(args.case)))
+        return 0
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from make_tiny_models import main as make_tiny_models
+
+    if make_tiny_models(["--output", str(ROOT / "models"), "--only", args.models]):
+        return 2
+    rows = []
+    for model in args.models.split(","):
+        for dtype in args.dtypes.split(","):
+            for forms in args.forms.split(","):
+                case = {"model": model, "dtype": dtype, "forms": forms}
+                row = run_case(__file__, {**case, "server_args": args.server_args})
+                rows.append(row)
+                print(
+                    f"{'ok ' if row['good'] else 'BAD'} {model:12} {dtype:9} {row['layer_plan']:12}"
+                    f" prompt rows {row['worst_prompt_row']:.1e}, decoded rows"
+                    f" {row['worst_decoded_row']:.1e}, {row['restored_tokens']} tokens",
+                    flush=True,
+                )
+    if args.out is not None:
+        result = {
+            "experiment": "drift",
+            "command": shlex.join(["python", "benchmark/restore/drift.py", *sys.argv[1:]]),
+            "machine": machine.describe(),
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["good"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
