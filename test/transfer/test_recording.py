@@ -252,3 +252,17 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         Recorder(path, {}, FINGERPRINT)
     assert path.read_text() == "mine"
+
+
+def test_a_block_that_is_needed_before_it_came_by_can_still_be_stored(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    server = Server(path, 1)
+    tokens = pack_tokens([1] * BLOCK_TOKENS)
+    identity = server.tier.tree.identities(None, tokens)[0]
+    server.window.update(["early"], 4, lambda rid: [identity])
+    slot = server.tier.stage(0.0)
+    assert slot is not None
+    server.tier.publish(server.tier.tree.root(None), tokens, slot, 0.0)
+    server.recorder.close()
+    comparison = replay_record(path)
+    assert comparison.equal and comparison.whole

@@ -40,6 +40,8 @@ class TraceWriter:
         self._fingerprint = fingerprint
         self._names = Pseudonyms(BLOCK_TOKENS)
         self._blocks: dict[bytes, tuple[int, int]] = {}  # identity: (number, state behind it)
+        self._count = 0
+        self._unseen: set[bytes] = set()  # named without having come by
         self._requests: dict[str, int] = {}
         self._file = open(path, "x", encoding="utf-8", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
@@ -172,7 +174,8 @@ class TraceWriter:
     def _block(self, parent: bytes, above: tuple[int, int], tokens: bytes) -> tuple[int, int]:
         identity = block_id(self._fingerprint, parent, tokens)
         known = self._blocks.get(identity)
-        if known is None:
+        if known is None or identity in self._unseen:
+            self._unseen.discard(identity)
             pseudonyms, state = self._names.block(above[1], tokens)
             known = self._name(identity, state)
             text = base64.b64encode(pseudonyms).decode()
@@ -185,13 +188,15 @@ class TraceWriter:
         for identity in identities:
             known = self._blocks.get(identity)
             if known is None:
+                self._unseen.add(identity)
                 known = self._name(identity, 0)
                 self._line({"op": "block", "block": known[0], "parent": None, "tokens": ""})
             out.append(known[0])
         return out
 
     def _name(self, identity: bytes, state: int) -> tuple[int, int]:
-        self._blocks[identity] = named = (len(self._blocks), state)
+        self._blocks[identity] = named = (self._count, state)
+        self._count += 1
         return named
 
     def _request(self, rid: str) -> int:
