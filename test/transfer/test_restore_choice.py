@@ -130,3 +130,18 @@ def test_waiting_for_a_slow_disk_is_not_worth_it_but_reading_ahead_is() -> None:
         assert fast.worth_reading(host, 1000, 0, 10, ahead=False)
     no_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
     assert not no_link.worth_reading(0, 1000, 0, 10, ahead=True)
+
+
+@given(costs, *[st.integers(0, 5000) for _ in range(3)], st.integers(1, 999))
+def test_a_wait_is_worth_what_it_saves(cost, host, disk, context, new) -> None:
+    """Never negative, and waiting in vain is at most as long as the recomputation that follows."""
+    chooser, _, _ = choice(cost)
+    patience = chooser.patience(host, max(1, disk), context, new)
+    recompute = PLAN.num_layers * cost.prefill_layer(host + max(1, disk) + new, context)
+    assert -1e-9 <= patience <= recompute * (1 + 1e-9)
+
+
+def test_patience_is_the_time_to_recompute_what_would_come() -> None:
+    chooser, _, _ = choice(cost_model(prefill=1e-3), recompute=False)
+    assert chooser.patience(0, 1000, 0, 10) == pytest.approx(5 * 1.0)  # one layer is never stored
+    assert choice(None)[0].patience(0, 1000, 0, 10) == float("inf")

@@ -36,10 +36,11 @@ WRITE_DEADLINE_S = 30.0
 """Longest a block may wait to be written: it holds its slot meanwhile."""
 
 PATIENCE = 5.0
-"""Seconds a request is passed over for its prefetch before it recomputes instead."""
+"""Most seconds a request is passed over for its prefetch before it recomputes instead."""
 
 
 Worth = Callable[[int, int, int, int, bool], bool]
+Patience = Callable[[int, int, int, int], float]
 
 
 class Prefetched(enum.Enum):
@@ -63,12 +64,16 @@ class _Read:
 
 @dataclass(eq=False)
 class _Prefetch:
-    """What a queued request waits for. `namespace` and `prefix` lead to the first read's parent."""
+    """What a queued request waits for. `namespace` and `prefix` lead to the first read's parent.
+
+    patience: seconds to wait at most, from the request's turn on; then `deadline` is set.
+    """
 
     namespace: str | None
     prefix: bytes
     reads: list[_Read]
-    deadline: float
+    patience: float
+    deadline: float | None = None
     published: int = 0
     failed: bool = False
 
@@ -90,6 +95,7 @@ class DiskTier:
         self._prefetches: dict[str, _Prefetch] = {}
         self._orphans: list[_Prefetch] = []
         self._loaded: dict[str, int] = {}
+        self._late: set[str] = set()
         self._reading: set[bytes] = set()
         self._reads: dict[int, _Read] = {}
         self._spills: dict[int, BlockNode] = {}
@@ -98,6 +104,8 @@ class DiskTier:
         """Asked before reading; see `restore_choice.RestoreChoice.worth_reading`."""
         self.on_staged: Callable[[int], None] = lambda slot: None
         """Told of every slot that is given to a read: what it was before is over."""
+        self.patience: Patience = lambda host, disk, context, new: PATIENCE
+        """Seconds that a request waits at most; see `RestoreChoice.patience`."""
 
     @property
     def name(self) -> str:
@@ -147,6 +155,8 @@ class DiskTier:
         """
         if rid in self._prefetches:
             return Prefetched.STARTED
+        if rid in self._late:
+            return Prefetched.NOTHING  # it has waited enough
         if not self._usable or len(tokens) // BLOCK_BYTES * BLOCK_TOKENS <= on_device:
             return Prefetched.NOTHING
         match = self._host.tree.match(namespace, tokens)
@@ -174,11 +184,13 @@ class DiskTier:
         blocks = zip(wanted[:found], slots, strict=True)
         reads = [_Read(identity, piece, slot) for (identity, piece), slot in blocks]
         self._reading.update(read.identity for read in reads)
-        deadline = self._clock() + READ_DEADLINE_S
+        through = self._clock() + READ_DEADLINE_S
         for read in reads:
-            self._reads[self._io.read(read.identity, read.slot, deadline)] = read
+            self._reads[self._io.read(read.identity, read.slot, through)] = read
         prefix = tokens[: first * BLOCK_BYTES]
-        self._prefetches[rid] = _Prefetch(namespace, prefix, reads, self._clock() + PATIENCE)
+        patience = min(PATIENCE, self.patience(known - on_device, held - known, on_device, new))
+        deadline = None if ahead else self._clock() + patience
+        self._prefetches[rid] = _Prefetch(namespace, prefix, reads, patience, deadline)
         self.counters["prefetches"] += 1
         return Prefetched.STARTED
 
@@ -199,12 +211,15 @@ class DiskTier:
         prefetch = self._prefetches.get(rid)
         if prefetch is None:
             return True
+        if prefetch.deadline is None:
+            prefetch.deadline = self._clock() + prefetch.patience
         if not prefetch.over and self._clock() < prefetch.deadline:
             return False
-        if not prefetch.over:
-            self.counters["prefetch_late"] += 1
         loaded = self.take_loaded(rid) + prefetch.published * BLOCK_TOKENS
         self.cancel(rid)
+        if not prefetch.over:
+            self.counters["prefetch_late"] += 1
+            self._late.add(rid)
         self._loaded[rid] = loaded
         return True
 
@@ -221,6 +236,7 @@ class DiskTier:
         """The request no longer waits. Blocks on their way still arrive."""
         prefetch = self._prefetches.pop(rid, None)
         self._loaded.pop(rid, None)
+        self._late.discard(rid)
         if prefetch is not None and not prefetch.over:
             self._orphans.append(prefetch)
 

@@ -7,6 +7,7 @@ microseconds, and never waits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -100,6 +101,17 @@ class RestoreChoice:
         spans = [Span(SourceTier.HOST, host)] if host else []
         spans.append(Span(source, disk))
         return self._planned(self._cost, spans, context, new).tokens > host
+
+    def patience(self, host: int, disk: int, context: int, new: int) -> float:
+        """Seconds that a request whose turn has come waits for `disk` tokens from disk at most:
+        what it saves if they are there. So waiting in vain costs no more than recomputing does.
+        """
+        if self._cost is None:
+            return math.inf
+        known = [Span(SourceTier.HOST, host)] if host else []
+        spans = [*known, Span(SourceTier.HOST, disk)]
+        arrived = self._planned(self._cost, spans, context, new).seconds
+        return self._planned(self._cost, known, context, disk + new).seconds - arrived
 
     def _planned(
         self, cost: CostModel, spans: Sequence[Span], context: int, new: int

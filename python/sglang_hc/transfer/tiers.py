@@ -72,6 +72,7 @@ class Tiers:
         self.choice = RestoreChoice(cost, layout.plan, recomputer is not None, self.counters)
         if disk is not None:
             disk.worth = self.choice.worth_reading
+            disk.patience = self.choice.patience
         self._pool = pool
         self._filing = filing
         self._sink = sink
