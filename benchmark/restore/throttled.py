@@ -37,7 +37,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.measure import Subject, measure
 from sglang_hc.transfer.restore import Restoration, RestorePass
-from sglang_hc.transfer.staging import CPU_FRAMES, StagingRing
+from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.tree.block_tree import BlockNode
 from support.throttled import ThrottledLane
 
@@ -76,11 +76,7 @@ class Restorer:
             node.slot = slot
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
-        frames = CPU_FRAMES
-        if isinstance(subject.lane, ThrottledLane):
-            # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
-            frames = (8, tokens * subject.shape.kv_bytes // 2)
-        self.staging = StagingRing(*frames, subject.device, subject.lane)
+        self.staging = StagingRing(*subject.frames, subject.device, subject.lane)
         self.kv_per_hidden = order.kv_per_hidden(cost, tokens)
 
     def run(self) -> float:
@@ -171,6 +167,10 @@ def main() -> int:
         result: dict[str, Any] = {}
         for name, lane in sources(subject).items():
             here = replace(subject, lane=lane())
+            if isinstance(here.lane, ThrottledLane):
+                # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
+                frame = options.tokens * subject.shape.kv_bytes // 2
+                here = replace(here, frames=(8, frame))
             found = result[name] = compare(here, layers, options.tokens, options.rounds)
             millis = {arm: round(1e3 * s, 1) for arm, s in found["seconds"].items()}
             print(

@@ -114,9 +114,10 @@ fits = st.builds(Quadratic, number, number, number, floor=number, r2=st.floats(-
 
 
 @settings(max_examples=40)
-@given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans())
-def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap):
-    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap)
+@given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans(),
+       st.one_of(st.just(math.inf), st.floats(0, 9)))  # fmt: skip
+def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead):
+    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead)
     assert CostModel.from_json(model.to_json(), "x", fingerprint) == model
 
 

@@ -16,6 +16,7 @@ times = st.builds(
     start=st.one_of(st.just(0.0), st.floats(0, 50)),
     pieces=st.integers(1, 5),
     overlap=st.booleans(),
+    ahead=st.one_of(st.just(math.inf), st.floats(0, 20)),
 )
 plans = st.builds(LayerPlan, st.integers(0, 6), st.integers(0, 6), st.integers(0, 6))
 
@@ -25,6 +26,8 @@ def simulate(t: LayerTimes, plan: LayerPlan) -> float:
     if not t.overlap:
         return simulate_one_thread(t, plan)
     copy_free = t.start
+    if plan.recompute:
+        copy_free = max(copy_free, plan.recompute * (t.recompute + t.new) - t.ahead)
     compute_free = plan.recompute * t.recompute
     for layer in range(plan.num_layers):
         form = plan.form(layer)

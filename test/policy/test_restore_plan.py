@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,7 @@ machines = st.builds(
     st.builds(Quadratic, fixed, rate, st.floats(0, 1e-6), floor=fixed, r2=st.just(1.0)),
     lines,
     overlap=st.booleans(),
+    ahead=st.one_of(st.just(math.inf), st.floats(0, 1)),
 )
 stored_plans = st.builds(LayerPlan, st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)).filter(
     lambda plan: plan.num_layers > 0
@@ -96,6 +98,7 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, spans, load
             max([load["backlog"], *(span.wait for span in part)]),
             load["pieces"],
             cost.overlap,
+            cost.ahead,
         )
         last = stored.num_layers if load["allow_recompute"] else stored.recompute + 1
         for r in range(stored.recompute, min(last, stored.num_layers)):
@@ -137,7 +140,8 @@ def test_no_single_form_that_is_stored_is_faster(cost, spans, load):
 
 
 @given(st.builds(LayerTimes, *[st.floats(0, 1) for _ in range(5)], start=st.floats(0, 50),
-                 pieces=st.integers(1, 4), overlap=st.booleans()), stored_plans)  # fmt: skip
+                 pieces=st.integers(1, 4), overlap=st.booleans(),
+                 ahead=st.one_of(st.just(math.inf), st.floats(0, 5))), stored_plans)  # fmt: skip
 def test_search_over_layers_is_exact(times, stored):
     if stored.recompute == stored.num_layers:
         stored = LayerPlan(stored.recompute, 0, 1)

@@ -28,6 +28,7 @@ from support.throttled import ThrottledLane
 CPU = torch.device("cpu")
 SHAPE = StateShape(1, 8, (16, 16), "uint8")
 ROWS = 4096
+FRAMES = (3, 1 << 16)
 BYTE_S = 1e-7
 PROJECT_S = 3e-6
 TOKEN_S, PAIR_S = 2e-5, 1e-9
@@ -81,7 +82,7 @@ def subject(clock: Clock, lane: Lane, hidden: bool = True, slow: float = 1.0) ->
     def prefill(new: int, context: int) -> None:
         clock.now += slow * new * (TOKEN_S + PAIR_S * (context + new / 2))
 
-    return Subject(SHAPE, CPU, lane, Sink(clock), prefill, ROWS, hidden)
+    return Subject(SHAPE, CPU, lane, Sink(clock), prefill, ROWS, hidden, FRAMES)
 
 
 @pytest.mark.parametrize("kind", [SlowLane, throttled])
@@ -97,6 +98,7 @@ def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], Lane]) 
     assert cost.prefill.per_token == pytest.approx(TOKEN_S)
     assert cost.prefill.per_pair == pytest.approx(PAIR_S)
     assert cost.overlap == (kind is throttled)
+    assert cost.ahead == pytest.approx(3 * (1 << 16) * BYTE_S)
     assert cost.complaints() == ()
 
 

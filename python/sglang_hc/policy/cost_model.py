@@ -57,13 +57,14 @@ class Samples:
 
     Each sample is one layer. Include the smallest size in use, one block, and the largest that is
     usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
-    overlap: see `CostModel`.
+    overlap, ahead: see `CostModel`.
     """
 
     copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
     prefill: Sequence[tuple[int, int, float]]
     project: Sequence[tuple[int, float]] = field(default_factory=tuple)
     overlap: bool = True
+    ahead: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class CostModel:
     origin: "measured" or "data sheet".
     copies: per tier that can be read. project: None when the model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
+    ahead: seconds of copies from host memory that the staging frames hold.
     """
 
     fingerprint: str
@@ -82,6 +84,7 @@ class CostModel:
     prefill: Quadratic
     project: Line | None = None
     overlap: bool = True
+    ahead: float = math.inf
 
     def __post_init__(self) -> None:
         for tier, copy in self.copies.items():
@@ -123,6 +126,7 @@ class CostModel:
             new=self.prefill_layer(new, context + tokens),
             pieces=pieces,
             overlap=self.overlap,
+            ahead=self.ahead,
         )
 
     def complaints(self) -> tuple[str, ...]:
@@ -162,6 +166,7 @@ class CostModel:
             prefill=_fit("prefill", fit_quadratic, samples.prefill),
             project=_fit("projection", fit_line, samples.project) if samples.project else None,
             overlap=samples.overlap,
+            ahead=samples.ahead,
         )
 
     @classmethod
@@ -212,6 +217,7 @@ class CostModel:
                 "fingerprint": self.fingerprint,
                 "origin": self.origin,
                 "overlap": self.overlap,
+                "ahead": None if math.isinf(self.ahead) else self.ahead,
                 "copies": {
                     tier.value: {"hidden": _line_data(copy.hidden), "kv": _line_data(copy.kv)}
                     for tier, copy in self.copies.items()
@@ -264,6 +270,7 @@ class CostModel:
             fingerprint=found,
             origin=data.text("origin"),
             overlap=data.flag("overlap"),
+            ahead=math.inf if data.is_null("ahead") else data.number("ahead"),
             copies=copies,
             project=_read_optional(data, "project"),
             prefill=Quadratic(

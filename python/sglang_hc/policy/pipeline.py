@@ -8,7 +8,9 @@ The model:
   through the layer. It idles only to wait for the layer's copy.
 - A layer's hidden states arrive and are projected in `pieces` equal pieces; a piece is projected
   when it has arrived. With one piece the first projection waits for a whole layer.
-- Copies never wait for compute: the staging buffers hold what has arrived and is not yet projected.
+- Copies wait for compute in one case only: while layers are recomputed nothing takes what arrives,
+  so no more than `ahead` seconds of copies can be done then. Otherwise what has arrived is held
+  until it is projected; the order of copies (`order.py`) sees to it that this is not much.
 - Without `overlap` there is one resource: the thread that computes also copies, as on a CPU.
 
 Why `paths` is exact and not a bound: the compute resource runs a fixed sequence of tasks, so the
@@ -19,6 +21,7 @@ run of equal layers, so only the corners of each run can be the longest chain.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from sglang_hc.forms import LayerPlan
@@ -34,6 +37,7 @@ class LayerTimes(NamedTuple):
     start: when the copy resource is free.
     pieces: in how many pieces a layer's hidden states are handed to the projection.
     overlap: whether copies run beside the compute.
+    ahead: seconds of copies that staging holds.
     """
 
     copy_hidden: float
@@ -44,6 +48,7 @@ class LayerTimes(NamedTuple):
     start: float = 0.0
     pieces: int = 1
     overlap: bool = True
+    ahead: float = math.inf
 
 
 def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[float, float]:
@@ -51,13 +56,15 @@ def paths(times: LayerTimes, recompute: int, hidden: int, kv: int) -> tuple[floa
 
     The restoration ends at the later of the two. The counts are those of a layer plan.
     """
-    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces, overlap = times
+    copy_hidden, copy_kv, project, recompute_layer, new, start, pieces, overlap, ahead = times
     if not overlap:
         loaded = (hidden + kv) * new + kv * copy_kv
         if hidden:
             loaded += hidden * (copy_hidden + project)
         chain = start + loaded if hidden or kv else 0.0
         return recompute * (recompute_layer + new) + loaded, chain
+    if recompute:
+        start = max(start, recompute * (recompute_layer + new) - ahead)
     work = recompute * recompute_layer + (recompute + hidden + kv) * new
     chain = 0.0
     if hidden:

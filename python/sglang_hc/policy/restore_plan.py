@@ -164,6 +164,7 @@ def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePla
             start=start,
             pieces=pieces,
             overlap=cost.overlap,
+            ahead=cost.ahead,
         )
         loaded = max(paths(times, stored.recompute, stored.hidden, stored.kv))
         seconds, layers = loaded, stored.recompute
@@ -189,7 +190,27 @@ def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePla
 def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
     """(seconds, r): the best number r of first layers to recompute, some layer still loaded.
 
-    `stored` must have a loaded layer. With more layers recomputed the compute work grows and no
+    `stored` must have a loaded layer. Where the search without a bound on staging finds an r that
+    does not reach the bound, it is the best with it; else every r is tried.
+    """
+    if times.overlap:
+        seconds, r = _unbounded_prefix(times, stored)
+        if r * (times.recompute + times.new) - times.ahead <= times.start:
+            return seconds, r
+    layers = stored.num_layers
+    hidden_end = layers - stored.kv
+    best_seconds, best = math.inf, stored.recompute
+    for r in range(stored.recompute, layers):
+        ends = paths(times, r, max(0, hidden_end - r), min(stored.kv, layers - r))
+        if max(ends) < best_seconds:
+            best_seconds, best = max(ends), r
+    return best_seconds, best
+
+
+def _unbounded_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
+    """`best_prefix` with staging that holds everything.
+
+    With more layers recomputed the compute work grows and no
     chain that begins in a copy does, so the minimum is where they cross, and is bisected for. Where
     recomputing a layer is cheaper than projecting it, work falls too, and the search begins behind
     the HIDDEN layers.
@@ -197,11 +218,7 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
     layers = stored.num_layers
     kv = stored.kv
     hidden_end = layers - kv
-    if not times.overlap:  # no crossing to look for: work need not grow with r
-        every = range(stored.recompute, layers)
-        return min(
-            (max(paths(times, r, max(0, hidden_end - r), min(kv, layers - r))), r) for r in every
-        )
+    times = times._replace(ahead=math.inf)
     low = stored.recompute if times.recompute >= times.project else min(hidden_end, layers - 1)
     work, chain = paths(times, low, max(0, hidden_end - low), min(kv, layers - low))
     if work >= chain:

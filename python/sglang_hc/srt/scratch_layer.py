@@ -32,6 +32,7 @@ from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.transfer.lanes import lane_for
 from sglang_hc.transfer.measure import MAX_ROWS, Subject
 from sglang_hc.transfer.rows import scatter
+from sglang_hc.transfer.staging import frames_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def subject_of(runner: Any, layers: list[LayerAdapter] | None, hidden: bool) -> 
     shape = model_shape(runner)
     sink = _ByteRows(shape.kv_parts, rows, device)
     prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
-    return Subject(shape, device, lane_for(device), sink, prefill, rows, hidden=False)
+    frames = frames_of(shape, device)
+    return Subject(shape, device, lane_for(device), sink, prefill, rows, False, frames)
 
 
 def model_shape(runner: Any) -> StateShape:
@@ -119,7 +121,8 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
         )
         prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     shape = layer_shape(runner, adapter)
-    return Subject(shape, device, lane_for(device), sink, prefill, rows, hidden)
+    frames = frames_of(shape, device)
+    return Subject(shape, device, lane_for(device), sink, prefill, rows, hidden, frames)
 
 
 def real_layer(

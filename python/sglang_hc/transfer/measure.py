@@ -64,6 +64,7 @@ class Subject:
     sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
     hidden: whether hidden states can be projected to K and V here.
+    frames: number and bytes of the staging frames that restorations pass through.
     """
 
     shape: StateShape
@@ -73,6 +74,7 @@ class Subject:
     prefill: Callable[[int, int], None]
     rows: int
     hidden: bool
+    frames: tuple[int, int]
 
 
 def measure(
@@ -116,6 +118,7 @@ def measure(
         prefill=[(new, context, seconds) for (new, context), seconds in prefill.items()],
         project=_pairs(project),
         overlap=overlap,
+        ahead=_ahead(subject, copies[Form.KV]),
     )
 
 
@@ -154,8 +157,7 @@ class _Bench:
         self._pools = {Form.KV: self._pool(Form.KV)}
         if subject.hidden:
             self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
-        layout = self._pools[Form.KV].layout
-        self._staging = StagingRing.sized_for(layout, subject.device, subject.lane)
+        self._staging = StagingRing(*subject.frames, subject.device, subject.lane)
         blocks = self._pools[Form.KV].num_slots
         # A pool in use is not in order: neighbours in a path are anywhere in memory.
         self._nodes = [_node(int(slot)) for slot in np.random.default_rng(0).permutation(blocks)]
@@ -252,6 +254,13 @@ class _Unprojected:
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         raise AssertionError("a plan of hidden layers has no rows of K and V")
+
+
+def _ahead(subject: Subject, copies: Times) -> float:
+    """Seconds of copies that the staging frames hold."""
+    (tokens,), seconds = max(copies.items())
+    count, size = subject.frames
+    return count * size * seconds / (tokens * subject.shape.kv_bytes)
 
 
 def _layout(form: Form, shape: StateShape, layers: int) -> BlockLayout:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
 
@@ -111,6 +111,12 @@ def copy_runs(lane: Lane, runs: Sequence[Run], source: torch.Tensor, target: tor
         at += count
 
 
+def frames_of(shape: StateShape, device: torch.device) -> tuple[int, int]:
+    """Number and bytes of the frames by default; each holds a block of either form at least."""
+    frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
+    return frames, max(size, BLOCK_TOKENS * max(shape.hidden_bytes, shape.kv_bytes))
+
+
 class StagingRing:
     """Frames of one size on the device, taken in turn by one restore pass after the other.
 
@@ -129,10 +135,8 @@ class StagingRing:
 
     @classmethod
     def sized_for(cls, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
-        """The default for a device; a frame holds a block of either form at least."""
-        frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
-        row = max(layout.shape.hidden_bytes, layout.shape.kv_bytes)
-        return cls(frames, max(size, BLOCK_TOKENS * row), device, lane)
+        """The default for a device."""
+        return cls(*frames_of(layout.shape, device), device, lane)
 
     def claim(self, finish: Callable[[], None]) -> None:
         """A pass begins to use the frames. One that is not over is finished first, by the `finish`
