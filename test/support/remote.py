@@ -146,6 +146,5 @@ def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float =
 
 def find(io: BlockIo, names: Sequence[bytes]) -> int:
     """What a lookup says once it is through."""
-    io.contains(names)
-    until(lambda: not io.asking(names), io.poll)
+    until(lambda: not io.ask(names), io.poll)
     return io.contains(names)

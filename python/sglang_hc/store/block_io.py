@@ -81,12 +81,11 @@ class BlockIo(Protocol):
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         """How many of the first identities are here without a gap, as far as known now. In
-        microseconds: who must ask somebody else asks behind the caller's back. A yes is no
-        promise."""
+        microseconds. A yes is no promise."""
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
-        """Whether an answer is on its way, and in time for a request that waits, that may make
-        `contains` say more."""
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        """Find out about the identities after those that `contains` counts. True while an answer
+        is on its way, soon enough for a request to wait for it."""
 
     def wants(self, block_id: bytes) -> bool:
         """Whether a write of this block would add anything, as far as known now."""
@@ -169,7 +168,7 @@ class DiskThreads:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._store.contains(block_ids)
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
     def wants(self, block_id: bytes) -> bool:

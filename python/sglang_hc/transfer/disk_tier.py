@@ -165,9 +165,9 @@ class DiskTier:
         first = match.tokens // BLOCK_TOKENS
         wanted = self._identities(namespace, tokens, first)
         identities = [identity for identity, _ in wanted]
-        found = self._io.contains(identities)
-        if self._io.asking(identities):
+        if self._io.ask(identities):
             return Prefetched.ASKING
+        found = self._io.contains(identities)
         if found == 0 or (first + found) * BLOCK_TOKENS <= on_device:
             return Prefetched.NOTHING
         if any(identity in self._reading for identity, _ in wanted[:found]):

@@ -85,7 +85,7 @@ def test_a_hung_store_does_not_keep_the_disk_from_serving(
     save(near, pool, path)
     store.open.clear()
     names = [block.block_id for block in path]
-    assert chain.contains(names) == 2 and not chain.asking(names)
+    assert chain.contains(names) == 2 and not chain.ask(names)
     chain.read(names[1], TARGET, FOREVER)
     assert [done.outcome for done in wait(chain, 1)] == [Outcome.OK]
 

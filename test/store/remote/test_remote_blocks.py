@@ -70,10 +70,10 @@ def test_a_lookup_never_waits_and_is_asked_once(io: RemoteBlocks, store, pool) -
     store.open.clear()
     for _ in range(5):
         assert io.contains(names) == 0
-        assert io.asking(names)
+        assert io.ask(names)
     assert store.calls.count("exists") <= 1
     store.open.set()
-    until(lambda: not io.asking(names), io.poll)
+    until(lambda: not io.ask(names), io.poll)
     assert store.calls.count("exists") == 1
     assert io.counts()["remote_lookups"] == 1
 
@@ -82,7 +82,7 @@ def test_the_first_gap_ends_a_lookup(io: RemoteBlocks, store, pool) -> None:
     path = make_path(5)
     save(io, pool, [path[0], path[1], path[3]])
     assert find(io, names_of(path)) == 2
-    assert not io.asking(names_of(path))
+    assert not io.ask(names_of(path))
 
 
 def test_a_miss_is_asked_again_after_a_while(io: RemoteBlocks, store, pool, clock: Clock) -> None:
@@ -132,7 +132,7 @@ def test_a_clear_that_fails_leaves_the_store_unread(io: RemoteBlocks, store, poo
     store.raises = None
     for _ in range(3):
         io.poll()
-        assert io.contains(names_of(path)) == 0 and not io.asking(names_of(path))
+        assert io.contains(names_of(path)) == 0 and not io.ask(names_of(path))
 
 
 # -- bytes that are not the block ----------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
     assert io.counts()["remote_pauses"] == 1 and io.levels() == {"remote_usable": 0}
     assert io.counts()["remote_lookup_io_error"] == FAILURES_TO_OPEN
     calls = len(store.calls)
-    assert io.contains(names) == 0 and not io.asking(names)
+    assert io.contains(names) == 0 and not io.ask(names)
     assert load(io, names[0]) is Outcome.MISSING
     assert len(store.calls) == calls
     store.raises = None
@@ -311,11 +311,11 @@ def test_a_save_that_finds_the_queue_full_is_dropped(
 def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, clock) -> None:
     names = names_of(make_path(2))
     store.open.clear()
-    io.contains(names)
+    io.ask(names)
     assert store.entered.wait(60)
     clock.now += blocks.LOOKUP_S
     io.poll()
-    assert not io.asking(names) and io.contains(names) == 0
+    assert not io.ask(names) and io.contains(names) == 0
     assert io.counts()["remote_lookup_timed_out"] == 1
 
 
@@ -334,7 +334,7 @@ def test_a_hung_store_is_not_asked_until_it_answers(
     with caplog.at_level(logging.WARNING):
         assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
         assert "hangs" in caplog.text
-        assert io.contains(names) == 0 and not io.asking(names)
+        assert io.contains(names) == 0 and not io.ask(names)
         store.open.set()
         until(lambda: bool(io.levels()["remote_usable"]))
         io.poll()
@@ -384,7 +384,7 @@ def test_close_leaves_a_hung_thread_behind(
     monkeypatch.setattr(blocks, "CLOSE_S", 0.01)
     io = make_blocks(store, pool, clock)
     store.open.clear()
-    io.contains(names_of(make_path(1)))
+    io.ask(names_of(make_path(1)))
     assert store.entered.wait(60)
     closing = threading.Thread(target=io.close)
     closing.start()

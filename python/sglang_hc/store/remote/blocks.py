@@ -1,6 +1,7 @@
 """Blocks in a remote store: a `BlockIo` whose lookups, reads and writes happen behind its back.
 
-    contains   answers from what is known; what is not known is asked for by one thread
+    contains   answers from what is known
+    ask        what is not known is looked up by one thread
     read       one thread fetches envelopes into frames, copies to slots, and proves what it copied
     write      one thread copies slots into frames, seals and stores them; beyond a bound a save is
                refused
@@ -119,20 +120,19 @@ class RemoteBlocks:
     # -- BlockIo ---------------------------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
-        """How many of the first are known to be there; asks about the rest."""
-        if not self._readable:
-            return 0
-        found = self._known.leading(block_ids)
-        if found < len(block_ids) and self._is_open(block_ids[found]):
-            self._ask(block_ids[found:])
-        return found
+        return self._known.leading(block_ids) if self._readable else 0
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
-        """Whether an answer is under way that may make `contains` say more; for LOOKUP_S."""
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        """As in BlockIo; an answer is on its way for at most LOOKUP_S."""
         if not self._readable:
             return False
         found = self._known.leading(block_ids)
-        return found < len(block_ids) and block_ids[found] in self._asked
+        if found == len(block_ids):
+            return False
+        first = block_ids[found]
+        if self._known.look(first) is None and first not in self._asked:
+            self._look_up(block_ids[found:])
+        return first in self._asked
 
     def read(self, block_id: bytes, slot: int, deadline: float) -> int:
         job = _Transfer(deadline, next(self._tickets), block_id, slot)
@@ -208,11 +208,7 @@ class RemoteBlocks:
     def _writable(self) -> bool:
         return not self._saves.stuck and self._writes.allows()
 
-    def _is_open(self, identity: bytes) -> bool:
-        """Nothing is known of the block, and nobody is asking."""
-        return self._known.look(identity) is None and identity not in self._asked
-
-    def _ask(self, identities: Sequence[bytes]) -> None:
+    def _look_up(self, identities: Sequence[bytes]) -> None:
         if self._lookups.full:
             self._counters["remote_lookup_dropped"] += 1
             self._known.note(identities[0], Presence.ABSENT)

@@ -61,8 +61,8 @@ class Chain:
             found += more
         return found
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
-        return self._far.io.asking(block_ids[self.contains(block_ids) :])
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        return self._far.io.ask(block_ids[self.contains(block_ids) :])
 
     def wants(self, block_id: bytes) -> bool:
         return self._near.io.wants(block_id) or self._far.io.wants(block_id)
