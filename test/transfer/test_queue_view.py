@@ -28,7 +28,7 @@ class Below:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return 0
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
     def wants(self, block_id: bytes) -> bool:

@@ -57,6 +57,7 @@ class QueueView:
         self._prefetch = prefetch
         self._blocks = RunningMean()
         self._started: set[str] = set()
+        self._asking: set[str] = set()
         self._passed: Counter[str] = Counter()
         self._changed: set[bytes] = set()
         if disk is not None and tell_disk:
@@ -83,6 +84,9 @@ class QueueView:
             self._changed.clear()
         if self._prefetch == "queue":
             for rid in self.window.order[: self.prefetch_window]:
+                self._start(rid, waiting_of)
+        elif self._asking:  # on arrival it was not known what there is
+            for rid in tuple(self._asking):
                 self._start(rid, waiting_of)
 
     def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
@@ -113,6 +117,7 @@ class QueueView:
     def gone(self, rid: str) -> None:
         """The request left the queue without being admitted, or is over."""
         self._started.discard(rid)
+        self._asking.discard(rid)
         del self._passed[rid]
         self.window.discard(rid)
         if self._disk is not None:
@@ -129,7 +134,11 @@ class QueueView:
         ahead = not self._is_head(rid)
         spare = self._sooner_than(rid)
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=spare, ahead=ahead)
-        if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
+        if outcome is Prefetched.ASKING:
+            self._asking.add(rid)
+            return
+        self._asking.discard(rid)
+        if outcome is not Prefetched.NO_ROOM:
             self._started.add(rid)
 
     def _is_head(self, rid: str) -> bool:

@@ -21,6 +21,9 @@ class Presence(enum.Enum):
     block again would not heal it."""
 
 
+_NOTHING = (None, 0.0)
+
+
 class Known:
     """Identities seen or missed lately, each for a while; the oldest are forgotten first."""
 
@@ -35,8 +38,10 @@ class Known:
 
     def leading(self, identities: Sequence[bytes]) -> int:
         """How many of the first identities are known to be there."""
+        now = self._clock()
         for index, identity in enumerate(identities):
-            if self.look(identity) is not Presence.PRESENT:
+            presence, until = self._found.get(identity, _NOTHING)
+            if presence is not Presence.PRESENT or now >= until:
                 return index
         return len(identities)
 

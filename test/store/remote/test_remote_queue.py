@@ -1,0 +1,144 @@
+"""Waiting requests and a remote store: asked early, read ahead, never waited for without end."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.queue_view import QueueView, Waiting
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+from support.remote import FINGERPRINT, SLOTS, Clock, FakeStore, make_blocks, make_pool, until
+
+TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
+
+
+def waiting(rid: str) -> Waiting:
+    return Waiting(None, TOKENS, 0)
+
+
+class Server:
+    """Tiers of one server over a shared store."""
+
+    def __init__(self, store: FakeStore, clock: Clock, prefetch: str = "queue") -> None:
+        window: LookAhead[str] = LookAhead()
+        self.pool: HostPool = make_pool()
+        self.host = HostTier(BlockTree(FINGERPRINT), SLOTS, make_policy("queue", window))
+        self.io: RemoteBlocks = make_blocks(store, self.pool, clock)
+        self.disk = DiskTier(self.io, self.host, clock)
+        self.queue = QueueView(self.host, self.disk, window, (SLOTS, 0), prefetch, tell_disk=False)
+        self.queue.finished("earlier", 2)
+
+    def keep(self) -> None:
+        """Compute both whole blocks and spill them."""
+        parent = self.host.tree.root(None)
+        for block in range(2):
+            slot = self.host.stage(0.0)
+            assert slot is not None
+            self.pool.slot(slot)[:] = block + 1
+            parent = self.host.publish(
+                parent, TOKENS[256 * block : 256 * block + 256], slot, 0
+            ).node
+            self.host.mark_ready(parent)
+            self.disk.spill(parent)
+        self.disk.drain()
+
+    def admit(self, rid: str) -> None:
+        """Pass until the request may be admitted."""
+        until(lambda: self.queue.ready(rid, waiting), self.disk.poll)
+
+
+@pytest.fixture
+def shared(store: FakeStore, clock: Clock) -> FakeStore:
+    """A store that another server has written both blocks to."""
+    other = Server(store, clock)
+    other.keep()
+    other.disk.close()
+    assert len(store.values) == 2
+    return store
+
+
+def test_the_first_look_asks_and_a_later_one_reads(shared: FakeStore, clock: Clock) -> None:
+    server = Server(shared, clock)
+    server.queue.look(["a"], waiting)
+    assert not server.queue.ready("a", waiting)
+    until(
+        lambda: server.disk.reading, lambda: (server.disk.poll(), server.queue.look(["a"], waiting))
+    )
+    server.admit("a")
+    assert server.host.tree.match(None, TOKENS).tokens == 128
+    assert server.disk.take_loaded("a") == 128
+    assert [
+        int(server.pool.slot(n.slot)[0]) for n in server.host.tree.match(None, TOKENS).nodes
+    ] == [1, 2]
+    server.disk.close()
+
+
+def test_on_arrival_the_read_starts_when_the_answer_is_there(
+    shared: FakeStore, clock: Clock
+) -> None:
+    server = Server(shared, clock, prefetch="on-arrival")
+    server.queue.arrived("a", waiting)
+    until(
+        lambda: server.disk.reading, lambda: (server.disk.poll(), server.queue.look(["a"], waiting))
+    )
+    server.admit("a")
+    assert server.disk.take_loaded("a") == 128
+    server.disk.close()
+
+
+def test_a_miss_is_waited_for_once(store: FakeStore, clock: Clock) -> None:
+    server = Server(store, clock)
+    assert not server.queue.ready("a", waiting)
+    server.admit("a")
+    assert server.host.staged_slots == 0
+    assert server.queue.ready("b", waiting), "the answer for the same blocks is still believed"
+    server.disk.close()
+
+
+def test_a_hung_lookup_holds_a_request_for_a_bounded_time(store: FakeStore, clock: Clock) -> None:
+    server = Server(store, clock)
+    store.open.clear()
+    assert not server.queue.ready("a", waiting)
+    assert store.entered.wait(60)
+    clock.now += blocks.LOOKUP_S
+    server.disk.poll()
+    assert server.queue.ready("a", waiting)
+    assert server.queue.ready("b", waiting)
+    store.open.set()
+    server.disk.close()
+
+
+def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> None:
+    server = Server(shared, clock)
+    server.queue.look(["a"], waiting)
+    until(lambda: not server.io.ask(server.host.tree.identities(None, TOKENS)), server.disk.poll)
+    shared.open.clear()
+    shared.entered.clear()
+    assert not server.queue.ready("a", waiting)
+    assert shared.entered.wait(60)
+    assert server.host.staged_slots == 2
+    clock.now += 11
+    server.disk.poll()
+    assert server.queue.ready("a", waiting)
+    assert server.host.staged_slots == 0 and server.disk.counts()["remote_read_timed_out"] >= 1
+    shared.open.set()
+    server.disk.close()
+    server.host.check_integrity()
+
+
+def test_a_request_that_leaves_stops_asking(store: FakeStore, clock: Clock) -> None:
+    server = Server(store, clock, prefetch="on-arrival")
+    store.open.clear()
+    server.queue.arrived("a", waiting)
+    server.queue.gone("a")
+    looked: list[str] = []
+    server.queue.look(["b"], lambda rid: looked.append(rid) or waiting(rid))  # type: ignore[func-returns-value]
+    assert "a" not in looked
+    store.open.set()
+    server.disk.close()
