@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,17 @@ def test_sglangs_file_store(tmp_path: Path) -> None:
     files = list((tmp_path / "sglang-hc").iterdir())
     assert len(files) == 5
     assert all(file.name.startswith(f"hc1-{FINGERPRINT.hex()}-") for file in files)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("nixl"), reason="nixl is not installed")
+def test_sglangs_nixl_store_on_a_file_system(tmp_path: Path) -> None:
+    frames = Frames(LAYOUT.slot_bytes)
+    options = {"dir": str(tmp_path), "plugin": {"posix": {"active": True}}}
+    backend = open_remote("nixl", options, frames)
+    assert backend.name == "HiCacheNixl"
+    check_round_trip(backend, frames)
+    files = [path for path in (tmp_path / "sglang-hc").rglob("hc1-*") if path.is_file()]
+    assert len(files) == 5
 
 
 def test_a_file_that_lost_its_end_is_a_miss(tmp_path: Path) -> None:

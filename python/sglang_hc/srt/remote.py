@@ -36,8 +36,14 @@ PACKAGES = {
 }
 """What a kind needs beside SGLang."""
 
+DIRECTORIES = {
+    "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
+    "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
+}
+"""Where SGLang's back ends on a file system look for their directory: our option `dir`."""
+
 FOLDER = "sglang-hc"
-"""Made inside the directory of the `file` back end, which takes every file there for its own."""
+"""Made inside that directory, because a back end takes every file there for its own."""
 
 
 class FramePool:
@@ -150,8 +156,8 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     Raises ConfigError with a message for users.
     """
     options = dict(options)
-    if kind == "file":
-        _use_directory(options.pop("dir", None))
+    if kind in DIRECTORIES:
+        _use_directory(kind, options.pop("dir", None))
     pool = FramePool(frames)
     config = HiCacheStorageConfig(
         tp_rank=0,
@@ -183,14 +189,16 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     return PageBackend(storage)
 
 
-def _use_directory(directory: object) -> None:
-    """SGLang's `file` back end takes its directory from the environment."""
-    variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
+def _use_directory(kind: str, directory: object) -> None:
+    """SGLang's back ends on a file system take their directory from the environment."""
+    variable = DIRECTORIES[kind]
     if directory is None:
         directory = variable.get()
+    if directory is None and kind == "nixl":
+        return  # its plugins for object stores need none
     if not isinstance(directory, str) or not directory:
         raise ConfigError(
-            "--hc-remote file needs a directory that all servers share: "
+            f"--hc-remote {kind} needs a directory that all servers share: "
             """give --hc-remote-config '{"dir": "/mnt/shared"}'"""
         )
     folder = Path(directory).expanduser().resolve() / FOLDER
@@ -198,7 +206,7 @@ def _use_directory(directory: object) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
-        raise ConfigError(f"--hc-remote file: {folder} cannot be made: {error}") from None
+        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be made: {error}") from None
     if not writable:
-        raise ConfigError(f"--hc-remote file: {folder} cannot be written")
+        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written")
     variable.set(str(folder))
