@@ -57,6 +57,8 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
+        (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),
+        (("--hc-remote", "file"), ("--hc-remote file", "directory", "--hc-remote-config")),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

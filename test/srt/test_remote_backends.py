@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from sglang_hc.config import REMOTES, ConfigError
-from sglang_hc.srt.remote import FramePool, PageBackend, ValueBackend, open_remote
+from sglang_hc.config import REMOTES, ConfigError, HcConfig
+from sglang_hc.srt.remote import FramePool, PageBackend, ValueBackend, check_remote, open_remote
 from sglang_hc.store.block_io import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
 from support.remote import (
@@ -177,10 +178,22 @@ def test_the_kinds_are_sglangs() -> None:
     assert set(REMOTES) == set(StorageBackendFactory._registry) - {"aibrix", "shm"} | {"dynamic"}
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "eic", None)
-    with pytest.raises(ConfigError, match=r"--hc-remote eic: .*Install eic into"):
-        open_remote("eic", {}, Frames(4096))
+def test_a_missing_package_is_named_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"--hc-remote eic needs the package eic; install it"):
+        check_remote(HcConfig(remote="eic"))
+
+
+def test_a_package_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(HiCacheStorage):
+        def __new__(cls, *_: Any) -> Any:
+            try:
+                raise ImportError("libibverbs.so.1: cannot open shared object file")
+            except ImportError as error:
+                raise ImportError("Please install mooncake") from error
+
+    monkeypatch.setattr(sys.modules[__name__], "Values", Broken)
+    with pytest.raises(ConfigError, match=r"does not load: libibverbs.so.1: cannot open"):
+        open_dynamic("Values", Frames(4096))
 
 
 def test_options_that_do_not_fit_are_reported() -> None:
@@ -193,5 +206,8 @@ def test_file_needs_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"""--hc-remote-config '\{"dir": "/mnt/shared"\}'"""):
         open_remote("file", {}, Frames(4096))
     (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="needs a directory"):
+        check_remote(HcConfig(remote="file"))
     with pytest.raises(ConfigError, match="cannot be made"):
         open_remote("file", {"dir": str(tmp_path / "file")}, Frames(4096))
+    check_remote(HcConfig(remote="file", remote_config=json.dumps({"dir": str(tmp_path)})))

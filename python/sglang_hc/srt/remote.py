@@ -8,6 +8,7 @@ register SGLang's pool.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -27,20 +28,19 @@ from sglang_hc.store.remote import Frames, RemoteBackend, behind
 logger = logging.getLogger(__name__)
 
 PACKAGES = {
-    "mooncake": "mooncake-transfer-engine",
-    "nixl": "nixl",
-    "hf3fs": "hf3fs_fuse, from the 3FS sources",
-    "eic": "eic",
-    "simm": "simm",
-    "mori": "mori",
+    "mooncake": ("mooncake", "mooncake-transfer-engine"),
+    "nixl": ("nixl", "nixl"),
+    "eic": ("eic", "eic"),
+    "simm": ("simm", "simm"),
+    "mori": ("mori", "mori"),
 }
-"""What a kind needs beside SGLang."""
+"""What a kind needs beside SGLang: the module, and the package it is in."""
 
 DIRECTORIES = {
     "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
     "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
 }
-"""Where SGLang's back ends on a file system look for their directory: our option `dir`."""
+"""Where SGLang's back ends on a file system look for their directory, our option `dir`."""
 
 FOLDER = "sglang-hc"
 """Made inside that directory, because a back end takes every file there for its own."""
@@ -150,6 +150,21 @@ def with_remote(
     return behind(near, backend, frames, pool, fingerprint)
 
 
+def check_remote(config: HcConfig) -> None:
+    """Raise ConfigError for what can be known to be missing before any process starts."""
+    kind = config.remote
+    if kind is None:
+        return
+    module, package = PACKAGES.get(kind, (None, None))
+    if module is not None and importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"--hc-remote {kind} needs the package {package}; install it into the server's "
+            "environment"
+        )
+    if kind in DIRECTORIES:
+        _directory(kind, read_remote_config(config.remote_config).get("dir"))
+
+
 def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBackend:
     """The back end of this kind (`--hc-remote`) with its options (`--hc-remote-config`).
 
@@ -157,7 +172,9 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     """
     options = dict(options)
     if kind in DIRECTORIES:
-        _use_directory(kind, options.pop("dir", None))
+        folder = _directory(kind, options.pop("dir", None))
+        if folder is not None:
+            DIRECTORIES[kind].set(folder)
     pool = FramePool(frames)
     config = HiCacheStorageConfig(
         tp_rank=0,
@@ -175,10 +192,10 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     try:
         storage = StorageBackendFactory.create_backend(kind, config, pool)
         storage.register_mem_pool_host(pool)
-    except ImportError as error:
-        package = PACKAGES.get(kind)
-        remedy = f"Install {package} into the server's environment" if package else "Install it"
-        raise ConfigError(f"--hc-remote {kind}: {error}. {remedy}") from error
+    except ImportError as error:  # SGLang names the package; why it does not load is the cause
+        raise ConfigError(
+            f"--hc-remote {kind}: its package does not load: {error.__cause__ or error}"
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"--hc-remote {kind} does not start: {type(error).__name__}: {error}. Check "
@@ -189,13 +206,12 @@ def open_remote(kind: str, options: dict[str, Any], frames: Frames) -> RemoteBac
     return PageBackend(storage)
 
 
-def _use_directory(kind: str, directory: object) -> None:
-    """SGLang's back ends on a file system take their directory from the environment."""
-    variable = DIRECTORIES[kind]
+def _directory(kind: str, directory: object) -> str | None:
+    """The folder of a back end on a file system, made if it is missing. None: it needs none."""
     if directory is None:
-        directory = variable.get()
+        directory = DIRECTORIES[kind].get()
     if directory is None and kind == "nixl":
-        return  # its plugins for object stores need none
+        return None  # its plugins for object stores take none
     if not isinstance(directory, str) or not directory:
         raise ConfigError(
             f"--hc-remote {kind} needs a directory that all servers share: "
@@ -209,4 +225,4 @@ def _use_directory(kind: str, directory: object) -> None:
         raise ConfigError(f"--hc-remote {kind}: {folder} cannot be made: {error}") from None
     if not writable:
         raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written")
-    variable.set(str(folder))
+    return str(folder)

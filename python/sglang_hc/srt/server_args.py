@@ -54,6 +54,10 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                 logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
         if not config.disable:
             refuse_modes(self)
+            if config.remote is not None:
+                from sglang_hc.srt.remote import check_remote
+
+                check_remote(config)
             self.radix_cache_backend = "hc"
             self.enable_hierarchical_cache = True
             # Has SGLang tell the tree of every queued request; its own back end is not built.
