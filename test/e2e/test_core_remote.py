@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from support.core import Core, run_in_child
+from support.core import MODELS, Core, run_in_child
 
 FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2")
 PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
 FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
 
 
-def server(form: str, directory: str, *flags: str, dtype: str = "float32") -> Core:
+def server(
+    form: str, directory: str, *flags: str, dtype: str = "float32", model: str = "llama-mha"
+) -> Core:
     where = json.dumps({"dir": directory})
     remote = ("--hc-remote", "file", "--hc-remote-config", where)
-    return Core("--hc-forms", form, "--dtype", dtype, *remote, *flags, *FLAGS)
+    return Core("--hc-forms", form, "--dtype", dtype, *remote, *flags, *FLAGS, model=model)
 
 
-def first_turn(form: str, directory: str, *flags: str) -> tuple:
-    core = server(form, directory, *flags)
+def first_turn(form: str, directory: str, *flags: str, model: str = "llama-mha") -> tuple:
+    core = server(form, directory, *flags, model=model)
     reply = core.ask(PROMPT, 60)
     core.settle()
     return reply.tokens, core.tree.stats()
@@ -75,6 +79,33 @@ def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_
         )
         assert reply.cached == 0
         assert "remote_loaded_blocks" not in stats
+
+
+def turn_with_other_weights(directory: str, model: str, history: list[int]) -> tuple:
+    core = server("kv", directory, model=model)
+    reply = core.ask(history, 24)
+    core.settle()
+    return reply, core.tree.stats()
+
+
+def first_turn_of(directory: str, model: str) -> tuple:
+    return first_turn("kv", directory, model=model)
+
+
+def test_other_weights_under_the_same_path_find_nothing(models: None, tmp_path: Path) -> None:
+    """Two hosts may keep different checkpoints in the same place."""
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama-mha", model)
+    first, stats = run_in_child(first_turn_of, str(tmp_path), str(model))
+    assert stats["remote_saved_blocks"] == 4
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    history = [*PROMPT, *first, *FOLLOW]
+    reply, stats = run_in_child(turn_with_other_weights, str(tmp_path), str(model), history)
+    assert reply.cached == 0
+    assert "remote_loaded_blocks" not in stats
 
 
 def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> None:

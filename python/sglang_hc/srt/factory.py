@@ -24,6 +24,7 @@ from sglang_hc.srt.remote import with_remote
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.weights import weights_digest
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.host_pool import HostPool
@@ -253,7 +254,7 @@ def _open_io(
 
 
 def _model_identity(runner: Any) -> list[str]:
-    """What else a state depends on: the checkpoint, how it is loaded, this package's version."""
+    """What else a state depends on: the weights, how they are used, this package's version."""
     args, model = runner.server_args, runner.model_config
     config = model.hf_config.to_json_string(use_diff=False)
     return [
@@ -264,5 +265,7 @@ def _model_identity(runner: Any) -> list[str]:
         str(args.quantization),
         str(args.json_model_override_args),
         str(args.attention_backend),
+        str(args.kv_cache_dtype),
         config,
+        weights_digest(runner.model),
     ]

@@ -1,0 +1,66 @@
+"""The digest of the weights: the same for the same, another for any change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang_hc.srt.weights import SAMPLES, weights_digest
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 64), torch.nn.Linear(64, 5 * SAMPLES + 3, bias=False)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def test_the_same_weights_have_the_same_digest() -> None:
+    assert weights_digest(model()) == weights_digest(model())
+
+
+def flip_one(m: torch.nn.Module) -> None:
+    """The lowest bit of an element that is no sample."""
+    m[1].weight.data.view(torch.int16).view(-1)[4321] ^= 1  # type: ignore[operator]
+
+
+def swap_two(m: torch.nn.Module) -> None:
+    rows = m[0].weight.data
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def reshape(m: torch.nn.Module) -> None:
+    m[0].weight = torch.nn.Parameter(m[0].weight.data.reshape(96, 64))
+
+
+def rename(m: torch.nn.Module) -> None:
+    m[0].register_parameter("gain", m[0].bias)
+    m[0].bias = None
+
+
+@pytest.mark.parametrize("change", [flip_one, swap_two, reshape, rename])
+def test_any_change_shows(change: Callable[[torch.nn.Module], None]) -> None:
+    changed = model()
+    change(changed)
+    assert weights_digest(changed) != weights_digest(model())
+
+
+def test_a_transposed_weight_is_read_in_its_own_order() -> None:
+    changed = model()
+    changed[0].weight = torch.nn.Parameter(changed[0].weight.data.t().contiguous().t())
+    assert weights_digest(changed) == weights_digest(model())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_every_width_is_read(dtype: torch.dtype) -> None:
+    changed = model(dtype)
+    assert weights_digest(changed) == weights_digest(model(dtype))
+    changed[0].bias.data.view(torch.uint8)[-1] ^= 1
+    assert weights_digest(changed) != weights_digest(model(dtype))
+
+
+def test_an_empty_parameter_is_no_trouble() -> None:
+    empty = model()
+    empty.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
+    assert weights_digest(empty) != weights_digest(model())
