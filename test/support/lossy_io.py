@@ -75,7 +75,7 @@ class LossyIo:
         known = itertools.takewhile(lambda name: self.up and name in self.blocks, block_ids)
         return sum(1 for _ in known)
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
     def wants(self, block_id: bytes) -> bool:

@@ -160,7 +160,7 @@ class ProcessBlocks:
                 return count
         return len(block_ids)
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
     def wants(self, block_id: bytes) -> bool:
