@@ -75,6 +75,15 @@ def policies(paper: Paper) -> Iterator[Run]:
             yield _arm(policy, disk), paper.setup("llama-13b", disk, policy=policy)
 
 
+def smaller(paper: Paper) -> Iterator[Run]:
+    """Figures 13 and 21 with 6 TB in place of 10: as if a conversation took 1.7 times the bytes."""
+    for name in MODEL_NAMES:
+        yield {"model": name, "arm": "queue"}, paper.setup(name, 6_000)
+    for policy in ("lru", "fifo"):
+        setup = paper.setup("llama-13b", 6_000, policy=policy)
+        yield {"model": "llama-13b", "arm": policy}, setup
+
+
 def _arm(policy: str, disk: float) -> dict[str, Any]:
     return {"arm": policy, "disk": disk}
 
@@ -109,16 +118,17 @@ def falcon(paper: Paper) -> Iterator[Run]:
 def capacity(_: Paper) -> Iterator[Run]:
     """Figure 23: hit rate over RCC / CCpUT, at a load that the GPUs can carry.
 
-    Assumed: 0.115 sessions per second and 300 s on average (exponential) between the turns of one,
-    which keeps the batch short; distinct sessions per hour are counted in the load itself.
+    Assumed: 0.115 sessions per second, which keeps the batch short, and exponential pauses between
+    the turns of one, of three means; distinct sessions per hour are counted in the load itself.
     """
-    load = _thinking(attentionstore(sessions=900, rate=0.115), mean=300.0)
     model = load_model("llama-13b")
-    full = full_capacity(_sessions_per_hour(load), model.context * model.token_bytes)
-    for ratio in (0.05, 0.1, 0.15, 0.25, 0.5):
-        dram = min(128 * GB, ratio * full / 4)
-        setup = Setup(load, model, dram=dram, disk=ratio * full)
-        yield {"ratio": ratio, "ccput_gb": full / GB}, setup
+    for pause in (300, 700, 1000):
+        load = _thinking(attentionstore(sessions=900, rate=0.115), mean=pause)
+        full = full_capacity(_sessions_per_hour(load), model.context * model.token_bytes)
+        for ratio in (0.05, 0.1, 0.15, 0.25, 0.5):
+            dram = min(128 * GB, ratio * full / 4)
+            setup = Setup(load, model, dram=dram, disk=ratio * full)
+            yield {"ratio": ratio, "pause": pause, "ccput_gb": full / GB}, setup
 
 
 def _thinking(load: Workload, mean: float) -> Workload:
@@ -259,7 +269,17 @@ def _hurried(load: Workload, factor: float) -> Workload:
 
 PARTS: dict[str, Callable[[Paper], Iterator[Run]]] = {
     part.__name__: part
-    for part in (models, policies, bound, capacity, tiers, sensitivity, truncation, falcon)
+    for part in (
+        models,
+        policies,
+        smaller,
+        bound,
+        capacity,
+        tiers,
+        sensitivity,
+        truncation,
+        falcon,
+    )
 }
 
 
