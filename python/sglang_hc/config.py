@@ -112,6 +112,12 @@ def check_profile(path: str) -> None:
         raise ConfigError(str(error)) from None
 
 
+def check_ttl(seconds: float) -> None:
+    """Raise ConfigError unless `seconds` is a time to live; 0 is for ever."""
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"must be seconds, or 0 for never, got {seconds:g}")
+
+
 def _sum_of_counts(text: str) -> int:
     counts = [part.rpartition(":")[2] for part in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
@@ -182,6 +188,12 @@ class HcConfig:
         "the first start, then cached)",
         metavar="FILE",
         check=check_profile,
+    )
+    ttl: float | None = options.number(
+        None,
+        "blocks not used for so long leave the host tier and the disk (default: never)",
+        metavar="SECONDS",
+        check=check_ttl,
     )
 
     io: str = options.text(

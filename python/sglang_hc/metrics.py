@@ -26,6 +26,8 @@ LEVELS = {
     "disk_blocks": "Blocks on disk.",
     "io_up": "1 while the I/O process is there.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
+    "pins": "Sessions that are pinned.",
+    "pinned_blocks": "Blocks that pins hold.",
 }
 COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
@@ -39,6 +41,8 @@ COUNTS = {
     "restore_decision_shorten": "Host hits of which a part was restored.",
     "restore_decision_refuse": "Host hits that were recomputed.",
     "evicted_blocks": "Blocks that left the host tier.",
+    "expired_blocks": "Blocks that left the host tier because nobody used them for --hc-ttl.",
+    "pins_refused": "Pins of requests that a bound refused or that found nothing to hold.",
     "hole": "Requests whose hidden states were not kept: rows before theirs are missing.",
     "gap": "Requests given up because a pass left positions out.",
     "host_full": "Requests given up because every slot was in use.",

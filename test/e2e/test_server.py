@@ -159,6 +159,90 @@ def test_openai_client(server: ServerProcess) -> None:
     assert stats(server)["restored_tokens"] - restored == cached
 
 
+def refusal(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
+    """Status and message of a request that is not served."""
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        post(f"{server.url}{path}", body)
+    return raised.value.code, json.load(raised.value)["error"]["message"]
+
+
+def pins(server: ServerProcess, namespace: str | None = None) -> Any:
+    query = "" if namespace is None else f"?namespace={namespace}"
+    with urllib.request.urlopen(f"{server.url}/hc/pins{query}", timeout=60) as reply:
+        return json.load(reply)
+
+
+def test_the_openai_client_pins_a_session(server: ServerProcess) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    messages: list[Any] = [{"role": "user", "content": "Call a tool, please. " * 12}]
+    options: Any = {"model": model, "max_tokens": 8, "messages": messages}
+
+    def ask(wish: Any) -> None:
+        body = {"custom_params": {"hc_pin": wish}, "cache_salt": "tenant"}
+        client.chat.completions.create(**options, extra_body=body)
+
+    ask({"session": "s1", "ttl_s": 300})
+    shown = pins(server, "tenant")
+    assert [pin["session"] for pin in shown["pins"]] == ["s1"]
+    assert 0 < shown["pins"][0]["blocks"] == shown["blocks"] <= shown["max_blocks"]
+    assert 290 < shown["pins"][0]["expires_in_s"] <= 300
+    assert pins(server)["pins"] == [], "another namespace"
+    assert stats(server)["pins"] == 1
+    for wish, part in (
+        ({"session": "s1"}, "ttl_s"),
+        ({"ttl_s": -1}, "above 0"),
+        ({"ttl_s": 99999}, "at most 3600"),
+        ({"ttl_s": 5, "for": "ever"}, "'for'"),
+        ("s1", "object"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=part):
+            ask(wish)
+
+
+def test_pins_over_http(server: ServerProcess) -> None:
+    tokens = prompt(77, 200)
+    wish = {"session": "http", "ttl_s": 60}
+    assert refusal(server, "/hc/pin", {**wish, "input_ids": tokens})[0] == 404
+    generate(server, tokens)
+    assert post(f"{server.url}/hc/pin", {**wish, "input_ids": tokens}) == {**wish, "blocks": 4}
+    assert [pin["session"] for pin in pins(server)["pins"]] == ["http"]
+    for body, part in (
+        ({**wish}, "input_ids or"),
+        ({**wish, "input_ids": [10**6]}, "outside 0 to"),
+        ({**wish, "input_ids": "1,2"}, "list of token ids"),
+        ({**wish, "input_ids": tokens, "rid": "r"}, "unknown field 'rid'"),
+        ({"ttl_s": 60, "input_ids": tokens}, "session"),
+        ({**wish, "ttl_s": "60", "input_ids": tokens}, "ttl_s"),
+        ([1], "JSON object"),
+    ):
+        status, message = refusal(server, "/hc/pin", body)
+        assert status == 400 and part in message
+    assert post(f"{server.url}/hc/unpin", {"session": "http"}) == {"session": "http"}
+    assert refusal(server, "/hc/unpin", {"session": "http"})[0] == 404
+    assert pins(server)["pins"] == []
+
+
+def test_pins_of_one_namespace_are_bounded(server: ServerProcess) -> None:
+    most = pins(server)["max_blocks"]
+    held = 0
+    for number in range(most):
+        tokens = prompt(1000 + number, 500)
+        generate(server, tokens, 1)
+        body = {"session": f"s{number}", "ttl_s": 60, "input_ids": tokens}
+        if held + 8 > most:
+            status, message = refusal(server, "/hc/pin", body)
+            assert status == 409 and "unpin another session" in message
+            break
+        held += post(f"{server.url}/hc/pin", body)["blocks"]
+    else:
+        raise AssertionError("nothing was refused")
+    for pin in pins(server)["pins"]:
+        post(f"{server.url}/hc/unpin", {"session": pin["session"]})
+
+
 def test_frontend_program(server: ServerProcess) -> None:
     import sglang as sgl
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import POLICIES, QueuePolicy, make_policy
+from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -171,28 +173,50 @@ def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     assert host.leave_all() == ["xy", "x"]
 
 
-def test_device_nodes_are_ordered_by_the_same_window():
-    host = Host("queue")
-    ids = {p: host.store(p).block_id for p in "abc"}
-    host.wait_for("b", "a")
-    policy = host.policy
-    assert isinstance(policy, QueuePolicy)
-    keys = {
-        "ab": policy.order_key([ids["a"], ids["b"]], 9.0),
-        "a": policy.order_key([ids["a"]], 9.0),
-        "c": policy.order_key([ids["c"]], 9.0),
-    }
-    assert sorted(keys, key=keys.__getitem__) == ["c", "a", "ab"]
-
-
 def test_an_unknown_policy_names_those_there_are():
     with pytest.raises(ValueError, match="queue, lru, fifo, lfu"):
         make_policy("arc", LookAhead())
 
 
+class Held:
+    """Blocks that must stay, as `SessionPins` says it."""
+
+    def __init__(self) -> None:
+        self.ids: set[bytes] = set()
+        self.listeners: list[Callable[[bytes], None]] = []
+
+    def holds(self, block_id: bytes) -> bool:
+        return block_id in self.ids
+
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        self.listeners.append(listener)
+
+    def turn(self, block_id: bytes) -> None:
+        self.ids ^= {block_id}
+        for listener in self.listeners:
+            listener(block_id)
+
+
+def test_held_blocks_cost_a_choice_nothing_once_they_were_passed_over():
+    held = Held()
+    host = Host("lru", slots=60, held=held)
+    for number in range(50):
+        held.turn(host.store(chr(300 + number)).block_id)
+    host.store("a")
+    assert host.leave() == "a"
+    asked = []
+    held.holds = lambda block_id: asked.append(block_id) or block_id in held.ids  # type: ignore
+    host.store("b")
+    assert host.leave() == "b"
+    assert len(asked) == 1
+    for number in range(50):
+        held.turn(host.named[chr(300 + number)].block_id)
+    assert host.leave() == chr(300), "let go, it is in the running again"
+
+
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["store", "use", "pin", "unpin", "evict", "wait", "exempt"]),
+        st.sampled_from(["store", "use", "pin", "unpin", "evict", "wait", "hold"]),
         st.integers(0, 10_000),
     ),
     max_size=60,
@@ -201,9 +225,9 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
-def test_no_policy_ever_takes_a_pinned_an_exempt_or_an_inner_block(name, actions):
-    exempt: set[bytes] = set()
-    host = Host(name, slots=12, exempt=lambda block: block.block_id in exempt)
+def test_no_policy_ever_takes_a_pinned_a_held_or_an_inner_block(name, actions):
+    held = Held()
+    host = Host(name, slots=12, held=held)
     pinned: list[BlockNode] = []
     for action, number in actions:
         here = sorted(p for p, node in host.named.items() if node.slot >= 0 and node.parent)
@@ -220,8 +244,8 @@ def test_no_policy_ever_takes_a_pinned_an_exempt_or_an_inner_block(name, actions
             pinned.append(node)
         elif action == "unpin" and pinned:
             host.tier.unpin([pinned.pop(number % len(pinned))])
-        elif action == "exempt" and path:
-            exempt ^= {host.named[path].block_id}
+        elif action == "hold" and path:
+            held.turn(host.named[path].block_id)
         elif action == "wait":
             host.wait_for(*live[number % (len(live) + 1) :])
         elif action == "evict":
@@ -230,7 +254,7 @@ def test_no_policy_ever_takes_a_pinned_an_exempt_or_an_inner_block(name, actions
                 for p in live
                 if host.named[p].is_leaf
                 and not host.named[p].pins
-                and host.named[p].block_id not in exempt
+                and not held.holds(host.named[p].block_id)
             }
             expected = _needed_last(host, allowed) if name == "queue" else allowed
             if allowed:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
+from sglang_hc.policy.pins import Claims, PinLimitError, SessionPins, TimeToLive
+from sglang_hc.policy.windows import LookAhead
 
 
 def ids(text: str) -> list[bytes]:
@@ -12,7 +13,7 @@ def ids(text: str) -> list[bytes]:
 
 
 def test_a_block_lives_for_its_time_after_the_last_use():
-    ttl = TimeToLive(10.0)
+    ttl: TimeToLive[bytes] = TimeToLive(10.0)
     for name, now in ((b"a", 0.0), (b"b", 1.0), (b"a", 8.0)):
         ttl.touch(name, now)
     assert ttl.expired(10.9) == []
@@ -25,7 +26,7 @@ def test_a_block_lives_for_its_time_after_the_last_use():
 
 
 def test_a_pin_ends_by_itself_and_can_be_renewed():
-    pins = SessionPins(max_blocks=8, max_seconds=60)
+    pins = SessionPins(max_blocks=8, max_total=16, max_seconds=60)
     pins.pin("t", "s", ids("ab"), 10, now=0)
     pins.pin("t", "s", ids("abc"), 10, now=5)
     assert pins.expire(10) == [] and pins.holds(b"c")
@@ -34,7 +35,7 @@ def test_a_pin_ends_by_itself_and_can_be_renewed():
 
 
 def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
-    pins = SessionPins(max_blocks=3, max_seconds=60)
+    pins = SessionPins(max_blocks=3, max_total=9, max_seconds=60)
     pins.pin("t", "one", ids("sab"), 10, now=0)
     pins.pin("u", "one", ids("xyz"), 10, now=0)  # another namespace has its own bound
     with pytest.raises(PinLimitError, match="unpin another session"):
@@ -46,6 +47,33 @@ def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
     with pytest.raises(PinLimitError, match="at most 60 s"):
         pins.pin("t", "three", [], 61, now=1)
     assert pins.unpin("t", "two") and not pins.unpin("t", "two")
+
+
+def test_all_namespaces_together_are_bounded_too():
+    pins = SessionPins(max_blocks=3, max_total=4, max_seconds=60)
+    pins.pin("t", "one", ids("abc"), 10, now=0)
+    with pytest.raises(PinLimitError, match="3 of the 4 that may be pinned are"):
+        pins.pin("u", "one", ids("xy"), 10, now=1)
+    pins.pin("u", "one", ids("x"), 10, now=1)
+    pins.pin("u", "one", ids("xy"), 10, now=11)  # the first has expired
+    assert pins.total_blocks == 2 and len(pins) == 1
+    assert [pin.session for pin in pins.of("u", now=11)] == ["one"]
+
+
+def test_claims_put_pins_behind_the_queue():
+    window: LookAhead[str] = LookAhead()
+    pins = SessionPins(max_blocks=3, max_total=3, max_seconds=60)
+    claims = Claims(window, pins)
+    heard: list[bytes] = []
+    claims.subscribe(heard.append)
+    pins.pin("t", "s", ids("ab"), 10, now=0)
+    window.update(["r"], 9, lambda _: ids("bc"))
+    assert claims.next_use(b"a") == float("inf")
+    assert claims.next_use(b"b") == claims.next_use(b"c") == window.rank("r")
+    assert claims.next_use(b"d") is None and len(claims) == 2
+    pins.expire(10)
+    assert claims.next_use(b"a") is None
+    assert sorted(heard) == sorted(ids("ab") + ids("bc") + ids("ab"))
 
 
 operations = st.lists(
@@ -63,7 +91,7 @@ operations = st.lists(
 @settings(max_examples=200)
 @given(operations)
 def test_counts_follow_from_the_pins_that_are_alive(history):
-    pins = SessionPins(max_blocks=6, max_seconds=20)
+    pins = SessionPins(max_blocks=6, max_total=9, max_seconds=20)
     model: dict[tuple[str, str], tuple[float, set[bytes]]] = {}
     now = 0.0
     for namespace, session, numbers, seconds, action in history:
@@ -71,7 +99,8 @@ def test_counts_follow_from_the_pins_that_are_alive(history):
         if action == "pin":
             rest = {k: v for k, v in model.items() if k != (namespace, session) and v[0] > now}
             others = set().union(*(b for k, (_, b) in rest.items() if k[0] == namespace))
-            if len(others | blocks) > 6:
+            everybodys = set().union(*(b for _, b in rest.values()))
+            if len(others | blocks) > 6 or len(everybodys | blocks) > 9:
                 with pytest.raises(PinLimitError):
                     pins.pin(namespace, session, blocks, seconds, now)
             else:

@@ -144,7 +144,7 @@ class ServerSubject:
         self.io = MemoryDisk()
         self.disk = DiskTier(self.io, self.host, clock=lambda: self._now)
         sizes = (host_slots, DISK_BLOCKS)
-        self.queue = QueueView(self.host, self.disk, window, sizes, prefetch, tell_disk=False)
+        self.queue = QueueView(self.host, self.disk, window, sizes, prefetch)
 
     def serve(self, word: str) -> int:
         self._now += 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.pins import Claims, SessionPins
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
@@ -14,6 +15,8 @@ from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+
+PINS = SessionPins(0, 0, 1.0)
 
 
 class Below:
@@ -68,7 +71,8 @@ def view(*, tell_disk: bool = True) -> tuple[QueueView, Below]:
     host = HostTier(BlockTree(b"f" * 16), 100, make_policy("queue", window))
     below = Below()
     disk = DiskTier(below, host)
-    queue = QueueView(host, disk, window, (100, 100), "queue", tell_disk=tell_disk)
+    claims = Claims(window, PINS) if tell_disk else None
+    queue = QueueView(host, disk, window, (100, 100), "queue", claims)
     for _ in range(9):
         queue.finished("earlier", 2)
     return queue, below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
 import threading
@@ -12,11 +13,11 @@ import pytest
 
 from sglang_hc.cli.main import main
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
 from sglang_hc.simulator.recorded import replay_record
 from sglang_hc.simulator.traces import TraceError
-from sglang_hc.transfer.recording import Recorder, RecordingHostTier, RecordingLookAhead
-from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.transfer.recording import Recorder, host_tier
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
 
 SLOTS = 12
@@ -30,9 +31,10 @@ class Server:
         self.rng = random.Random(seed)
         header = {"host_slots": SLOTS, "eviction": eviction, "page_size": 1}
         self.recorder = Recorder(path, header, FINGERPRINT, limit)
-        self.window = RecordingLookAhead(self.recorder)
-        policy = make_policy(eviction, self.window)
-        self.tier = RecordingHostTier(BlockTree(FINGERPRINT), SLOTS, policy, self.recorder)
+        self.pins = SessionPins(3, 5, 60.0)
+        ttl: TimeToLive[BlockNode] = TimeToLive(40.0)
+        blocks = BlockTree(FINGERPRINT)
+        self.window, self.tier = host_tier(eviction, blocks, SLOTS, self.recorder, self.pins, ttl)
         self.waiting: dict[str, tuple[str | None, bytes]] = {}
         self.hits = 0
         self.names = 0
@@ -103,10 +105,21 @@ class Server:
         self.tier.unpin(match.nodes)
         self.recorder.finished(rid, namespace, tokens)
 
+    def pin(self) -> None:
+        """A session keeps its blocks for a while."""
+        namespace, tokens = self.rng.choice([None, "tenant"]), self.prompt()
+        with contextlib.suppress(PinLimitError):
+            ids = self.ids(namespace, tokens)
+            self.pins.pin(namespace, f"s{self.rng.randrange(3)}", ids, 20.0, self.now)
+
     def run(self, steps: int = 300) -> Server:
         for _ in range(steps):
             self.now += 1
             self.look()
+            self.pins.expire(self.now)
+            self.tier.expire(self.now)
+            if self.rng.random() < 0.1:
+                self.pin()
             choice = self.rng.random()
             if choice < 0.5 or not self.waiting:
                 self.arrive()

@@ -1,8 +1,9 @@
 """Eviction policies: in which order blocks leave a tier (AttentionStore section 3.3.2).
 
-One interface for every tier: blocks of the host tier, entries of the disk tier, and, through
-`QueuePolicy.order_key`, nodes of the device tree. Only leaves leave, because a block without its
-parent cannot be reached. A block in use (`pins`) or exempt by the caller's rule stays.
+One interface for the host tier and the simulated tiers; the device (srt/eviction.py) and the disk
+(store/disk/eviction.py) order their own units by the same window. Only leaves leave, because a
+block without its parent cannot be reached. A block in use (`pins`) or held for a session
+(policy/pins.py) stays.
 
     queue  what no waiting request needs leaves first, by age, size and restore cost per byte;
            then what is needed last
@@ -54,6 +55,14 @@ class NextUse(Protocol):
     def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
 
 
+class Holds(Protocol):
+    """Who must not leave for now, e.g. `pins.SessionPins`."""
+
+    def holds(self, block_id: bytes) -> bool: ...
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener(block_id)` after each change of `holds`."""
+
+
 class Entry(Generic[B]):
     """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
@@ -79,9 +88,13 @@ class EvictionPolicy(ABC, Generic[B]):
     are told apart by `block_id`: one per tier.
     """
 
-    def __init__(self, exempt: Callable[[B], bool] | None = None) -> None:
-        """`exempt`: blocks that must stay for now (see `SessionPins`); asked at each choice."""
-        self._exempt = exempt
+    def __init__(self, held: Holds | None = None) -> None:
+        """`held`: blocks that must stay for now. They are put aside when they come up, and are
+        in the running again when they are let go, so that they cost nothing meanwhile."""
+        self._held = held
+        self._aside: set[bytes] = set()
+        if held is not None:
+            held.subscribe(self._hold_changed)
         self._entries: dict[bytes, Entry[B]] = {}
         self._heap: list[tuple[Key, int, Entry[B]]] = []
         self._fresh: list[Entry[B]] = []
@@ -124,6 +137,7 @@ class EvictionPolicy(ABC, Generic[B]):
         """A block has left the tier, already taken out of the tree. KeyError if it was not here."""
         entry = self._entries.pop(block.block_id)
         entry.here, entry.stamp = False, 0
+        self._aside.discard(block.block_id)
         parent = block.parent
         if parent is not None and parent.is_leaf:
             above = self._entries.get(parent.block_id)
@@ -146,8 +160,12 @@ class EvictionPolicy(ABC, Generic[B]):
                 if entry.stamp != item[1]:
                     continue
                 block = entry.block
+                if self._held is not None and self._held.holds(block.block_id):
+                    self._aside.add(block.block_id)
+                    entry.stamp = 0
+                    continue
                 aside.append(item)
-                if block.pins or (self._exempt is not None and self._exempt(block)):
+                if block.pins:
                     continue
                 self._chosen(entry, item[0])
                 yield block
@@ -171,6 +189,13 @@ class EvictionPolicy(ABC, Generic[B]):
 
     def _chosen(self, entry: Entry[B], key: Key) -> None:
         """A subclass' own note on a block offered as victim."""
+
+    def _hold_changed(self, block_id: bytes) -> None:
+        if block_id in self._aside:
+            self._aside.discard(block_id)
+            entry = self._entries[block_id]
+            if entry.block.is_leaf:
+                self._push(entry)
 
     def _sort_in(self) -> None:
         """New leaves join the order. Late, because most new blocks get a child at once."""
@@ -235,10 +260,10 @@ class QueuePolicy(EvictionPolicy[B]):
         self,
         window: NextUse,
         worth: Callable[[B], float] = filled_share,
-        exempt: Callable[[B], bool] | None = None,
+        held: Holds | None = None,
     ) -> None:
         """`worth`: seconds to restore the block without this tier, per byte; any fixed unit."""
-        super().__init__(exempt)
+        super().__init__(held)
         self._window = window
         self._worth = worth
         self._inflation = 0.0
@@ -248,14 +273,6 @@ class QueuePolicy(EvictionPolicy[B]):
         """The victim is needed by nobody, or later than by the request with this rank."""
         use = self._window.next_use(block.block_id)
         return use is None or use > rank
-
-    def order_key(self, block_ids: Sequence[bytes], used: float) -> Key:
-        """Key of a node of several blocks elsewhere, e.g. in the device tree: least leaves first.
-
-        used: time of the node's last use. The node counts with the earliest use of its blocks.
-        """
-        uses = [u for u in map(self._window.next_use, block_ids) if u is not None]
-        return (1.0, -min(uses)) if uses else (0.0, used)
 
     def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
         self._used(entry)
@@ -281,15 +298,15 @@ def make_policy(
     name: str,
     window: NextUse,
     worth: Callable[[B], float] = filled_share,
-    exempt: Callable[[B], bool] | None = None,
+    held: Holds | None = None,
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, worth, exempt)
+        return QueuePolicy(window, worth, held)
     if name == "lru":
-        return LruPolicy(exempt)
+        return LruPolicy(held)
     if name == "fifo":
-        return FifoPolicy(exempt)
+        return FifoPolicy(held)
     if name == "lfu":
-        return LfuPolicy(exempt)
+        return LfuPolicy(held)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

@@ -7,12 +7,16 @@ and a namespace can pin only so many blocks, so that one tenant cannot take a ti
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+"""Whatever stands for a block in its tier."""
 
 
-class TimeToLive:
+class TimeToLive(Generic[K]):
     """Blocks that nobody has used for `ttl` seconds (AttentionStore section 4.3.5).
 
     Times must not go backwards. O(1) per call, plus the expired blocks.
@@ -22,32 +26,40 @@ class TimeToLive:
         if ttl <= 0:
             raise ValueError(f"time to live must be positive, got {ttl}")
         self.ttl = ttl
-        self._used: OrderedDict[bytes, float] = OrderedDict()
+        self._used: OrderedDict[K, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def touch(self, block_id: bytes, now: float) -> None:
+    def touch(self, block: K, now: float) -> None:
         """The block came in or was used."""
-        self._used[block_id] = now
-        self._used.move_to_end(block_id)
+        self._used[block] = now
+        self._used.move_to_end(block)
 
-    def forget(self, block_id: bytes) -> None:
+    def forget(self, block: K) -> None:
         """The block has left its tier. Nothing happens if it is unknown."""
-        self._used.pop(block_id, None)
+        self._used.pop(block, None)
 
-    def expired(self, now: float) -> list[bytes]:
+    def expired(self, now: float) -> list[K]:
         """Blocks whose time is over, oldest first. They stay until `forget`."""
-        out: list[bytes] = []
-        for block_id, used in self._used.items():
+        out: list[K] = []
+        for block, used in self._used.items():
             if now - used < self.ttl:
                 break
-            out.append(block_id)
+            out.append(block)
         return out
 
 
 class PinLimitError(ValueError):
-    """A pin beyond the namespace's bound. The message is for users."""
+    """A pin beyond a bound. The message is for users."""
+
+
+class Pinned(NamedTuple):
+    """One session's pin, as it is shown. seconds: until it ends."""
+
+    session: str
+    blocks: int
+    seconds: float
 
 
 @dataclass
@@ -61,14 +73,16 @@ class SessionPins:
     """Which sessions hold which blocks, until when.
 
     Pinning a session again replaces its blocks and its expiry. Blocks shared by several sessions of
-    one namespace count once against its bound. `holds` is meant as a policy's `exempt` rule.
+    one namespace count once against the bounds.
     """
 
-    def __init__(self, max_blocks: int, max_seconds: float) -> None:
-        """max_blocks: bound per namespace. max_seconds: longest expiry that may be asked for."""
-        if max_blocks < 0 or max_seconds <= 0:
-            raise ValueError("pins need max_blocks >= 0 and max_seconds > 0")
+    def __init__(self, max_blocks: int, max_total: int, max_seconds: float) -> None:
+        """max_blocks, max_total: bounds per namespace and of all. max_seconds: longest expiry that
+        may be asked for."""
+        if not 0 <= max_blocks <= max_total or max_seconds <= 0:
+            raise ValueError("pins need 0 <= max_blocks <= max_total and max_seconds > 0")
         self._max_blocks = max_blocks
+        self._max_total = max_total
         self._max_seconds = max_seconds
         self._pins: dict[tuple[str | None, str], _Pin] = {}
         self._holders: dict[tuple[str | None, bytes], int] = {}
@@ -76,6 +90,35 @@ class SessionPins:
         self._per_namespace: dict[str | None, int] = {}
         self._expiries: list[tuple[float, int, tuple[str | None, str]]] = []
         self._ticket = 0
+        self._listeners: list[Callable[[bytes], None]] = []
+
+    def __len__(self) -> int:
+        """Sessions that pin blocks."""
+        return len(self._pins)
+
+    @property
+    def max_blocks(self) -> int:
+        """Bound per namespace."""
+        return self._max_blocks
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks held by anybody."""
+        return len(self._held)
+
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener(block_id)` after each change of a block's `holds`."""
+        self._listeners.append(listener)
+
+    def of(self, namespace: str | None, now: float) -> list[Pinned]:
+        """The pins of one namespace, the first to end first."""
+        self.expire(now)
+        pins = [
+            Pinned(session, len(pin.blocks), pin.expires - now)
+            for (owner, session), pin in self._pins.items()
+            if owner == namespace
+        ]
+        return sorted(pins, key=lambda pin: pin.seconds)
 
     def holds(self, block_id: bytes) -> bool:
         """Whether any session pins this block. Call `expire` first when time has passed."""
@@ -115,11 +158,17 @@ class SessionPins:
                 f"pin of session {session!r} needs {count} blocks in its namespace, the bound is "
                 f"{self._max_blocks}: unpin another session or wait for one to expire"
             )
-        self.unpin(namespace, session)
+        if added > freed and self.total_blocks + added - freed > self._max_total:
+            raise PinLimitError(
+                f"pin of session {session!r} needs {added} more blocks, and {self.total_blocks} of "
+                f"the {self._max_total} that may be pinned are: wait for other pins to expire"
+            )
         pin = _Pin(namespace, wanted, now + seconds)
         self._pins[key] = pin
-        for block_id in wanted:
+        for block_id in wanted - own:
             self._hold(namespace, block_id)
+        for block_id in own - wanted:
+            self._let_go(namespace, block_id)
         self._ticket += 1
         heappush(self._expiries, (pin.expires, self._ticket, key))
 
@@ -154,6 +203,7 @@ class SessionPins:
         for namespace, count in self._per_namespace.items():
             assert count == sum(key[0] == namespace for key in holders) <= self._max_blocks
         assert set(self._held) == {block_id for _, block_id in holders}
+        assert len(self._held) <= self._max_total
 
     def _hold(self, namespace: str | None, block_id: bytes) -> None:
         key = (namespace, block_id)
@@ -162,6 +212,8 @@ class SessionPins:
         if count == 0:
             self._per_namespace[namespace] = self._per_namespace.get(namespace, 0) + 1
             self._held[block_id] = self._held.get(block_id, 0) + 1
+            if self._held[block_id] == 1:
+                self._announce(block_id)
 
     def _let_go(self, namespace: str | None, block_id: bytes) -> None:
         key = (namespace, block_id)
@@ -175,3 +227,40 @@ class SessionPins:
         self._held[block_id] -= 1
         if not self._held[block_id]:
             del self._held[block_id]
+            self._announce(block_id)
+
+    def _announce(self, block_id: bytes) -> None:
+        for listener in self._listeners:
+            listener(block_id)
+
+
+class NextUse(Protocol):
+    """What `Claims` asks of the look-ahead window."""
+
+    def __len__(self) -> int: ...
+    def next_use(self, block_id: bytes) -> float | None: ...
+    def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
+
+
+class Claims:
+    """Who wants a block to stay: the waiting queue, and behind all of it the pins.
+
+    For tiers where a pin is a wish and not a promise: the device and the disk.
+    """
+
+    def __init__(self, window: NextUse, pins: SessionPins) -> None:
+        self._window = window
+        self._pins = pins
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._pins)
+
+    def next_use(self, block_id: bytes) -> float | None:
+        """Rank of the first waiting request that needs it; infinity for a pin; None for nobody."""
+        use = self._window.next_use(block_id)
+        return float("inf") if use is None and self._pins.holds(block_id) else use
+
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener(block_id)` after each change of a block's `next_use`."""
+        self._window.subscribe(listener)
+        self._pins.subscribe(listener)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,25 @@ class _WatchedTier(HostTier):
         super()._retire(node)
 
 
+class _Held:
+    """Blocks that the record says are pinned for their sessions."""
+
+    def __init__(self) -> None:
+        self._ids: set[bytes] = set()
+        self._listeners: list[Callable[[bytes], None]] = []
+
+    def holds(self, block_id: bytes) -> bool:
+        return block_id in self._ids
+
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.append(listener)
+
+    def hold(self, block_id: bytes, *, on: bool) -> None:
+        (self._ids.add if on else self._ids.discard)(block_id)
+        for listener in self._listeners:
+            listener(block_id)
+
+
 class Replay:
     """One record's tiers. Feed it the events in order; `differs` holds the first difference."""
 
@@ -82,7 +101,10 @@ class Replay:
         self.comparison = Comparison()
         self._page = int(header["page_size"])
         self._window: LookAhead[int] = LookAhead()
-        policy: EvictionPolicy[BlockNode] = make_policy(header["eviction"], self._window)
+        self._held = _Held()
+        policy: EvictionPolicy[BlockNode] = make_policy(
+            header["eviction"], self._window, held=self._held
+        )
         self._tier = _WatchedTier(BlockTree(FINGERPRINT), int(header["host_slots"]), policy)
         self._nodes: dict[int, BlockNode] = {}  # by slot
         self._blocks: dict[int, tuple[int | None, bytes, bytes]] = {}  # (before, tokens, identity)
@@ -208,6 +230,9 @@ class Replay:
 
     def _unpin(self, event: dict[str, Any]) -> None:
         self._tier.unpin(self._at(event["slots"]))
+
+    def _hold(self, event: dict[str, Any]) -> None:
+        self._held.hold(self._blocks[event["block"]][2], on=event["on"])
 
     def _evict(self, event: dict[str, Any]) -> None:
         self._tier.evict(event["count"], self._now, self._spare(event["spared"]))

@@ -1,6 +1,7 @@
 """Which leaves of the device tree leave first (AttentionStore section 3.3.2, on the device).
 
     needed by a waiting request       last; the one needed last goes first
+    pinned for its session            before those; it has a copy below
     without a copy below the device   gets a second chance, once per use
     the rest                          SGLang's order, least recently used first
 
@@ -41,7 +42,7 @@ class NodeBlocks(NamedTuple):
 
 
 class Needs(Protocol):
-    """What the order asks of the look-ahead window."""
+    """Who wants what, e.g. `policy.pins.Claims`."""
 
     def __len__(self) -> int: ...
     def next_use(self, block_id: bytes) -> float | None: ...
@@ -50,7 +51,7 @@ class Needs(Protocol):
 class DeviceOrder:
     """Order of leaves for `HcRadixCache.evict`. Belongs to the scheduler thread.
 
-    needs: the look-ahead window. kept: whether a tier below has a block.
+    needs: ranks of waiting requests, infinity for a pin. kept: whether a tier below has a block.
     """
 
     def __init__(self, fingerprint: bytes, needs: Needs, kept: Callable[[bytes], bool]) -> None:
@@ -92,10 +93,8 @@ class DeviceOrder:
                 heappush(heap, (when, parent))
 
     def _next_use(self, node: Any) -> float | None:
-        """Rank of the first request that needs the node; None if none does."""
-        if not len(self._needs):
-            return None
-        return self._needs.next_use(self._blocks(node).first)
+        """Rank of the first request that needs the node; None if none does and no pin is on it."""
+        return self._needs.next_use(self._blocks(node).first) if len(self._needs) else None
 
     def _blocks(self, node: Any) -> NodeBlocks:
         """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""

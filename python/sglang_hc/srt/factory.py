@@ -9,6 +9,7 @@ from typing import Any
 from sglang_hc import __version__
 from sglang_hc.config import GIB, ConfigError, HcConfig, host_bytes, read_buffer_bytes
 from sglang_hc.forms import BlockLayout, StateShape
+from sglang_hc.policy.pins import Claims, TimeToLive
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
@@ -37,8 +38,9 @@ from sglang_hc.transfer.lanes import Lane, Side, lane_for
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
 from sglang_hc.transfer.recording import host_tier
+from sglang_hc.transfer.retention import Retention, pins_for
 from sglang_hc.transfer.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,9 @@ def _device_order(config: Any, params: Any, tiers: Tiers) -> DeviceOrder | None:
     """The queue's order for the device, unless another one is asked for on either side."""
     if config.eviction != "queue" or params.eviction_policy.lower() != "lru":
         return None
-    assert tiers.queue is not None
-    return DeviceOrder(tiers.host.tree.fingerprint, tiers.queue.window, tiers.keeps)
+    assert tiers.retention is not None
+    retention = tiers.retention
+    return DeviceOrder(tiers.host.tree.fingerprint, retention.claims, retention.keeps)
 
 
 def _recomputer(
@@ -143,7 +146,11 @@ def _tiers(
         )
     fingerprint = layout.fingerprint(*_model_identity(runner))
     recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
-    window, tier = host_tier(config.eviction, BlockTree(fingerprint), num_slots, recorder)
+    pins = pins_for(num_slots)
+    ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
+    blocks = BlockTree(fingerprint)
+    window, tier = host_tier(config.eviction, blocks, num_slots, recorder, pins, ttl)
+    claims = Claims(window, pins)
     io = _open_io(config, runner, layout, num_slots, fingerprint)
     pool = io.memory.pool
     lane = lane_for(rows.device)
@@ -169,8 +176,8 @@ def _tiers(
         below = with_remote(below, config, pool, fingerprint)
     disk = DiskTier(below, tier) if below is not None else None
     sizes = (num_slots, disk.capacity if disk is not None else 0)
-    by_queue = config.eviction == "queue"
-    queue = QueueView(tier, disk, window, sizes, config.prefetch, tell_disk=by_queue)
+    told = claims if config.eviction == "queue" else None
+    queue = QueueView(tier, disk, window, sizes, config.prefetch, told)
     return Tiers(
         layout,
         tier,
@@ -187,6 +194,7 @@ def _tiers(
         read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, disk),
         cost=state.cost,
         side=_side(runner, state, lane, shape, rows),
+        retention=Retention(tier, disk, pins, claims),
     )
 
 
@@ -240,7 +248,7 @@ def _open_io(
     if config.disk:
         directories = tuple(DirectorySpec.parse(text) for text in config.disk)
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        disk = DiskSpec(directories, fingerprint, label)
+        disk = DiskSpec(directories, fingerprint, label, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:

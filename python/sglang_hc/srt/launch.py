@@ -40,6 +40,12 @@ def launch(argv: Sequence[str]) -> int:
     problem = _plan_problem(server_args)
     if problem:
         return _refuse(problem)
+    if config_of(server_args) is not None:
+        from sglang.srt.entrypoints.http_server import app
+
+        from sglang_hc.srt import routes
+
+        routes.mount(app)
     try:
         run_server(server_args)
     finally:

@@ -45,7 +45,7 @@ def activate() -> None:
 
 def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
-    from sglang_hc.srt import cpu_attention, requests, runner, server_args
+    from sglang_hc.srt import cpu_attention, pins, requests, runner, server_args
 
     args = "sglang.srt.server_args.ServerArgs"
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -65,7 +65,9 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.__init__", HookType.AFTER, runner.link_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
+        (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_wish),
         *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
         *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
     ]

@@ -30,6 +30,7 @@ from sglang_hc.metrics import Exporter
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.pins import wish_of
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
@@ -337,10 +338,19 @@ class HcRadixCache(RadixCache):
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
-            self._live.used(req.extra_key, self._commit(req, tokens, length, final=True))
+            self._leave(req, self._commit(req, tokens, length, final=True))
         self._waiting.pop(req.rid, None)
         self._queue.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def _leave(self, req: Any, tokens: bytes) -> None:
+        """A request is over; packed `tokens` are what it leaves behind."""
+        tiers = self._live
+        tiers.used(req.extra_key, tokens)
+        wish = wish_of(req)
+        if wish is not None and tiers.retention is not None:
+            session = wish.session or str(req.rid)
+            tiers.retention.pin_if_possible(req.extra_key, session, tokens, wish.seconds)
 
     def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])

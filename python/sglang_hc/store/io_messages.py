@@ -25,11 +25,12 @@ IDS_PER_MESSAGE = 4096
 
 @dataclass(frozen=True)
 class DiskSpec:
-    """The disk tier of one model. fingerprint, label: see DiskStore.open."""
+    """The disk tier of one model. fingerprint, label, ttl_s: see DiskStore.open."""
 
     directories: tuple[DirectorySpec, ...]
     fingerprint: bytes
     label: str
+    ttl_s: float | None = None
 
 
 class _Message(msgspec.Struct, array_like=True):

@@ -139,6 +139,7 @@ def _open(setup: wire.Setup) -> DiskStore:
         setup.memory.layout.chunks(),
         setup.disk.fingerprint,
         setup.disk.label,
+        ttl_s=setup.disk.ttl_s,
     )
 
 

@@ -34,7 +34,13 @@ def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     memory = HostMemory(spec)
     blocks = None
     if disk is not None:
-        store = DiskStore.open(disk.directories, spec.layout.chunks(), disk.fingerprint, disk.label)
+        store = DiskStore.open(
+            disk.directories,
+            spec.layout.chunks(),
+            disk.fingerprint,
+            disk.label,
+            ttl_s=disk.ttl_s,
+        )
         blocks = DiskThreads(store, memory.pool)
     return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks)
 

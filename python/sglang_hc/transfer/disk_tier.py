@@ -195,8 +195,8 @@ class DiskTier:
         return Prefetched.STARTED
 
     def holds(self, block_id: bytes) -> bool:
-        """Whether this block is on disk, as far as known."""
-        return self._io.contains([block_id]) == 1
+        """Whether this block is below the host tier, as far as known. Asks nobody."""
+        return not self._io.wants(block_id)
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """A prefix path was used, wherever it was served from; identities in path order."""

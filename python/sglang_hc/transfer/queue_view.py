@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from sglang_hc.policy.pins import Claims
 from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 from sglang_hc.transfer.disk_tier import DiskTier, Prefetched
 from sglang_hc.tree.block_tree import BlockNode
@@ -45,11 +46,10 @@ class QueueView:
         window: LookAhead[str],
         slots: tuple[int, int],
         prefetch: str,
-        *,
-        tell_disk: bool,
+        claims: Claims | None = None,
     ) -> None:
-        """slots: blocks the host tier holds, and the disk tier (0 without one). tell_disk: it
-        evicts by the queue, too."""
+        """slots: blocks the host tier holds, and the disk tier (0 without one). claims: told to
+        the disk; None leaves it to evict by age."""
         self._host = host
         self._disk = disk
         self.window = window
@@ -60,8 +60,9 @@ class QueueView:
         self._asking: set[str] = set()
         self._passed: Counter[str] = Counter()
         self._changed: set[bytes] = set()
-        if disk is not None and tell_disk:
-            window.subscribe(self._changed.add)
+        self._claims = claims
+        if disk is not None and claims is not None:
+            claims.subscribe(self._changed.add)
 
     @property
     def eviction_window(self) -> int:
@@ -79,9 +80,7 @@ class QueueView:
         if not queue and not len(self.window) and not self._changed:
             return
         self.window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
-        if self._changed and self._disk is not None:
-            self._disk.expect({block: self.window.next_use(block) for block in self._changed})
-            self._changed.clear()
+        self._tell_disk()
         if self._prefetch == "queue":
             for rid in self.window.order[: self.prefetch_window]:
                 self._start(rid, waiting_of)
@@ -140,6 +139,11 @@ class QueueView:
         self._asking.discard(rid)
         if outcome is not Prefetched.NO_ROOM:
             self._started.add(rid)
+
+    def _tell_disk(self) -> None:
+        if self._changed and self._disk is not None and self._claims is not None:
+            self._disk.expect({block: self._claims.next_use(block) for block in self._changed})
+            self._changed.clear()
 
     def _is_head(self, rid: str) -> bool:
         order = self.window.order

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.eviction import Holds, make_policy
+from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.policy.windows import LookAhead, WindowChange
 from sglang_hc.transfer.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
@@ -114,9 +115,14 @@ class RecordingHostTier(HostTier):
     """
 
     def __init__(
-        self, tree: BlockTree, num_slots: int, policy: EvictionPolicy, recorder: Recorder
+        self,
+        tree: BlockTree,
+        num_slots: int,
+        policy: EvictionPolicy,
+        recorder: Recorder,
+        ttl: TimeToLive[BlockNode] | None = None,
     ) -> None:
-        super().__init__(tree, num_slots, policy)
+        super().__init__(tree, num_slots, policy, ttl)
         self.recorder = recorder
         self._gone: list[int] | None = None
 
@@ -242,11 +248,20 @@ def _noting(spare: Spare | None, spared: list[int]) -> Spare | None:
 
 
 def host_tier(
-    eviction: str, blocks: BlockTree, num_slots: int, recorder: Recorder | None
+    eviction: str,
+    blocks: BlockTree,
+    num_slots: int,
+    recorder: Recorder | None,
+    held: Holds | None = None,
+    ttl: TimeToLive[BlockNode] | None = None,
 ) -> tuple[LookAhead[str], HostTier]:
     """The look-ahead window and the host tier under the policy that asks it."""
     if recorder is None:
         window = LookAhead[str]()
-        return window, HostTier(blocks, num_slots, make_policy(eviction, window))
+        return window, HostTier(blocks, num_slots, make_policy(eviction, window, held=held), ttl)
+    note = recorder.note
     window = RecordingLookAhead(recorder)
-    return window, RecordingHostTier(blocks, num_slots, make_policy(eviction, window), recorder)
+    policy: EvictionPolicy = make_policy(eviction, window, held=held)
+    if held is not None:
+        held.subscribe(lambda block_id: note("hold", block_id, held.holds(block_id)))
+    return window, RecordingHostTier(blocks, num_slots, policy, recorder, ttl)

@@ -29,6 +29,7 @@ from sglang_hc.transfer.restore import (
     RestoreSink,
 )
 from sglang_hc.transfer.restore_choice import RestoreChoice
+from sglang_hc.transfer.retention import Retention
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.tree.block_tree import BlockNode
@@ -56,6 +57,7 @@ class Tiers:
         read_buffer: ReadBuffer | None = None,
         cost: CostModel | None = None,
         side: Side | None = None,
+        retention: Retention | None = None,
     ) -> None:
         """staging: what restored chunks pass through; None takes the default of the device.
         cost: of this model here; None restores whatever is stored. side: see `RestorePass`."""
@@ -64,6 +66,7 @@ class Tiers:
         self.capture = capture
         self.disk = disk
         self.queue = queue
+        self.retention = retention
         if disk is not None:
             capture.on_ready = disk.spill
             disk.on_staged = filing.bad_slots.discard
@@ -95,12 +98,6 @@ class Tiers:
             if not node.ready:
                 return match.nodes[:index], index * BLOCK_TOKENS
         return match.nodes, match.tokens
-
-    def keeps(self, block_id: bytes) -> bool:
-        """Whether a tier below the device has this block, as far as known."""
-        if block_id in self.host:
-            return True
-        return self.disk is not None and self.disk.holds(block_id)
 
     def used(self, namespace: str | None, tokens: bytes) -> None:
         """A request over packed `tokens` is over: its path was used, wherever it came from."""
@@ -186,6 +183,8 @@ class Tiers:
             self.disk.poll()
         if self.read_buffer is not None:
             self.read_buffer.poll()
+        if self.retention is not None:
+            self.retention.upkeep()
         while self._releasing and self._releasing[0][0].done():
             _, restorations = self._releasing.popleft()
             for restoration in restorations:
@@ -231,6 +230,7 @@ class Tiers:
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
             **self._filing.levels(),
+            **(self.retention.levels() if self.retention is not None else {}),
             **(self.disk.levels() if self.disk is not None else {}),
         }
 
@@ -238,9 +238,11 @@ class Tiers:
         """Numbers that only grow; one that never counted is absent."""
         disk = self.disk.counts() if self.disk is not None else Counter[str]()
         early = self.read_buffer.counters if self.read_buffer is not None else Counter[str]()
-        io = self._filing.counts()
-        total = self.counters + self.capture.counters + io + disk + early
-        return {"evicted_blocks": self.host.evicted_blocks, **total}
+        total = self.counters + self.capture.counters + self._filing.counts() + disk + early
+        if self.retention is not None:
+            total += self.retention.counters
+        total["expired_blocks"] += self.host.expired_blocks
+        return {"evicted_blocks": self.host.evicted_blocks, **+total}
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""

@@ -137,6 +137,9 @@ class TraceWriter:
     def _unpin(self, at: float, slots: list[int]) -> None:
         self._line({"op": "unpin", "slots": slots})
 
+    def _hold(self, at: float, identity: bytes, on: bool) -> None:
+        self._line({"op": "hold", "block": self._numbers_of([identity])[0], "on": on})
+
     def _evict(self, at: float, count: int, gone: list[int], spared: list[int]) -> None:
         self._line({"op": "evict", "count": count, "gone": gone, "spared": spared})
 

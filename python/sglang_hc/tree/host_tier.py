@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 
 Spare = Callable[[BlockNode], bool]
@@ -40,16 +41,26 @@ class HostTier:
     Not thread-safe: the scheduler thread owns it. Moves no bytes.
     """
 
-    def __init__(self, tree: BlockTree, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        tree: BlockTree,
+        num_slots: int,
+        policy: EvictionPolicy,
+        ttl: TimeToLive[BlockNode] | None = None,
+    ) -> None:
+        """ttl: blocks that nobody used for that long leave in `expire`."""
         if num_slots < 1:
             raise ValueError(f"a host tier needs at least one slot, got {num_slots}")
         self.tree = tree
         self.num_slots = num_slots
         self._policy = policy
+        self._ttl = ttl
+        self._next_expiry = 0.0
         self._free = list(range(num_slots - 1, -1, -1))
         self._staged: set[int] = set()
         self._detached: set[BlockNode] = set()
         self.evicted_blocks = 0
+        self.expired_blocks = 0
 
     @property
     def free_slots(self) -> int:
@@ -93,6 +104,8 @@ class HostTier:
             node = outcome.node
             node.slot, node.created, node.last_access = slot, now, now
             self._policy.insert(node, now)
+            if self._ttl is not None:
+                self._ttl.touch(node, now)
         return outcome
 
     def mark_ready(self, node: BlockNode) -> None:
@@ -104,6 +117,8 @@ class HostTier:
         for node in path:
             node.last_access = now
             node.hits += 1
+            if self._ttl is not None:
+                self._ttl.touch(node, now)
         self._policy.access(path, now)
 
     def pin(self, nodes: Iterable[BlockNode]) -> None:
@@ -136,6 +151,20 @@ class HostTier:
         self.evicted_blocks += freed
         return freed
 
+    def expire(self, now: float, spare: Spare | None = None) -> int:
+        """Drop the blocks whose time to live is over, ends of paths first, none of those in use or
+        that `spare` is true for. Looks at most once a second. Returns how many."""
+        if self._ttl is None or now < self._next_expiry:
+            return 0
+        self._next_expiry = now + min(1.0, self._ttl.ttl / 10)
+        gone = 0
+        for node in reversed(self._ttl.expired(now)):  # a path is used root first
+            if node.is_leaf and not node.pins and not (spare and spare(node)):
+                self.drop(node)
+                gone += 1
+        self.expired_blocks += gone
+        return gone
+
     def drop(self, node: BlockNode) -> None:
         """Take one leaf out of the tree; its slot is free at once, or when its last pin goes."""
         self.tree.remove(node)
@@ -165,6 +194,8 @@ class HostTier:
 
     def _retire(self, node: BlockNode) -> None:
         self._policy.remove(node)
+        if self._ttl is not None:
+            self._ttl.forget(node)
         node.parent = None  # no longer of the tree, whoever still holds it
         node.ready = False
         if node.pins:

@@ -1,0 +1,133 @@
+"""Pins that requests and HTTP clients ask for: the field, its check, the scheduler's answers.
+
+A request names the pin in `custom_params`, which SGLang hands on untouched from /generate and from
+the OpenAI routes (`extra_body` of the openai client):
+
+    {"custom_params": {"hc_pin": {"session": "s1", "ttl_s": 300}}}
+
+What the request leaves behind, prompt and reply, is then pinned when it is over. The HTTP routes
+(`routes.py`) reach the scheduler through SGLang's control request with a free body.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
+
+from sglang_hc.policy.pins import PinLimitError
+from sglang_hc.srt.runner import MODEL_STATE
+from sglang_hc.srt.server_args import config_of
+from sglang_hc.transfer.retention import MAX_PIN_S, Retention
+from sglang_hc.tree.identity import pack_tokens
+
+logger = logging.getLogger(__name__)
+
+FIELD = "hc_pin"
+PREFIX = "hc_pins/"
+"""Of the method names in control requests that are ours."""
+
+MAX_SESSION_CHARS = 256
+
+
+class Wish(NamedTuple):
+    """A pin as it is asked for. session: None names it after the request."""
+
+    session: str | None
+    seconds: float
+
+
+def read_wish(value: object, where: str = FIELD) -> Wish:
+    """A wish from JSON: {"ttl_s": SECONDS, "session": TEXT}. Raises ValueError for users."""
+    if not isinstance(value, dict):
+        raise ValueError(f'{where} must be an object such as {{"session": "s1", "ttl_s": 300}}')
+    unknown = sorted(set(value) - {"session", "ttl_s"})
+    if unknown:
+        raise ValueError(f"{where} knows session and ttl_s, not {unknown[0]!r}")
+    seconds, session = value.get("ttl_s"), value.get("session")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise ValueError(f"{where} needs ttl_s, a number of seconds")
+    if not 0 < seconds <= MAX_PIN_S:
+        raise ValueError(f"{where}: ttl_s must be above 0 and at most {MAX_PIN_S:g}, got {seconds}")
+    if session is not None and not _is_name(session):
+        raise ValueError(f"{where}: session must be text of 1 to {MAX_SESSION_CHARS} characters")
+    return Wish(session, float(seconds))
+
+
+def check_wish(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """BEFORE TokenizerManager._validate_one_request: ValueError becomes HTTP status 400."""
+    value = _field(getattr(obj, "sampling_params", None))
+    if value is not None and config_of(self.server_args) is not None:
+        read_wish(value)
+
+
+def wish_of(req: Any) -> Wish | None:
+    """What a request in the scheduler asked for; it was checked when it came."""
+    custom = req.sampling_params.custom_params
+    value = custom.get(FIELD) if isinstance(custom, dict) else None
+    if value is None:
+        return None
+    try:
+        return read_wish(value)
+    except ValueError as error:
+        logger.warning("sglang-hc: a pin is ignored: %s", error)
+        return None
+
+
+def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqInput) -> Any:
+    """AROUND Scheduler.handle_dumper_control: answer what is ours."""
+    if not recv_req.method.startswith(PREFIX):
+        return original(self, recv_req)
+    state = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
+    tree = None if state is None else state.tree
+    reply = answer(None if tree is None else tree.tiers.retention, recv_req.method, recv_req.body)
+    output = DumperControlReqOutput(success=True, response=[reply])
+    self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+    return None
+
+
+def answer(retention: Retention | None, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one control request: an HTTP `status`, and what the client is shown."""
+    if retention is None:
+        return _error(501, "this server runs without the tiers")
+    namespace, session = body.get("namespace"), body.get("session", "")
+    try:
+        if method == PREFIX + "list":
+            return _listing(retention, namespace)
+        if method == PREFIX + "unpin":
+            if not retention.pins.unpin(namespace, session):
+                return _error(404, f"session {session!r} has no pin in this namespace")
+            return {"status": 200, "session": session}
+        blocks = retention.pin(namespace, session, pack_tokens(body["tokens"]), body["ttl_s"])
+    except PinLimitError as error:
+        return _error(409, str(error))
+    except Exception:
+        logger.exception("sglang-hc: a control request failed")
+        return _error(500, "the request failed; the server's log says why")
+    if not blocks:
+        return _error(404, "no tier has a block of these tokens; pin after a request was served")
+    return {"status": 200, "session": session, "blocks": blocks, "ttl_s": body["ttl_s"]}
+
+
+def _listing(retention: Retention, namespace: str | None) -> dict[str, Any]:
+    pins = [
+        {"session": pin.session, "blocks": pin.blocks, "expires_in_s": round(pin.seconds, 3)}
+        for pin in retention.pinned(namespace)
+    ]
+    pinned, most = retention.pins.pinned_blocks(namespace), retention.pins.max_blocks
+    return {"status": 200, "pins": pins, "blocks": pinned, "max_blocks": most}
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    return {"status": status, "error": {"message": message}}
+
+
+def _field(sampling: object) -> object:
+    custom = sampling.get("custom_params") if isinstance(sampling, dict) else None
+    return custom.get(FIELD) if isinstance(custom, dict) else None
+
+
+def _is_name(session: object) -> bool:
+    return isinstance(session, str) and 0 < len(session) <= MAX_SESSION_CHARS
