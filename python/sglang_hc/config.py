@@ -202,6 +202,11 @@ class HcConfig:
         "scheduler's",
         choices=("process", "thread"),
     )
+    schedule: str = options.text(
+        "off",
+        "ready-first admits requests whose state is in memory before those that wait for it",
+        choices=("off", "ready-first"),
+    )
 
     def __post_init__(self) -> None:
         options.check_values(self)

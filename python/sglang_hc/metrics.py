@@ -53,6 +53,7 @@ COUNTS = {
     "file_failed": "Blocks dropped because filing failed.",
     "prefetches": "Requests that waited for the disk.",
     "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
+    "prefetch_overtaken": "Requests that others overtook too often while they waited for the disk.",
     "prefetch_not_worth": "Reads not begun because recomputing is faster than waiting for them.",
     "io_losses": "Times the I/O process died or was killed because it hung.",
     "io_restarts": "Times the I/O process came back.",

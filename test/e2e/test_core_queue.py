@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 900) for _ in range(190)] for _ in range(TURNS)]
 
 
-def second_turns(directory: str, eviction: str, prefetch: str) -> tuple:
+def second_turns(directory: str, eviction: str, prefetch: str, schedule: str) -> tuple:
     """Twelve conversations, of which the host tier holds two or three, come back at once."""
     core = Core(
         "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--max-total-tokens", str(POOL),
         "--dtype", "float32", "--hc-host-size-gb", "0.005", "--hc-eviction", eviction,
-        "--hc-prefetch", prefetch, "--max-running-requests", "1",
+        "--hc-prefetch", prefetch, "--hc-schedule", schedule, "--max-running-requests", "1",
     )  # fmt: skip
     histories = []
     for prompt in prompts():
@@ -46,12 +47,18 @@ def never_evicted() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("eviction", "prefetch"), [("queue", "queue"), ("lru", "on-arrival"), ("lru", "off")]
+    ("eviction", "prefetch", "schedule"),
+    [
+        ("queue", "queue", "off"),
+        ("queue", "queue", "ready-first"),
+        ("lru", "on-arrival", "off"),
+        ("lru", "off", "off"),
+    ],
 )
 def test_a_queue_of_returning_conversations(
-    models: None, tmp_path: Path, eviction: str, prefetch: str
+    models: None, tmp_path: Path, eviction: str, prefetch: str, schedule: str
 ) -> None:
-    replies, stats = run_in_child(second_turns, str(tmp_path / "d"), eviction, prefetch)
+    replies, stats = run_in_child(second_turns, str(tmp_path / "d"), eviction, prefetch, schedule)
     assert [reply.tokens for reply in replies] == run_in_child(never_evicted)
     served = sum(reply.cached >= 192 for reply in replies)
     if prefetch == "off":
@@ -59,3 +66,32 @@ def test_a_queue_of_returning_conversations(
     else:
         assert served == TURNS
         assert stats["disk_loaded_blocks"] > 0
+
+
+def order_of_service(schedule: str) -> list[str]:
+    """A conversation whose state is in the host tier waits before one that needs nothing."""
+    core = Core(
+        "--hc-forms", "kv", "--max-total-tokens", str(POOL), "--dtype", "float32",
+        "--hc-host-size-gb", "0.1", "--hc-schedule", schedule, "--max-running-requests", "1",
+    )  # fmt: skip
+    old, new = prompts()[:2]
+    reply = core.ask(old, 8).tokens
+    core.settle()
+    core.flood(random.Random(6), 1300)
+    served: list[str] = []
+    finish = core.tree.cache_finished_req
+
+    def finished(req: Any, *args: Any, **kwargs: Any) -> None:
+        served.append(req.rid)
+        finish(req, *args, **kwargs)
+
+    core.tree.cache_finished_req = finished
+    names = {core.submit([*old, *reply, 5], 4): "old", core.submit(new, 4): "new"}
+    core.run()
+    core.settle()
+    return [names[rid] for rid in served]
+
+
+def test_ready_first_serves_what_costs_least_to_restore(models: None) -> None:
+    assert run_in_child(order_of_service, "off") == ["old", "new"]
+    assert run_in_child(order_of_service, "ready-first") == ["new", "old"]

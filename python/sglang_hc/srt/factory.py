@@ -177,7 +177,8 @@ def _tiers(
     disk = DiskTier(below, tier) if below is not None else None
     sizes = (num_slots, disk.capacity if disk is not None else 0)
     told = claims if config.eviction == "queue" else None
-    queue = QueueView(tier, disk, window, sizes, config.prefetch, told)
+    ready_first = config.schedule == "ready-first"
+    queue = QueueView(tier, disk, window, sizes, config.prefetch, told, ready_first=ready_first)
     return Tiers(
         layout,
         tier,

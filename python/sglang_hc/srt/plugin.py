@@ -45,7 +45,7 @@ def activate() -> None:
 
 def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
-    from sglang_hc.srt import cpu_attention, pins, requests, runner, server_args
+    from sglang_hc.srt import cpu_attention, pins, requests, runner, schedule, server_args
 
     args = "sglang.srt.server_args.ServerArgs"
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -62,6 +62,11 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
         (f"{model_runner}.load_model", HookType.AFTER, runner.after_load_model),
         (f"{model_runner}.forward", HookType.AROUND, runner.forward),
+        (
+            "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
+            HookType.AROUND,
+            schedule.calc_priority,
+        ),
         (f"{scheduler}.__init__", HookType.AFTER, runner.link_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),

@@ -58,6 +58,11 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                 from sglang_hc.srt.remote import check_remote
 
                 check_remote(config)
+            if config.schedule == "ready-first" and self.enable_priority_scheduling:
+                raise ConfigError(
+                    "--hc-schedule ready-first and --enable-priority-scheduling both put the "
+                    "waiting queue in order; leave one of them out"
+                )
             self.radix_cache_backend = "hc"
             self.enable_hierarchical_cache = True
             # Has SGLang tell the tree of every queued request; its own back end is not built.

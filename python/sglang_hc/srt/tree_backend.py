@@ -31,6 +31,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.pins import wish_of
+from sglang_hc.transfer.admission import Admission
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
@@ -267,6 +268,17 @@ class HcRadixCache(RadixCache):
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass."""
         return rid not in self._waiting or self._queue.ready(rid, self._waiting_request)
+
+    @property
+    def admission(self) -> Admission:
+        """Who is overtaken, and the order of ready-first."""
+        return self._queue.admission
+
+    def readiness(self, rid: str) -> float | None:
+        """What restoring a waiting request costs; see `QueueView.readiness`."""
+        if rid not in self._waiting:
+            return 0.0
+        return self._queue.readiness(rid, self._waiting_request)
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         disk = self._live.disk

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import Claims
+from sglang_hc.policy.ready_first import ON_THE_WAY
 from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+from sglang_hc.transfer.admission import Admission
 from sglang_hc.transfer.disk_tier import DiskTier, Prefetched
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
 
-MAX_PASSES = 10_000
-"""Scheduling passes a request may be passed over because its prefetch finds no room."""
+MAX_FETCHES = 3
+"""Times that reads are started for a request at its turn: after a failure, or when what had come
+left again before it was admitted."""
+
+HOST_WEIGHT, DISK_WEIGHT = 1.0, 8.0
+"""Restore cost of a token by tier, where ready-first compares requests: a disk is some ten times
+slower than the link. What the device has costs nothing."""
 
 
 class Waiting(NamedTuple):
@@ -47,9 +56,11 @@ class QueueView:
         slots: tuple[int, int],
         prefetch: str,
         claims: Claims | None = None,
+        *,
+        ready_first: bool = False,
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one). claims: told to
-        the disk; None leaves it to evict by age."""
+        the disk; None leaves it to evict by age. ready_first: see `Admission.arrange`."""
         self._host = host
         self._disk = disk
         self.window = window
@@ -57,8 +68,9 @@ class QueueView:
         self._prefetch = prefetch
         self._blocks = RunningMean()
         self._started: set[str] = set()
-        self._asking: set[str] = set()
-        self._passed: Counter[str] = Counter()
+        self._costs: dict[str, float] = {}
+        self._fetches: Counter[str] = Counter()
+        self.admission = Admission(ready_first=ready_first)
         self._changed: set[bytes] = set()
         self._claims = claims
         if disk is not None and claims is not None:
@@ -76,7 +88,8 @@ class QueueView:
         return window_length(self._host_slots, self._blocks.value)
 
     def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
-        """The waiting requests, the next to be served first; once per pass."""
+        """The waiting requests, the next to be served first; once per pass, at its top."""
+        self.admission.passed(queue)
         if not queue and not len(self.window) and not self._changed:
             return
         self.window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
@@ -84,48 +97,79 @@ class QueueView:
         if self._prefetch == "queue":
             for rid in self.window.order[: self.prefetch_window]:
                 self._start(rid, waiting_of)
-        elif self._asking:  # on arrival it was not known what there is
-            for rid in tuple(self._asking):
-                self._start(rid, waiting_of)
 
     def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
         """A request was queued, or queued again."""
+        self.admission.arrived(rid)
         self._started.discard(rid)
+        self._costs.pop(rid, None)
         if self._prefetch == "on-arrival":
             self._start(rid, waiting_of)
 
     def ready(self, rid: str, waiting_of: WaitingOf) -> bool:
-        """Whether the request may be admitted now. Its turn has come: what it needs is started."""
+        """Whether the request may be admitted now. Its turn has come: what it needs is started.
+
+        False for at most MAX_OVERTAKEN passes in which a request asked for after it was admitted.
+        While nobody is, for no longer than MAX_FETCHES fetches and `DiskTier`'s patience with each.
+        """
+        self.admission.asked(rid)
         if self._disk is None or self._prefetch == "off":
+            return True
+        if self.admission.is_due(rid):
+            self._disk.counters["prefetch_overtaken"] += self._disk.fetching(rid)
+            self._disk.cancel(rid)
             return True
         if not self._disk.ready(rid):
             return False
+        if self._fetches[rid] >= MAX_FETCHES:
+            return True
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
         if outcome is Prefetched.NOTHING:
             return True
-        if outcome is Prefetched.ASKING:
-            return False  # not for long; what it finds is read in a pass to come
-        if outcome is Prefetched.NO_ROOM and self._is_head(rid) and not self._disk.reading:
-            return True  # nothing will make room before its turn is over
-        self._passed[rid] += 1
-        if self._passed[rid] <= MAX_PASSES:
-            return False
-        self._disk.cancel(rid)
-        return True
+        self._fetches[rid] += outcome is Prefetched.STARTED
+        # What makes no room for the head now will not before its turn is over.
+        return outcome is Prefetched.NO_ROOM and self._is_head(rid) and not self._disk.reading
+
+    def readiness(self, rid: str, waiting_of: WaitingOf) -> float | None:
+        """What it costs to restore a waiting request, in tokens of the host tier; None while its
+        blocks are on their way. Looked up once, and again when they have come."""
+        if self._disk is not None and self._disk.fetching(rid):
+            self._costs.pop(rid, None)
+            return ON_THE_WAY
+        cost = self._costs.get(rid)
+        if cost is None:
+            cost = self._costs[rid] = self._restore_cost(waiting_of(rid))
+        return cost
 
     def gone(self, rid: str) -> None:
-        """The request left the queue without being admitted, or is over."""
-        self._started.discard(rid)
-        self._asking.discard(rid)
-        del self._passed[rid]
-        self.window.discard(rid)
-        if self._disk is not None:
-            self._disk.cancel(rid)
+        """The request left the queue without being admitted."""
+        self.admission.left(rid)
+        self._forget(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
         self._blocks.add(blocks)
-        self.gone(rid)
+        self._forget(rid)
+
+    def _forget(self, rid: str) -> None:
+        self.admission.forget(rid)
+        self._started.discard(rid)
+        self._costs.pop(rid, None)
+        self._fetches.pop(rid, None)
+        self.window.discard(rid)
+        if self._disk is not None:
+            self._disk.cancel(rid)
+
+    def _restore_cost(self, waiting: Waiting) -> float:
+        match = self._host.tree.match(waiting.namespace, waiting.tokens)
+        known = max(match.tokens, waiting.on_device)
+        cost = HOST_WEIGHT * (known - waiting.on_device)
+        if self._disk is not None:
+            ids = self._host.tree.identities(waiting.namespace, waiting.tokens)
+            beyond = ids[known // BLOCK_TOKENS :]
+            held = sum(1 for _ in takewhile(self._disk.holds, beyond))
+            cost += DISK_WEIGHT * held * BLOCK_TOKENS
+        return cost
 
     def _start(self, rid: str, waiting_of: WaitingOf) -> None:
         if self._disk is None or rid in self._started:
@@ -133,11 +177,7 @@ class QueueView:
         ahead = not self._is_head(rid)
         spare = self._sooner_than(rid)
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=spare, ahead=ahead)
-        if outcome is Prefetched.ASKING:
-            self._asking.add(rid)
-            return
-        self._asking.discard(rid)
-        if outcome is not Prefetched.NO_ROOM:
+        if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
             self._started.add(rid)
 
     def _tell_disk(self) -> None:
