@@ -14,7 +14,7 @@ from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone, Outcome
 from sglang_hc.store.disk import Block
-from sglang_hc.transfer.admission import Admission
+from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import MAX_FETCHES, QueueView, Waiting
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
@@ -85,16 +85,18 @@ class Loop:
     def run(self, fits: int) -> list[str]:
         """One pass that has room for so many requests. Returns whom it admitted, in order."""
         self.disk.poll()
+        if self.queue.admission.ready_first:
+            ticket = self.queue.admission.tickets.__getitem__
+            self.waiting[:ARRANGED] = sorted(self.waiting[:ARRANGED], key=ticket)
         self.queue.look(self.waiting, self.of)
         for rid in self.running:
             self.finish(rid)
         order = list(self.waiting)
         if self.queue.admission.ready_first:
-            order.sort(key=self.queue.admission.ticket)
-            order = self.queue.admission.arrange(
-                order, lambda rid: self.queue.readiness(rid, self.of)
+            head = self.queue.admission.arrange(
+                order[:ARRANGED], lambda rid: self.queue.readiness(rid, self.of)
             )
-            self.waiting = list(order)
+            order = self.waiting = head + order[ARRANGED:]
         asked: list[str] = []
         self.running = []
         for rid in order:

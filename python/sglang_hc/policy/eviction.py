@@ -88,6 +88,9 @@ class EvictionPolicy(ABC, Generic[B]):
     are told apart by `block_id`: one per tier.
     """
 
+    by_need = False
+    """Victims come by need: when one must not make room for a waiting request, no later one may."""
+
     def __init__(self, held: Holds | None = None) -> None:
         """`held`: blocks that must stay for now. They are put aside when they come up, and are
         in the running again when they are let go, so that they cost nothing meanwhile."""
@@ -255,6 +258,8 @@ class QueuePolicy(EvictionPolicy[B]):
     worth of what has left. That is LRU while all blocks are worth the same per byte, and lets a
     block that is dear to restore outlive a cheap one of the same age, but not for ever.
     """
+
+    by_need = True
 
     def __init__(
         self,

@@ -64,8 +64,8 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{model_runner}.forward", HookType.AROUND, runner.forward),
         (
             "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
-            HookType.AROUND,
-            schedule.calc_priority,
+            HookType.AFTER,
+            schedule.arrange,
         ),
         (f"{scheduler}.__init__", HookType.AFTER, runner.link_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),

@@ -31,7 +31,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.pins import wish_of
-from sglang_hc.transfer.admission import Admission
+from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
@@ -245,7 +245,11 @@ class HcRadixCache(RadixCache):
             self.exporter.publish(tiers.levels(), tiers.counts())
         scheduler = self.scheduler()
         if scheduler is not None:
-            waiting = [req.rid for req in scheduler.waiting_queue if req.rid in self._waiting]
+            queue = scheduler.waiting_queue
+            if self.admission.ready_first:  # as it was before ready-first put it in order
+                ticket, last = self.admission.tickets.get, self.admission.arrivals + 1
+                queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
+            waiting = [req.rid for req in queue if req.rid in self._waiting]
             self._queue.look(waiting, self._waiting_request)
             if tiers.read_buffer is not None:
                 tiers.read_buffer.look(waiting, self._waiting_request)
@@ -274,11 +278,11 @@ class HcRadixCache(RadixCache):
         """Who is overtaken, and the order of ready-first."""
         return self._queue.admission
 
-    def readiness(self, rid: str) -> float | None:
-        """What restoring a waiting request costs; see `QueueView.readiness`."""
-        if rid not in self._waiting:
-            return 0.0
-        return self._queue.readiness(rid, self._waiting_request)
+    @property
+    def readiness(self) -> Callable[[str], float | None]:
+        """What restoring a waiting request costs, by its name; see `QueueView.readiness`."""
+        waiting, cost_of, waiting_of = self._waiting, self._queue.readiness, self._waiting_request
+        return lambda rid: cost_of(rid, waiting_of) if rid in waiting else 0.0
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         disk = self._live.disk

@@ -15,7 +15,7 @@ MAX_OVERTAKEN = 64
 """Passes in which others are admitted past a request because its state is on the way, or because
 theirs is there. After that it goes first, with the state it has."""
 
-ARRANGED = 256
+ARRANGED = 128
 """Requests at the head of the queue that ready-first puts in order; those behind stay behind."""
 
 Readiness = Callable[[str], float | None]
@@ -30,9 +30,10 @@ class Admission:
         self._order: AdmissionOrder[str] = AdmissionOrder(bound, ready_first=ready_first)
         self._queue: list[str] = []
         self._left: set[str] = set()
-        self._arranged = False
-        self._tickets: dict[str, int] = {}
-        self._arrivals = 0
+        self._head: set[str] = set()
+        self.arrivals = 0
+        self.tickets: dict[str, int] = {}
+        """Places in the order of arrival of the requests that wait."""
 
     def is_due(self, rid: str) -> bool:
         """The request may not be passed over any more."""
@@ -40,8 +41,8 @@ class Admission:
 
     def arrived(self, rid: str) -> None:
         """A request came to the end of the queue, perhaps not for the first time."""
-        self._arrivals += 1
-        self._tickets[rid] = self._arrivals
+        self.arrivals += 1
+        self.tickets[rid] = self.arrivals
 
     def left(self, rid: str) -> None:
         """A request left the queue without being admitted."""
@@ -51,28 +52,21 @@ class Admission:
     def forget(self, rid: str) -> None:
         """Nothing is to be remembered of this request. Nothing happens if it is unknown."""
         self._order.forget(rid)
-        self._tickets.pop(rid, None)
+        self.tickets.pop(rid, None)
 
     def asked(self, rid: str) -> None:
         """The scheduler comes to this request in its pass."""
-        if not self._arranged:
+        if rid not in self._head:
             self._queue.append(rid)
 
-    def ticket(self, rid: str) -> int:
-        """Place in the order of arrival; requests that were not announced come last."""
-        return self._tickets.get(rid, self._arrivals + 1)
-
-    def arrange(self, queue: Sequence[str], readiness: Readiness) -> list[str]:
-        """`queue`, in the order SGLang would serve it, as ready-first serves it.
-
-        Due requests first, then the ready ones, the cheapest to restore first, then those whose
-        state is on the way, then what is behind the first ARRANGED.
-        """
-        self._queue, self._arranged = list(queue), True
-        head = self._queue[:ARRANGED]
+    def arrange(self, head: Sequence[str], readiness: Readiness) -> list[str]:
+        """The first ARRANGED of the queue, in the order SGLang would serve them, as ready-first
+        does: due requests, then the ready ones, the cheapest to restore first, then those whose
+        state is on the way."""
+        self._queue, self._head = list(head), set(head)
         order = list(self._order.order(head, readiness))
-        ordered = set(order)
-        return order + [r for r in head if r not in ordered] + self._queue[ARRANGED:]
+        chosen = set(order)
+        return order + [rid for rid in head if rid not in chosen]
 
     def passed(self, waiting: Sequence[str]) -> None:
         """A new pass begins, and `waiting` is what the last one left over."""
@@ -81,7 +75,6 @@ class Admission:
             admitted = [r for r in self._queue if r not in still and r not in self._left]
             self._order.admitted(self._queue, admitted)
             for rid in admitted:
-                self._tickets.pop(rid, None)
-        self._queue = []
-        self._arranged = False
+                self.tickets.pop(rid, None)
+            self._queue, self._head = [], set()
         self._left.clear()

@@ -341,26 +341,38 @@ class DiskTier:
 
     def _publish(self, prefetch: _Prefetch) -> None:
         """Make blocks of the reads that are through, in path order; end the run at a failure."""
+        first = prefetch.published
+        if prefetch.over or prefetch.reads[first].done is None:
+            return
+        node = self._end_of(prefetch)
+        created = False
         while not prefetch.over:
             read = prefetch.reads[prefetch.published]
             if read.done is None:
-                return
-            match = self._host.tree.match(prefetch.namespace, prefetch.prefix)
-            whole = match.tokens * TOKEN_BYTES == len(prefetch.prefix)
-            if read.done.outcome is not Outcome.OK or not whole:
+                break
+            if read.done.outcome is not Outcome.OK or node is None:
                 self._give_up(prefetch, read.done)
-                return
-            parent = match.nodes[-1] if match.nodes else self._host.tree.root(prefetch.namespace)
-            outcome = self._host.publish(parent, read.tokens, read.slot, self._clock())
+                break
+            outcome = self._host.publish(node, read.tokens, read.slot, self._clock())
             self._reading.discard(read.identity)
             if outcome.created:
                 self._host.mark_ready(outcome.node)
-                self._host.access(outcome.node.path(), self._clock())
+                created = True
             else:
                 self._host.unstage(read.slot)
-            prefetch.prefix += read.tokens
+            node = outcome.node
             prefetch.published += 1
             self.counters[f"{read.done.tier}_loaded_blocks"] += 1
+        prefetch.prefix += b"".join(r.tokens for r in prefetch.reads[first : prefetch.published])
+        if created and node is not None:
+            self._host.access(node.path(), self._clock())
+
+    def _end_of(self, prefetch: _Prefetch) -> BlockNode | None:
+        """The block, or root, that the next read goes below; None when it has left."""
+        match = self._host.tree.match(prefetch.namespace, prefetch.prefix)
+        if match.tokens * TOKEN_BYTES != len(prefetch.prefix):
+            return None
+        return match.nodes[-1] if match.nodes else self._host.tree.root(prefetch.namespace)
 
     def _give_up(self, prefetch: _Prefetch, done: BlockDone) -> None:
         """Free the slots of the reads that are left; only once all of them are through."""

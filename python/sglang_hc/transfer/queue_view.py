@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -20,6 +20,9 @@ from sglang_hc.transfer.admission import Admission
 from sglang_hc.transfer.disk_tier import DiskTier, Prefetched
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
+
+REFUSALS = 4
+"""Requests per pass whose reads may find no room before the rest is left for another pass."""
 
 MAX_FETCHES = 3
 """Times that reads are started for a request at its turn: after a failure, or when what had come
@@ -94,9 +97,8 @@ class QueueView:
             return
         self.window.update(queue, self.eviction_window, lambda rid: self._needs(waiting_of(rid)))
         self._tell_disk()
-        if self._prefetch == "queue":
-            for rid in self.window.order[: self.prefetch_window]:
-                self._start(rid, waiting_of)
+        if self._prefetch == "queue" and self._disk is not None:
+            self._start_some(waiting_of)
 
     def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
         """A request was queued, or queued again."""
@@ -126,18 +128,19 @@ class QueueView:
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=self._sooner_than(rid))
         if outcome is Prefetched.NOTHING:
             return True
-        self._fetches[rid] += outcome is Prefetched.STARTED
+        if outcome is Prefetched.STARTED:
+            self._fetches[rid] += 1
+            self._costs.pop(rid, None)
         # What makes no room for the head now will not before its turn is over.
         return outcome is Prefetched.NO_ROOM and self._is_head(rid) and not self._disk.reading
 
     def readiness(self, rid: str, waiting_of: WaitingOf) -> float | None:
         """What it costs to restore a waiting request, in tokens of the host tier; None while its
         blocks are on their way. Looked up once, and again when they have come."""
-        if self._disk is not None and self._disk.fetching(rid):
-            self._costs.pop(rid, None)
-            return ON_THE_WAY
         cost = self._costs.get(rid)
         if cost is None:
+            if self._disk is not None and self._disk.fetching(rid):
+                return ON_THE_WAY
             cost = self._costs[rid] = self._restore_cost(waiting_of(rid))
         return cost
 
@@ -171,6 +174,17 @@ class QueueView:
             cost += DISK_WEIGHT * held * BLOCK_TOKENS
         return cost
 
+    def _start_some(self, waiting_of: WaitingOf) -> None:
+        """Start the reads of requests that came into the prefetch window or found no room yet."""
+        refused = 0
+        started = self._started
+        for rid in islice(self.window.order, self.prefetch_window):
+            if rid not in started:
+                self._start(rid, waiting_of)
+                refused += rid not in started
+                if refused == REFUSALS:  # those behind have less right to room
+                    break
+
     def _start(self, rid: str, waiting_of: WaitingOf) -> None:
         if self._disk is None or rid in self._started:
             return
@@ -179,6 +193,8 @@ class QueueView:
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=spare, ahead=ahead)
         if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
             self._started.add(rid)
+        if outcome is Prefetched.STARTED:
+            self._costs.pop(rid, None)
 
     def _tell_disk(self) -> None:
         if self._changed and self._disk is not None and self._claims is not None:

@@ -19,7 +19,13 @@ Spare = Callable[[BlockNode], bool]
 
 
 class EvictionPolicy(Protocol):
-    """Order in which published blocks leave. Told of every change; asked for victims."""
+    """Order in which published blocks leave. Told of every change; asked for victims.
+
+    by_need: `victims` come by need: when one is spared for a waiting request, so is the rest.
+    """
+
+    @property
+    def by_need(self) -> bool: ...
 
     def insert(self, node: BlockNode, now: float) -> None: ...
 
@@ -143,11 +149,16 @@ class HostTier:
         freed = 0
         if count > 0:
             for node in self._policy.victims():
-                if node.is_leaf and not node.pins and not (spare and spare(node)):
-                    self.drop(node)
-                    freed += 1
-                    if freed == count:
+                if not node.is_leaf or node.pins:
+                    continue
+                if spare and spare(node):
+                    if self._policy.by_need:
                         break
+                    continue
+                self.drop(node)
+                freed += 1
+                if freed == count:
+                    break
         self.evicted_blocks += freed
         return freed
 
