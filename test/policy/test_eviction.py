@@ -173,6 +173,17 @@ def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     assert host.leave_all() == ["xy", "x"]
 
 
+@pytest.mark.parametrize(("name", "freed"), [("lru", 1), ("fifo", 1), ("lfu", 1), ("queue", 0)])
+def test_a_spared_block_ends_the_search_only_where_all_after_it_are_spared_too(name, freed):
+    host = Host(name)
+    for path in "abc":
+        host.store(path)
+    host.wait_for("c", "b", "a")
+    oldest = host.named["a"]  # and needed last
+    assert host.tier.evict(1, host.now, lambda node: node is oldest) == freed
+    assert host.tier.evict(1, host.now) == 1
+
+
 def test_an_unknown_policy_names_those_there_are():
     with pytest.raises(ValueError, match="queue, lru, fifo, lfu"):
         make_policy("arc", LookAhead())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -38,21 +39,21 @@ class World:
     def tokens(self, conversation: int, blocks: int) -> bytes:
         return pack_tokens([conversation] * 64 * blocks)
 
-    def keep(self, conversation: int, blocks: int) -> None:
+    def keep(self, conversation: int, blocks: int, namespace: str | None = None) -> None:
         """A turn ends: its missing blocks come in, by evicting what must leave."""
         tokens = self.tokens(conversation, blocks)
         for end in range(256, len(tokens) + 1, 256):
-            match = self.host.tree.match(None, tokens[:end])
+            match = self.host.tree.match(namespace, tokens[:end])
             self.host.pin(match.nodes)
             if match.tokens * 4 < end:
                 slot = self.host.stage(self.now)
                 assert slot is not None, "pins have filled the tier"
-                parent = match.full_parent or self.host.tree.root(None)
+                parent = match.full_parent or self.host.tree.root(namespace)
                 self.host.mark_ready(
                     self.host.publish(parent, tokens[end - 256 : end], slot, self.now).node
                 )
             self.host.unpin(match.nodes)
-        self.host.access(self.host.tree.match(None, tokens).nodes, self.now)
+        self.host.access(self.host.tree.match(namespace, tokens).nodes, self.now)
 
     def blocks(self, conversation: int) -> int:
         return len(self.host.tree.match(None, self.tokens(conversation, 9)).nodes)
@@ -97,6 +98,19 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
             assert world.blocks(pinned) >= count, "a pinned block has left"
         world.host.check_integrity()
         world.retention.pins.check_integrity()
+
+
+@pytest.mark.parametrize(("tenants", "share"), [(1, 0.25), (5, 0.5)])
+def test_pins_never_fill_the_tier(tenants: int, share: float) -> None:
+    world = World("lru")
+    for conversation in range(10):
+        tenant = f"tenant {conversation % tenants}"
+        world.keep(conversation, 4, tenant)
+        with contextlib.suppress(PinLimitError):
+            tokens = world.tokens(conversation, 4)
+            world.retention.pin(tenant, str(conversation), tokens, 10)
+    assert world.retention.pins.total_blocks == share * SLOTS
+    world.keep(99, 4)
 
 
 def test_nothing_of_the_tokens_is_there() -> None:
