@@ -71,6 +71,7 @@ class QueueView:
         self._prefetch = prefetch
         self._blocks = RunningMean()
         self._started: set[str] = set()
+        self._asking: set[str] = set()
         self._costs: dict[str, float] = {}
         self._fetches: Counter[str] = Counter()
         self.admission = Admission(ready_first=ready_first)
@@ -99,6 +100,9 @@ class QueueView:
         self._tell_disk()
         if self._prefetch == "queue" and self._disk is not None:
             self._start_some(waiting_of)
+        elif self._asking:  # on arrival it was not known what there is
+            for rid in tuple(self._asking):
+                self._start(rid, waiting_of)
 
     def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
         """A request was queued, or queued again."""
@@ -157,6 +161,7 @@ class QueueView:
     def _forget(self, rid: str) -> None:
         self.admission.forget(rid)
         self._started.discard(rid)
+        self._asking.discard(rid)
         self._costs.pop(rid, None)
         self._fetches.pop(rid, None)
         self.window.discard(rid)
@@ -191,7 +196,11 @@ class QueueView:
         ahead = not self._is_head(rid)
         spare = self._sooner_than(rid)
         outcome = self._disk.prefetch(rid, *waiting_of(rid), spare=spare, ahead=ahead)
-        if outcome not in (Prefetched.NO_ROOM, Prefetched.ASKING):
+        if outcome is Prefetched.ASKING:
+            self._asking.add(rid)
+            return
+        self._asking.discard(rid)
+        if outcome is not Prefetched.NO_ROOM:
             self._started.add(rid)
         if outcome is Prefetched.STARTED:
             self._costs.pop(rid, None)
