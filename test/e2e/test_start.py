@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.core import MODELS, run_in_child
+from support.profiles import FREE_LOADING
 
 MODEL = ("--model-path", str(MODELS / "llama-mha"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,8 @@ if __name__ == "__main__":
 def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(ENGINE.format(model=str(MODELS / "llama-mha")))
-    env = {**os.environ, "SGLANG_HC_CONFIG": '{"forms": "hidden", "host_size_gb": 0.2}'}
+    options = {"forms": "hidden", "host_size_gb": 0.2, "profile": str(FREE_LOADING)}
+    env = {**os.environ, "SGLANG_HC_CONFIG": json.dumps(options)}
     env["PYTHONPATH"] = str(ROOT / "python")
     done = subprocess.run(
         [sys.executable, str(script)],
