@@ -341,6 +341,24 @@ def test_back_off_grows_while_it_cannot_start(
     check_read(io, blocks)
 
 
+def test_a_process_that_cannot_be_started_is_tried_again(
+    io: Io, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = io_supervisor.IoLink
+    attempts = []
+
+    def fails_once(*args: object) -> io_supervisor.IoLink:
+        attempts.append(args)
+        if len(attempts) == 1:
+            raise OSError("no memory")
+        return real(*args)
+
+    monkeypatch.setattr(io_supervisor, "IoLink", fails_once)
+    os.kill(pid_of(io), signal.SIGKILL)
+    until(lambda: io.executor.counts()["io_restarts"] == 1, io)
+    assert "cannot be started: no memory" in caplog.text and len(attempts) == 2
+
+
 ORPHAN = """
 import os, sys
 sys.path.insert(0, {here!r})

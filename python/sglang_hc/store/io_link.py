@@ -17,7 +17,8 @@ from sglang_hc.store import io_messages as wire
 
 
 class IoLink:
-    """A running I/O process. No method waits. Belongs to one thread."""
+    """A running I/O process. Starting it takes some ms; no method waits. Used by one thread at a
+    time."""
 
     def __init__(self, setup: wire.Setup, descriptor: int) -> None:
         """Start it. Raises OSError."""
@@ -27,15 +28,20 @@ class IoLink:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
-        self._socket.bind(endpoint)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sglang_hc.store.io_process", endpoint,
-             str(descriptor), str(os.getpid())],
-            stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(), bufsize=0,
-        )  # fmt: skip
+        try:
+            self._socket.bind(endpoint)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang_hc.store.io_process", endpoint,
+                 str(descriptor), str(os.getpid())],
+                stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(), bufsize=0,
+            )  # fmt: skip
+        except BaseException:
+            self._give_back()
+            raise
         payload = wire.encode(setup)
         assert self._process.stdin is not None
-        self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+        with suppress(BrokenPipeError):  # it ended already; `exit_code` says so
+            self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
 
     @property
     def pid(self) -> int:
@@ -71,10 +77,13 @@ class IoLink:
 
     def close(self) -> None:
         """Give back what belongs to a process that has ended."""
-        self._socket.close()
-        self._context.term()
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._socket.close()
+        self._context.term()
         self.connected()
 
 

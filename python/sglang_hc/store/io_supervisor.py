@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
@@ -78,6 +80,7 @@ class IoSupervisor:
         self.capacity = 0
         self.counters: Counter[str] = Counter()
         self._link: IoLink | None = None
+        self._coming: Future[IoLink] | None = None
         self._since = 0.0
         self._up_since = float("inf")
         self._heard = 0.0
@@ -122,6 +125,10 @@ class IoSupervisor:
             if not self._closing and self._clock() >= self._since + self._backoff:
                 self._start_again()
             return
+        if self._coming is not None:
+            if self._coming.done():
+                self._meet()
+            return
         assert self._link is not None
         if self.state is not State.ENDING:
             self._receive()
@@ -134,6 +141,8 @@ class IoSupervisor:
         if self._closing:
             return
         self._closing = True
+        if self._coming is not None:
+            self._meet()
         if self.state is State.UP:
             self.send(wire.Close())
         elif self._link is not None:
@@ -210,6 +219,8 @@ class IoSupervisor:
     def _end(self, reason: str) -> None:
         """Kill it; what it had is given up once it is reaped."""
         assert self._link is not None
+        if self.state is State.UP:
+            logger.error("sglang-hc: ending the I/O process %d: %s", self._link.pid, reason)
         self._reason = reason
         self._link.kill()
         self.state = State.ENDING
@@ -244,8 +255,22 @@ class IoSupervisor:
         now = self._clock()
         self.state, self._since, self._heard = State.STARTING, now, now
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+        self._coming = Future()
+        threading.Thread(target=self._spawn, args=(self._coming,), name="hc-spawn").start()
+
+    def _spawn(self, coming: Future[IoLink]) -> None:
+        """On a thread of its own: it takes longer than a scheduling pass should."""
         try:
-            self._link = IoLink(self._setup, self._descriptor)
-        except OSError as error:
+            coming.set_result(IoLink(self._setup, self._descriptor))
+        except Exception as error:
+            coming.set_exception(error)
+
+    def _meet(self) -> None:
+        """Take over the process that was started."""
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        try:
+            self._link = coming.result()
+        except Exception as error:
             self.state = State.DOWN
             logger.error("sglang-hc: the I/O process cannot be started: %s", error)
