@@ -49,7 +49,8 @@ def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[i
     sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": tokens, "sampling_params": sampling}
     reply = json.loads(post(server, "/generate", body))
-    return reply["output_ids"], reply["meta_info"]["cached_tokens_details"].get("storage", 0)
+    details = reply["meta_info"]["cached_tokens_details"] or {}
+    return reply["output_ids"], details.get("storage", 0)
 
 
 def numbers(server: ServerProcess) -> dict[str, Any]:
