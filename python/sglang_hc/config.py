@@ -50,6 +50,12 @@ def check_forms(text: str) -> None:
         raise ConfigError(str(error)) from None
 
 
+def check_scrub(pace: float) -> None:
+    """Raise ConfigError unless `pace` is a number of MB per second, 0 for none."""
+    if not 0 <= pace < float("inf"):
+        raise ConfigError(f"must be 0 or more MB per second, got {pace:g}")
+
+
 def check_disk(text: str) -> None:
     """Raise ConfigError unless `text` reads as DIR or DIR:SIZE_GB."""
     from sglang_hc.store.disk import DirectoryError, DirectorySpec
@@ -206,6 +212,13 @@ class HcConfig:
         "off",
         "ready-first admits requests whose state is in memory before those that wait for it",
         choices=("off", "ready-first"),
+    )
+
+    scrub_mb_s: float = options.number(
+        16.0,
+        "how much of what is on disk is read and verified in the background; 0 for nothing",
+        metavar="MB_PER_S",
+        check=check_scrub,
     )
 
     def __post_init__(self) -> None:

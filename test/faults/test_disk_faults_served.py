@@ -52,15 +52,17 @@ def undisturbed() -> dict[str, tuple[list[int], list[int]]]:
 
 def meet_faults(folder: str) -> dict[str, tuple]:
     """Per fault: both replies, the reply afterwards, and what was counted."""
-    from sglang_hc.store import open_io
+    from sglang_hc.store.disk import DiskStore
     from sglang_hc.transfer import disk_tier
 
     faults = Faults()
-    opened = open_io.DiskStore.open
-    open_io.DiskStore.open = lambda *args: opened(
-        *args, backend=FaultyBackend(faults), scrub_bytes_per_s=0
+    opened = DiskStore.open
+    DiskStore.open = lambda *args, **options: opened(
+        *args, backend=FaultyBackend(faults), **options
     )
-    core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
+    core = Core(
+        "--hc-scrub-mb-s", "0", "--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS
+    )
     well = vars(Faults()).copy()
 
     def forget(then: Callable[[], None] = lambda: None) -> None:

@@ -34,7 +34,7 @@ MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 2)
 
 def disk_spec(*folders: Path) -> DiskSpec:
     specs = tuple(DirectorySpec(str(folder), SMALL) for folder in folders)
-    return DiskSpec(specs, FINGERPRINT, "tiny")
+    return DiskSpec(specs, FINGERPRINT, "tiny", 0)
 
 
 @pytest.fixture(autouse=True)

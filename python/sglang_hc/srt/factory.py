@@ -249,7 +249,8 @@ def _open_io(
     if config.disk:
         directories = tuple(DirectorySpec.parse(text) for text in config.disk)
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        disk = DiskSpec(directories, fingerprint, label, config.ttl or None)
+        scrub = int(config.scrub_mb_s * 1e6)
+        disk = DiskSpec(directories, fingerprint, label, scrub, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:

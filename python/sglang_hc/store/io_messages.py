@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sglang_hc.forms import BlockLayout
 from sglang_hc.store.block_io import Outcome
-from sglang_hc.store.disk import Block, DirectorySpec
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.executor import CopyRows, FileRows, Operation, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
 
@@ -25,12 +26,24 @@ IDS_PER_MESSAGE = 4096
 
 @dataclass(frozen=True)
 class DiskSpec:
-    """The disk tier of one model. fingerprint, label, ttl_s: see DiskStore.open."""
+    """The disk tier of one model. The fields are those of DiskStore.open."""
 
     directories: tuple[DirectorySpec, ...]
     fingerprint: bytes
     label: str
+    scrub_bytes_per_s: int
     ttl_s: float | None = None
+
+    def open(self, layout: BlockLayout) -> DiskStore:
+        """Raises DirectoryError with a message for users."""
+        return DiskStore.open(
+            self.directories,
+            layout.chunks(),
+            self.fingerprint,
+            self.label,
+            ttl_s=self.ttl_s,
+            scrub_bytes_per_s=self.scrub_bytes_per_s,
+        )
 
 
 class _Message(msgspec.Struct, array_like=True):

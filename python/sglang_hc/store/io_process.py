@@ -52,7 +52,7 @@ class Worker:
         self._store: DiskStore | None = None
         capacity = 0
         if setup.disk is not None:
-            self._store = _open(setup)
+            self._store = setup.disk.open(setup.memory.layout)
             self._disk = DiskThreads(self._store, memory.pool, self._notify)
             capacity = self._disk.capacity
         if self._store is not None:
@@ -130,17 +130,6 @@ class Worker:
 
     def _notify(self) -> None:
         os.eventfd_write(self.wake, 1)
-
-
-def _open(setup: wire.Setup) -> DiskStore:
-    assert setup.disk is not None
-    return DiskStore.open(
-        setup.disk.directories,
-        setup.memory.layout.chunks(),
-        setup.disk.fingerprint,
-        setup.disk.label,
-        ttl_s=setup.disk.ttl_s,
-    )
 
 
 def serve(endpoint: str, descriptor: int, parent: int) -> None:

@@ -6,7 +6,6 @@ import os
 from typing import NamedTuple
 
 from sglang_hc.store.block_io import BlockIo, DiskThreads
-from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.executor import Executor, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file
 from sglang_hc.store.io_clients import ProcessBlocks, ProcessExecutor
@@ -34,14 +33,7 @@ def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     memory = HostMemory(spec)
     blocks = None
     if disk is not None:
-        store = DiskStore.open(
-            disk.directories,
-            spec.layout.chunks(),
-            disk.fingerprint,
-            disk.label,
-            ttl_s=disk.ttl_s,
-        )
-        blocks = DiskThreads(store, memory.pool)
+        blocks = DiskThreads(disk.open(spec.layout), memory.pool)
     return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks)
 
 

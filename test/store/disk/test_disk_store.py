@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import stat
 import sys
@@ -430,6 +431,19 @@ def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
     assert store.drain_removed() == [blocks[1].block_id]
     assert store.stats().directories[0].quarantined == 1
     store.check_integrity()
+    store.close()
+
+
+def test_scrub_keeps_its_pace_and_stops_when_everything_is_damaged(tmp_path: Path) -> None:
+    """One round over a lost slab removed all its blocks before the store could be closed."""
+    store = open_store(tmp_path, scrub_bytes_per_s=8192)
+    put(store, make_path(12))
+    for slab in tmp_path.rglob("slab-*"):
+        os.truncate(slab, 4096)
+    store.maintenance.tick()
+    assert store.stats().counters["scrub_damaged"] == 2, "two pages' worth"
+    store.maintenance.stop()
+    assert store.maintenance._scrubber.step(1 << 30, store.maintenance._stop) == 0
     store.close()
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Generator, Iterator
 
+from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.blockset import BlockSet
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
@@ -25,10 +26,11 @@ class Scrubber:
         self._blocks = blocks
         self._work = self._rounds()
 
-    def step(self, budget: int) -> int:
-        """Verify until `budget` bytes are read or a round ends. Returns the bytes read."""
+    def step(self, budget: int, stop: threading.Event) -> int:
+        """Verify until `budget` bytes are read, a round ends or `stop` is set. Returns the bytes
+        read; a block that is damaged counts for one page at least."""
         done = 0
-        while done < budget:
+        while done < budget and not stop.is_set():
             read = next(self._work)
             if not read:
                 break
@@ -82,6 +84,7 @@ class Scrubber:
             self._blocks.counters.add("scrub_damaged")
             if self._remove(fingerprint, row.block_id):
                 directory.slabs.quarantine(slot)
+            yield CHUNK_ALIGN
         finally:
             directory.slabs.unlease([slot])
 
@@ -149,4 +152,4 @@ class Maintenance:
         self._evictor.trim()
         self._evictor.prepare()
         if self._pace and not self._stop.is_set():
-            self._scrubber.step(int(self._pace * TICK_S))
+            self._scrubber.step(int(self._pace * TICK_S), self._stop)
