@@ -97,6 +97,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
+        core.tree.tiers.disk._io._store._blocks.breaker.succeeded()  # its pause is over
         disk_tier.PATIENCE = 5.0
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply
