@@ -316,10 +316,16 @@ class Capture:
         return fitting
 
     def _when_filed(self, slot: int, node: BlockNode) -> None:
-        """Serve the block once everything submitted so far, its rows included, is in place."""
+        """Serve the block once everything submitted so far, its rows included, is in place.
+
+        Until then it is pinned: a slot that rows are on their way to must get no new owner. Another
+        filing would come after them, but a read from disk would not.
+        """
         filed = self._filing.last()
+        self._tier.pin([node])
 
         def settle() -> None:
+            self._tier.unpin([node])
             if node.parent is None or node.slot != slot:  # left the tier meanwhile
                 return
             if slot in self._filing.bad_slots:
