@@ -254,10 +254,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for (_, number), ids in tokens.items()
         for a, b in zip(ids, tokens[first, number], strict=True)
     )
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    command = shlex.join(["python", "benchmark/queue/run.py", *sys.argv[1:]])
+    here = machine.describe()
+    about = {
+        "columns": ["date", "machine", "load", "command"],
+        "rows": [[created[:10], machine.one_line(here), round(here["load_average"], 1), command]],
+    }
     return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["python", "benchmark/queue/run.py", *sys.argv[1:]]),
-        "machine": machine.describe(),
+        "created": created,
+        "command": command,
+        "machine": here,
         "settings": {
             "talks": args.talks,
             "rounds": args.rounds,
@@ -274,7 +281,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "rounds": runs,
         "replays": replays,
         "replies": {"equal_to_first_arm": equal, "of": sum(map(len, tokens.values()))},
-        "tables": tables(runs, replays),
+        "tables": {"about": about, **tables(runs, replays)},
     }
 
 
