@@ -64,7 +64,7 @@ def test_a_queue_of_returning_conversations(
     if prefetch == "off":
         assert stats.get("disk_loaded_blocks", 0) == 0
     else:
-        assert served == TURNS
+        assert served == TURNS, stats
         assert stats["disk_loaded_blocks"] > 0
 
 
