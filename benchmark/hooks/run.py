@@ -283,7 +283,7 @@ class InstantDisk:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids)
 
-    def asking(self, block_ids: Sequence[bytes]) -> bool:
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
 
     def wants(self, block_id: bytes) -> bool:

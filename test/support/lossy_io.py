@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from sglang_hc.store.block_io import BlockDone, Outcome
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
+from support.no_blocks import NoBlocks
 
 GARBAGE = 0xEE
 
@@ -24,15 +25,12 @@ class _Move:
     write: bool
 
 
-class LossyIo:
+class LossyIo(NoBlocks):
     """BlockIo in memory. `step` performs the oldest operation; a read that does not end well leaves
     garbage in its slot. `lose` is the death of the process behind it, `back` its return.
 
     Every eighth poll does a step too, so that waiting for it ends.
     """
-
-    name = "disk"
-    capacity = 0
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -75,9 +73,6 @@ class LossyIo:
         known = itertools.takewhile(lambda name: self.up and name in self.blocks, block_ids)
         return sum(1 for _ in known)
 
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
-
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self.blocks
 
@@ -99,20 +94,5 @@ class LossyIo:
         done, self._done = self._done, []
         return done
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        return None
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        return None
-
     def clear(self) -> None:
         self.blocks.clear()
-
-    def levels(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
-
-    def close(self) -> None:
-        return None

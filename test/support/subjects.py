@@ -7,8 +7,7 @@ scheduler, or the simulator's engine, would make.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -24,6 +23,7 @@ from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+from support.no_blocks import NoBlocks
 
 DISK_BLOCKS = 1000
 
@@ -68,7 +68,7 @@ class Subject(Protocol):
     def on_disk(self) -> set[str]: ...
 
 
-class MemoryDisk:
+class MemoryDisk(NoBlocks):
     """BlockIo: writes are done at once, reads when told."""
 
     capacity = DISK_BLOCKS
@@ -85,9 +85,6 @@ class MemoryDisk:
             if identity not in self.words:
                 return index
         return len(block_ids)
-
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
 
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self.words
@@ -113,23 +110,8 @@ class MemoryDisk:
         done, self._done = self._done, []
         return done
 
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        return None
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        return None
-
     def clear(self) -> None:
         self.words.clear()
-
-    def levels(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
-
-    def close(self) -> None:
-        return None
 
 
 class ServerSubject:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import Claims, SessionPins
 from sglang_hc.policy.windows import LookAhead
-from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+from support.no_blocks import NoBlocks
 
 PINS = SessionPins(0, 0, 1.0)
 
 
-class Below:
+class Below(NoBlocks):
     """BlockIo that only remembers what it is told."""
 
     capacity = 100
@@ -28,42 +26,9 @@ class Below:
         self.uses: dict[bytes, float | None] = {}
         self.told = 0
 
-    def contains(self, block_ids: Sequence[bytes]) -> int:
-        return 0
-
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
-
-    def wants(self, block_id: bytes) -> bool:
-        return True
-
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        return None
-
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        raise AssertionError("nothing is here")
-
-    def poll(self) -> list[BlockDone]:
-        return []
-
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        return None
-
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         self.uses |= uses
         self.told += 1
-
-    def clear(self) -> None:
-        return None
-
-    def levels(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
-
-    def close(self) -> None:
-        return None
 
 
 def view(*, tell_disk: bool = True) -> tuple[QueueView, Below]:
