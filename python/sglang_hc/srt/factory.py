@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_hc import __version__
 from sglang_hc.config import GIB, ConfigError, HcConfig, host_bytes, read_buffer_bytes
-from sglang_hc.forms import BlockLayout, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.pins import Claims, TimeToLive
 from sglang_hc.srt import plugin
 from sglang_hc.srt.eviction import DeviceOrder
@@ -169,7 +169,7 @@ def _tiers(
         state.plan,
         num_slots * layout.slot_bytes / GIB,
         num_slots,
-        num_slots * 64,
+        num_slots * BLOCK_TOKENS,
     )
     below = io.blocks
     if config.remote is not None:

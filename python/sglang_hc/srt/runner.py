@@ -49,12 +49,11 @@ def after_load_model(result: Any, self: Any) -> None:
     config = config_of(self.server_args)
     if config is None or self.is_draft_worker:
         return
-    hf_layers = self.model_config.num_hidden_layers
     family = adapters.family_of(self.model)
     layers = adapters.layer_modules(self.model, family) if family else None
     reason = hidden_excluded(self, layers)
     cost = profile.cost_model(self, config, layers, reason is None)
-    plan = _plan(self, config, cost, hf_layers, layers, reason)
+    plan = _plan(self, config, cost, layers, reason)
     state = ModelState(plan, cost, layers if plan.hidden else None)
     setattr(self, MODEL_STATE, state)
     if plan.hidden:
@@ -121,7 +120,6 @@ def _plan(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    num_layers: int,
     layers: list[adapters.LayerAdapter] | None,
     reason: str | None,
 ) -> LayerPlan:
@@ -130,10 +128,10 @@ def _plan(
     reason: why hidden states cannot be used; None when they can.
     """
     if config.forms == "auto":
-        plan, why = _auto(runner, config, cost, num_layers, layers, reason)
+        plan, why = _auto(runner, config, cost, layers, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return plan
-    plan = explicit_plan(config.forms, num_layers)
+    plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
     if plan.hidden and reason is not None:
         logger.warning(
             "sglang-hc: --hc-forms %s is served without hidden: %s", config.forms, reason
@@ -146,11 +144,11 @@ def _auto(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    num_layers: int,
     layers: list[adapters.LayerAdapter] | None,
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
+    num_layers = runner.model_config.num_hidden_layers
     kv = LayerPlan(0, 0, num_layers)
     if cost is None:
         if layers is None or reason is not None:
