@@ -81,7 +81,7 @@ def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_
         assert "remote_loaded_blocks" not in stats
 
 
-def turn_with_other_weights(directory: str, model: str, history: list[int]) -> tuple:
+def turn_with_model(directory: str, model: str, history: list[int]) -> tuple:
     core = server("kv", directory, model=model)
     reply = core.ask(history, 24)
     core.settle()
@@ -103,9 +103,20 @@ def test_other_weights_under_the_same_path_find_nothing(models: None, tmp_path: 
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
     save_file(tensors, file, {"format": "pt"})
     history = [*PROMPT, *first, *FOLLOW]
-    reply, stats = run_in_child(turn_with_other_weights, str(tmp_path), str(model), history)
+    reply, stats = run_in_child(turn_with_model, str(tmp_path), str(model), history)
     assert reply.cached == 0
     assert "remote_loaded_blocks" not in stats
+
+
+def test_the_same_checkpoint_in_another_place_is_found(models: None, tmp_path: Path) -> None:
+    """Hosts mount a checkpoint where they like."""
+    model = tmp_path / "elsewhere"
+    shutil.copytree(MODELS / "llama-mha", model)
+    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
+    history = [*PROMPT, *first, *FOLLOW]
+    reply, stats = run_in_child(turn_with_model, str(tmp_path), str(model), history)
+    assert reply.storage == 256
+    assert stats["remote_loaded_blocks"] == 4
 
 
 def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> None:

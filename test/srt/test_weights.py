@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from sglang_hc.srt.weights import SAMPLES, weights_digest
+from sglang_hc.srt.weights import SAMPLES, model_identity, weights_digest
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -39,7 +41,11 @@ def rename(m: torch.nn.Module) -> None:
     m[0].bias = None
 
 
-@pytest.mark.parametrize("change", [flip_one, swap_two, reshape, rename])
+def add_buffer(m: torch.nn.Module) -> None:
+    m[0].register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [flip_one, swap_two, reshape, rename, add_buffer])
 def test_any_change_shows(change: Callable[[torch.nn.Module], None]) -> None:
     changed = model()
     change(changed)
@@ -64,3 +70,25 @@ def test_an_empty_parameter_is_no_trouble() -> None:
     empty = model()
     empty.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
     assert weights_digest(empty) != weights_digest(model())
+
+
+def runner(path: str = "/a/model", rope_theta: float = 1e4, **flags: str) -> SimpleNamespace:
+    args = {"quantization": None, "quantization_param_path": None, "kv_cache_dtype": "auto"}
+    config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
+    config._name_or_path = path
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**{**args, "attention_backend": "torch_native", **flags}),
+        model_config=SimpleNamespace(hf_config=config),
+        model=model(),
+    )
+
+
+def test_a_model_is_the_same_wherever_it_lies() -> None:
+    assert model_identity(runner("/a/model")) == model_identity(runner("/b/model"))
+
+
+@pytest.mark.parametrize(
+    "other", [{"rope_theta": 5e5}, {"kv_cache_dtype": "fp8_e5m2"}, {"attention_backend": "triton"}]
+)
+def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
+    assert model_identity(runner(**other)) != model_identity(runner())

@@ -6,7 +6,6 @@ import logging
 import time
 from typing import Any
 
-from sglang_hc import __version__
 from sglang_hc.config import GIB, ConfigError, HcConfig, host_bytes, read_buffer_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.pins import Claims, TimeToLive
@@ -25,7 +24,7 @@ from sglang_hc.srt.remote import with_remote
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.srt.weights import weights_digest
+from sglang_hc.srt.weights import model_identity
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.host_pool import HostPool
@@ -144,7 +143,7 @@ def _tiers(
             f"--hc-host-size-gb {size / GIB:.3g} holds no block; one block of this model takes "
             f"{layout.slot_bytes / GIB:.3g} GiB"
         )
-    fingerprint = layout.fingerprint(*_model_identity(runner))
+    fingerprint = layout.fingerprint(*model_identity(runner))
     recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
     pins = pins_for(num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
@@ -261,21 +260,3 @@ def _open_io(
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
     return io
-
-
-def _model_identity(runner: Any) -> list[str]:
-    """What else a state depends on: the weights, how they are used, this package's version."""
-    args, model = runner.server_args, runner.model_config
-    config = model.hf_config.to_json_string(use_diff=False)
-    return [
-        __version__,
-        str(args.model_path),
-        str(args.revision),
-        str(args.load_format),
-        str(args.quantization),
-        str(args.json_model_override_args),
-        str(args.attention_backend),
-        str(args.kv_cache_dtype),
-        config,
-        weights_digest(runner.model),
-    ]

@@ -1,17 +1,45 @@
-"""What the weights are, in 16 bytes: a path does not say, neither on another host nor next week."""
+"""Which model made a state. A path does not say, neither on another host nor next week."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import Any
 
 import torch
 
+from sglang_hc import __version__
+
 SAMPLES = 1024
-"""Elements of each parameter that enter the digest with their places."""
+"""Elements of each tensor that enter the digest with their places."""
+
+
+def model_identity(runner: Any) -> list[str]:
+    """What a state depends on beside its tokens and its layout: the weights as they were loaded,
+    how they are used, and this package's version. Where the checkpoint lies is not part of it."""
+    args = runner.server_args
+    config = json.loads(runner.model_config.hf_config.to_json_string(use_diff=False))
+    return [
+        __version__,
+        json.dumps(_without_paths(config), sort_keys=True),
+        str(args.quantization),
+        str(args.quantization_param_path),  # scales of an 8-bit KV cache are no tensors of a model
+        str(args.attention_backend),
+        str(args.kv_cache_dtype),
+        weights_digest(runner.model),
+    ]
+
+
+def _without_paths(config: Any) -> Any:
+    """A model's configuration, or a part of it, without the places it was read from."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_paths(part) for key, part in config.items() if key != "_name_or_path"}
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest over every parameter: name, shape, dtype, the sum of its words, and SAMPLES of them.
+    """Digest over every parameter and every buffer that a checkpoint may hold: name, shape, dtype,
+    the sum of its words, and SAMPLES of them.
 
     The sum sees a change of any single element, the samples see elements that changed places. Reads
     each weight once, where it lies; no defence against somebody who forges weights.
@@ -19,9 +47,9 @@ def weights_digest(model: torch.nn.Module) -> str:
     state = hashlib.blake2b(digest_size=16, person=b"hc weights")
     sums: list[torch.Tensor] = []
     samples: list[torch.Tensor] = []
-    for name, parameter in model.named_parameters():
-        state.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}\n".encode())
-        words = _words(parameter.detach())
+    for name, tensor in model.state_dict().items():
+        state.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}\n".encode())
+        words = _words(tensor)
         sums.append(words.sum(dtype=torch.int64).reshape(1))
         samples.append(words[:: max(1, len(words) // SAMPLES)].to(torch.int64))
     for found in (sums, samples):
