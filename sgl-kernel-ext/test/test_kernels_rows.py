@@ -63,37 +63,6 @@ def test_pool_to_staging_and_back(dtype: torch.dtype, device: str) -> None:
             assert torch.equal(back[layer][slot].float().cpu(), want.float().cpu())
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    capacity=st.integers(4, 12),
-    batches=st.lists(st.integers(0, 4), min_size=1, max_size=6),
-    seed=st.integers(0, 2**31),
-)
-def test_the_ring_holds_the_last_rows_of_every_layer(
-    capacity: int, batches: list[int], seed: int, device: str
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ring = torch.zeros(2, capacity, 6, device=device)
-    cursor = torch.zeros(1, dtype=torch.int64, device=device)
-    history: list[torch.Tensor] = []
-    for count in batches:
-        taps = torch.randn(2, 4, 6, generator=generator).to(device)
-        rows = torch.randperm(4, generator=generator)[:count].to(device)
-        ops.append_ring(taps, rows, ring, cursor)
-        cursor += count
-        history += [taps[:, row] for row in rows.tolist()]
-    for age, tap in enumerate(reversed(history[-capacity:])):
-        assert torch.equal(ring[:, (len(history) - 1 - age) % capacity], tap)
-
-
-def test_padding_rows_leave_their_place(device: str) -> None:
-    taps = torch.ones(1, 3, 4, device=device)
-    ring = torch.zeros(1, 3, 4, device=device)
-    cursor = torch.tensor([2], device=device)
-    ops.append_ring(taps, torch.tensor([0, -1], device=device), ring, cursor)
-    assert ring[0, 2].eq(1).all() and ring[0, :2].eq(0).all()
-
-
 def test_a_slot_past_the_end_is_an_error_on_cpu() -> None:
     with pytest.raises(IndexError):
         ops.gather_rows(torch.ones(1, 2, 4), torch.tensor([2]), torch.ones(1, 2, 4))

@@ -5,7 +5,6 @@ Use `sglang_hc_kernels.ops`. Without the package the main project does the same 
 
 from sglang_hc_kernels.contracts import ArgumentError, Epilogue, KNorm, Rotary
 from sglang_hc_kernels.ops import (
-    append_ring,
     gather_rows,
     kv_epilogue,
     project_kv,
@@ -17,7 +16,6 @@ __all__ = [
     "Epilogue",
     "KNorm",
     "Rotary",
-    "append_ring",
     "gather_rows",
     "kv_epilogue",
     "project_kv",

@@ -1,6 +1,6 @@
 """The dispatch: Triton for CUDA tensors, the torch reference otherwise.
 
-Every function returns nothing, writes only the pool, staging or ring it is given, and on CUDA only
+Every function returns nothing, writes only the pool or staging it is given, and on CUDA only
 enqueues on the current stream: no synchronisation and no host read, so CUDA graphs can hold it
 (for row copies: with pointer tables made beforehand, see `PointerTable`).
 """
@@ -163,20 +163,3 @@ def scatter_rows(staging: Buffers, slots: torch.Tensor, pool: Buffers) -> None:
     check_index("slots", slots)
     source = _table(staging)
     _copy(source, _identity(source, slots.shape[0]), _table(pool), slots)
-
-
-def append_ring(taps: Buffers, rows: torch.Tensor, ring: Buffers, cursor: torch.Tensor) -> None:
-    """Tapped hidden rows to a ring: `taps[layer][rows[i]]` to row (cursor + i) mod ring rows.
-
-    rows: int64 [n], n at most the ring's rows; a negative one is padding: nothing is written and
-    its place in the ring is left as it is. cursor: int64 tensor of one element, not advanced, so
-    that a CUDA graph can replay with a new value.
-    """
-    check_index("rows", rows)
-    target = _table(ring)
-    require(rows.shape[0] <= target.rows, f"ring: {target.rows} rows cannot hold {rows.shape[0]}")
-    require(
-        cursor.dtype == torch.int64 and cursor.numel() == 1, "cursor: must be one int64 element"
-    )
-    places = (cursor.reshape(1) + _identity(target, rows.shape[0])) % target.rows
-    _copy(_table(taps), rows, target, places)
