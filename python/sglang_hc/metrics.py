@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PREFIX = "sglang_hc_"
 PERIOD_S = 1.0
-"""Shortest time between two updates: writing them costs the scheduler thread some 50 us."""
+"""Shortest time between two updates: writing them takes the scheduler thread's time."""
 
 LEVELS = {
     "host_slots": "Slots of the host tier, of one block each.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import os
 import threading
@@ -11,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.trace import TRACE_VERSION, Pseudonyms
@@ -30,8 +31,7 @@ class TraceWriter:
 
     Blocks get numbers at their first appearance, and a line with the number of the block before
     and the pseudonyms of their tokens; a path is the number of its last block. Requests get
-    numbers, too: their ids can come from users. Both are remembered for as long as the server runs,
-    about 250 bytes a block.
+    numbers, too: their ids can come from users. Both are remembered for as long as the server runs.
     """
 
     def __init__(self, path: Path, header: Mapping[str, object], fingerprint: bytes) -> None:
@@ -43,7 +43,7 @@ class TraceWriter:
         self._count = 0
         self._unseen: set[bytes] = set()  # named without having come by
         self._requests: dict[str, int] = {}
-        self._file = open(path, "x", encoding="utf-8", opener=_private)  # noqa: SIM115
+        self._file = open(path, "xb", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
         self._file.flush()
         self._stop = threading.Event()
@@ -206,7 +206,7 @@ class TraceWriter:
         return self._requests.setdefault(rid, len(self._requests))
 
     def _line(self, fields: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+        self._file.write(msgspec.json.encode(fields) + b"\n")
 
 
 def _private(path: str, flags: int) -> int:
