@@ -340,7 +340,7 @@ class Queue:
         self.cache = HcRadixCache(cache_params(), tiers, None, order)
         self.waiting: list[Any] = []
         scheduler = SimpleNamespace(waiting_queue=self.waiting)
-        self.cache.scheduler = lambda: scheduler
+        self.cache.waiting.scheduler = lambda: scheduler
         self.policy = SimpleNamespace(tree_cache=self.cache)
         self.count = 0
         for _ in range(WAITING):
@@ -370,8 +370,7 @@ class Queue:
             if self.cache.check_prefetch_progress(req.rid):
                 self.waiting.remove(req)
                 self.cache.pop_prefetch_loaded_tokens(req.rid)
-                self.cache._waiting.pop(req.rid)
-                self.cache._queue.finished(req.rid, BLOCKS)
+                self.cache.waiting.finished(req.rid, BLOCKS)
                 return
 
 

@@ -33,7 +33,7 @@ class RecordedRadixCache(HcRadixCache):
         return result
 
     def prefetch_from_storage(self, rid: str, *args: Any) -> None:
-        req = self._last_matched
+        req = self.waiting.last_matched
         if req is not None and req.rid == rid:
             tokens = pack_tokens(req.full_untruncated_fill_ids)
             self.recorder.arrived(rid, req.extra_key, tokens)

@@ -95,7 +95,7 @@ def link_scheduler(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER Scheduler.__init__: the tree looks at the waiting queue, and exports its numbers."""
     state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
     if state is not None and state.tree is not None:
-        state.tree.scheduler = weakref.ref(self)
+        state.tree.waiting.scheduler = weakref.ref(self)
         reporter = self.metrics_reporter
         if reporter.current_scheduler_metrics_enabled:
             state.tree.exporter = Exporter(reporter.metrics_collector.labels)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +30,8 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.pins import wish_of
-from sglang_hc.transfer.admission import ARRANGED, Admission
+from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.transfer.capture import Segment
-from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
@@ -83,27 +81,12 @@ class HcRadixCache(RadixCache):
         if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
-        self.scheduler: Callable[[], Any] = lambda: None
-        """The scheduler this tree serves, held weakly; set once it exists."""
+        self.waiting = WaitingRequests(tiers, self._on_device)
         self.exporter: Exporter | None = None
-        self._last_matched: Any = None
-        self._waiting: dict[str, Any] = {}
 
     @property
     def ongoing_load_back(self) -> range:
         return range(self._live.restoring)
-
-    @property
-    def _queue(self) -> QueueView:
-        queue = self._live.queue
-        assert queue is not None
-        return queue
-
-    def _waiting_request(self, rid: str) -> Waiting:
-        req = self._waiting[rid]
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
-        on_device = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-        return Waiting(req.extra_key, pack_tokens(key.token_ids), len(on_device))
 
     @property
     def _live(self) -> Tiers:
@@ -116,7 +99,7 @@ class HcRadixCache(RadixCache):
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
         result = super().match_prefix(params)
         if params.req is not None:
-            self._last_matched = params.req
+            self.waiting.matched(params.req)
         if params.req is None or self.disable or len(params.key) == 0:
             return result
         on_device = len(result.device_indices)
@@ -156,6 +139,10 @@ class HcRadixCache(RadixCache):
             device_node.hc_block = nodes[shared - 1], known + shared * BLOCK_TOKENS
         return int(known + count)
 
+    def _on_device(self, key: RadixKey) -> int:
+        """Tokens of `key` that the device has now."""
+        return len(super().match_prefix(MatchPrefixParams(key=key)).device_indices)
+
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
@@ -178,7 +165,7 @@ class HcRadixCache(RadixCache):
             return self._refuse(req, "no_device_slots")
         stop = start + count
         key = RadixKey(tokens[:stop], req.extra_key)
-        if len(super().match_prefix(MatchPrefixParams(key=key)).device_indices) != start:
+        if self._on_device(key) != start:
             self.token_to_kv_pool_allocator.free(slots)
             return self._refuse(req, "tree_changed")
         value = torch.cat([req.prefix_indices, slots])
@@ -243,21 +230,12 @@ class HcRadixCache(RadixCache):
         tiers.poll()
         if self.exporter is not None and self.exporter.due(time.monotonic()):
             self.exporter.publish(tiers.levels(), tiers.counts())
-        scheduler = self.scheduler()
-        if scheduler is not None:
-            queue = scheduler.waiting_queue
-            if self.admission.ready_first:  # as it was before ready-first put it in order
-                ticket, last = self.admission.tickets.get, self.admission.arrivals + 1
-                queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
-            waiting = [req.rid for req in queue if req.rid in self._waiting]
-            self._queue.look(waiting, self._waiting_request)
-            if tiers.read_buffer is not None:
-                tiers.read_buffer.look(waiting, self._waiting_request)
+        self.waiting.look()
         if tiers.has_queued:
             with self._on_compute_stream():
                 tiers.restore_now()
 
-    # -- prefetch from disk ----------------------------------------------------------------------
+    # -- the waiting queue -----------------------------------------------------------------------
 
     def is_backuped(self, node: Any) -> bool:
         """Blocks are found by their tokens, whatever the device node knows of them."""
@@ -265,33 +243,19 @@ class HcRadixCache(RadixCache):
 
     def prefetch_from_storage(self, rid: str, *_: Any) -> None:
         """A request was queued, and matched just before."""
-        if self._last_matched is not None and self._last_matched.rid == rid:
-            self._waiting[rid] = self._last_matched
-            self._queue.arrived(rid, self._waiting_request)
+        self.waiting.queued(rid)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass."""
-        return rid not in self._waiting or self._queue.ready(rid, self._waiting_request)
-
-    @property
-    def admission(self) -> Admission:
-        """Who is overtaken, and the order of ready-first."""
-        return self._queue.admission
-
-    @property
-    def readiness(self) -> Callable[[str], float | None]:
-        """What restoring a waiting request costs, by its name; see `QueueView.readiness`."""
-        waiting, cost_of, waiting_of = self._waiting, self._queue.readiness, self._waiting_request
-        return lambda rid: cost_of(rid, waiting_of) if rid in waiting else 0.0
+        return self.waiting.ready(rid)
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
-        disk = self._live.disk
-        return 0 if disk is None else disk.take_loaded(rid)
+        """Tokens that came from disk for this request; asked once."""
+        return self.waiting.take_loaded(rid)
 
     def release_aborted_request(self, rid: str) -> None:
         """A request left the queue."""
-        self._waiting.pop(rid, None)
-        self._queue.gone(rid)
+        self.waiting.gone(rid)
 
     def terminate_prefetch(self, rid: str) -> None:
         """Waiting for this request's prefetch has ended."""
@@ -355,8 +319,7 @@ class HcRadixCache(RadixCache):
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
             self._leave(req, self._commit(req, tokens, length, final=True))
-        self._waiting.pop(req.rid, None)
-        self._queue.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
+        self.waiting.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def _leave(self, req: Any, tokens: bytes) -> None:

@@ -1,0 +1,101 @@
+"""The requests SGLang's scheduler has queued, as the tiers below the device see them.
+
+SGLang tells the tree of every request that is queued, asks it before it admits one, and says who
+has left. This room keeps the requests by name, looks at the queue once per scheduling pass, and
+puts the questions to the tiers. Belongs to the scheduler thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.transfer.admission import ARRANGED, Admission
+from sglang_hc.transfer.queue_view import QueueView, Waiting
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.identity import pack_tokens
+
+
+class WaitingRequests:
+    """Who waits, and what each needs.
+
+    Requests that SGLang queued without matching them first are not known here: they are admitted
+    with what the device and the host have.
+    """
+
+    def __init__(self, tiers: Tiers, on_device: Callable[[RadixKey], int]) -> None:
+        """on_device: tokens of a key that the device has now."""
+        self._tiers = tiers
+        self._on_device = on_device
+        self._requests: dict[str, Any] = {}
+        self.last_matched: Any = None
+        """The request of the last match; SGLang matches a request just before it queues it."""
+        self.scheduler: Callable[[], Any] = lambda: None
+        """The scheduler whose queue this is, held weakly; set once it exists."""
+
+    @property
+    def admission(self) -> Admission:
+        """Who is overtaken, and the order of ready-first."""
+        return self._view.admission
+
+    def look(self) -> None:
+        """Top of a scheduling pass: what the queue needs is kept, fetched and copied early."""
+        scheduler = self.scheduler()
+        if scheduler is None:
+            return
+        queue, admission = scheduler.waiting_queue, self.admission
+        if admission.ready_first:  # as it was before ready-first put it in order
+            ticket, last = admission.tickets.get, admission.arrivals + 1
+            queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
+        waiting = [req.rid for req in queue if req.rid in self._requests]
+        self._view.look(waiting, self._waiting_of)
+        if self._tiers.read_buffer is not None:
+            self._tiers.read_buffer.look(waiting, self._waiting_of)
+
+    def matched(self, req: Any) -> None:
+        """A request was matched; it may be queued next."""
+        self.last_matched = req
+
+    def queued(self, rid: str) -> None:
+        """A request was queued, perhaps not for the first time."""
+        if self.last_matched is not None and self.last_matched.rid == rid:
+            self._requests[rid] = self.last_matched
+            self._view.arrived(rid, self._waiting_of)
+
+    def ready(self, rid: str) -> bool:
+        """Whether the request, whose turn it is, may be admitted in this pass."""
+        return rid not in self._requests or self._view.ready(rid, self._waiting_of)
+
+    @property
+    def readiness(self) -> Callable[[str], float | None]:
+        """What restoring a waiting request costs, by its name; see `QueueView.readiness`."""
+        known, cost_of, waiting_of = self._requests, self._view.readiness, self._waiting_of
+        return lambda rid: cost_of(rid, waiting_of) if rid in known else 0.0
+
+    def take_loaded(self, rid: str) -> int:
+        """Tokens that came from disk for this request; asked once."""
+        disk = self._tiers.disk
+        return 0 if disk is None else disk.take_loaded(rid)
+
+    def gone(self, rid: str) -> None:
+        """A request left the queue without being admitted."""
+        self._requests.pop(rid, None)
+        self._view.gone(rid)
+
+    def finished(self, rid: str, blocks: int) -> None:
+        """A request of so many blocks is over."""
+        self._requests.pop(rid, None)
+        self._view.finished(rid, blocks)
+
+    @property
+    def _view(self) -> QueueView:
+        queue = self._tiers.queue
+        assert queue is not None
+        return queue
+
+    def _waiting_of(self, rid: str) -> Waiting:
+        req = self._requests[rid]
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
+        return Waiting(req.extra_key, pack_tokens(key.token_ids), self._on_device(key))
