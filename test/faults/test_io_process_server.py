@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-import time
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from sglang_hc.bench.server import ServerProcess
-from support.core import MODELS
-from support.profiles import FREE_LOADING
+from support.served import generate, numbers, post, start, wait_for
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).resolve().parents[2]
-ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
 PROMPT = [random.Random(8).randrange(3, 900) for _ in range(300)]
-
-
-def start(folder: Path, log: Path) -> ServerProcess:
-    flags = (
-        "--model-path", str(MODELS / "llama-mha"), "--dtype", "float32", "--skip-server-warmup",
-        "--max-total-tokens", "640", "--hc-profile", str(FREE_LOADING), "--hc-forms", "kv",
-        "--hc-host-size-gb", "0.2", "--hc-disk", f"{folder}:1",
-    )  # fmt: skip
-    return ServerProcess("sglang_hc.launch_server", flags, ENV, log)
-
-
-def post(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        server.url + path, data, {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return reply.read().decode()
-
-
-def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[int], int]:
-    """(tokens, how many of the prompt came from the disk)."""
-    sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling}
-    reply = json.loads(post(server, "/generate", body))
-    details = reply["meta_info"]["cached_tokens_details"] or {}
-    return reply["output_ids"], details.get("storage", 0)
-
-
-def numbers(server: ServerProcess) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=60) as reply:
-        return json.load(reply)["internal_states"][0]["hc"]
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.1)
 
 
 def io_process(server: ServerProcess) -> psutil.Process:
@@ -80,7 +33,8 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_killed_processes_cost_no_token(models: None, tmp_path: Path) -> None:
-    with start(tmp_path / "d", tmp_path / "log") as server:
+    disk = ("--hc-disk", f"{tmp_path / 'd'}:1")
+    with start(tmp_path / "log", *disk) as server:
         first, _ = generate(server, PROMPT, 40)
         history = PROMPT + first
         wait_for(lambda: numbers(server).get("disk_saved_blocks", 0) >= len(history) // 64)
@@ -99,7 +53,7 @@ def test_killed_processes_cost_no_token(models: None, tmp_path: Path) -> None:
         assert scheduler is not None
         scheduler.send_signal(signal.SIGKILL)
         wait_for(lambda: is_gone(orphan))
-    with start(tmp_path / "d", tmp_path / "log2") as server:
+    with start(tmp_path / "log2", *disk) as server:
         reply, stored = generate(server, history, 16)
         assert reply == wanted
         assert stored >= 0.95 * (len(history) // 64 * 64)
