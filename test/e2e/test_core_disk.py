@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
 
+from sglang_hc.store.disk.opening import make_root, take_lock
 from support.core import Core, run_in_child
 
 POOL = 640
@@ -46,6 +48,25 @@ def test_a_new_process_goes_on_from_disk(models: None, tmp_path: Path, form: str
     reply, stats = run_in_child(second_turn, form, str(tmp_path / "d"), history)
     assert reply.storage == 256 == stats["restored_tokens"]  # all full blocks of 260 tokens
     assert reply.tokens == wanted
+
+
+def refusal(directory: str) -> tuple[str, list[str]]:
+    try:
+        Core("--hc-forms", "kv", "--hc-disk", f"{directory}:1", *FLAGS)
+    except Exception as error:
+        return str(error), traceback.format_exception(error)
+    raise AssertionError("it was started")
+
+
+def test_a_directory_in_use_is_refused_in_one_line(models: None, tmp_path: Path) -> None:
+    """The message is for users: no walk through SGLang and us behind it."""
+    held = take_lock(make_root(str(tmp_path)))
+    try:
+        message, shown = run_in_child(refusal, str(tmp_path))
+    finally:
+        os.close(held)
+    assert f"--hc-disk {tmp_path}: in use by process {os.getpid()}; stop it" in message
+    assert not any("factory.py" in line for line in shown), shown
 
 
 def killed_turn(form: str, directory: str) -> None:

@@ -67,7 +67,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
             HookType.AFTER,
             schedule.arrange,
         ),
-        (f"{scheduler}.__init__", HookType.AFTER, runner.link_scheduler),
+        (f"{scheduler}.__init__", HookType.AROUND, runner.build_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),

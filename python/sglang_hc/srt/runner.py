@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sglang_hc.config import HcConfig
+from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import LayerPlan
 from sglang_hc.metrics import Exporter
 from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
@@ -91,8 +91,15 @@ def run_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, *
         state.requests = []
 
 
-def link_scheduler(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER Scheduler.__init__: the tree looks at the waiting queue, and exports its numbers."""
+def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND Scheduler.__init__: what cannot be served is refused in one line, without the way that
+    led there; the tree looks at the waiting queue, and exports its numbers."""
+    try:
+        build(self, *args, **kwargs)
+    except ConfigError as error:
+        logger.error("sglang-hc: %s", error)
+        logger.debug("refused here", exc_info=True)
+        raise error.with_traceback(None) from None
     state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
     if state is not None and state.tree is not None:
         state.tree.waiting.scheduler = weakref.ref(self)
