@@ -14,8 +14,11 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +40,8 @@ from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import WriteStatus
+from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk.writer import Block, WriteStatus
 
 Check = Callable[[list[Path], "Workload"], None]
 
@@ -46,7 +50,8 @@ class Workload:
     """Writes, deletes and evictions on a store whose power may fail at any event.
 
     synced: acknowledged and not removed since. removed: ever removed, so an image may hold an old
-    row of theirs whose slot belongs to somebody else by now.
+    row of theirs whose slot belongs to somebody else by now. cuts: images looked at, by what was
+    going on when the power failed. lock: time stands still while an image is made.
     """
 
     def __init__(self, folder: Path, directories: int, size: int, check: Check) -> None:
@@ -57,18 +62,33 @@ class Workload:
         self.removed: set[bytes] = set()
         self.durable_log = {str(path): 0 for path in self.live}
         self.check = check
-        self.checked = 0
+        self.cuts: Counter[str] = Counter()
         self.checking = False
+        self.lock = threading.RLock()
         self.events = 0
         self.rng = random.Random(7)
         self.backend = CrashBackend(self.event)
 
-    def event(self) -> None:
+    def event(self, kind: str) -> None:
         """The power may fail here: look at what it would leave."""
-        if self.checking:
-            return
-        self.events += 1
-        image = [self.folder / f"image{self.events}-{n}" for n in range(len(self.live))]
+        with self.lock:
+            if self.checking:
+                return
+            self.events += 1
+            image = [self.folder / f"image{self.events}-{n}" for n in range(len(self.live))]
+            if not self.leave(image):
+                return
+            self.checking = True
+            try:
+                self.check(image, self)
+            finally:
+                self.checking = False
+            self.cuts[kind] += 1
+            for path in image:
+                shutil.rmtree(path)
+
+    def leave(self, image: list[Path]) -> bool:
+        """Write what a power cut leaves now. False while not every directory has an index."""
         for live, target in zip(self.live, image, strict=True):
             index = live / "sglang-hc" / "index.sqlite"
             if not index.exists():
@@ -79,7 +99,7 @@ class Workload:
             cut = self.rng.randint(min(self.durable_log[str(live)], size), size)
             copy_index(index, target / "sglang-hc" / "index.sqlite", cut)
         if not all(target.exists() for target in image):
-            return
+            return False
 
         def target_of(path: str) -> str:
             for live, target in zip(self.live, image, strict=True):
@@ -87,14 +107,7 @@ class Workload:
             return path
 
         self.backend.leave(target_of, self.rng)
-        self.checking = True
-        try:
-            self.check(image, self)
-        finally:
-            self.checking = False
-        self.checked += 1
-        for path in image:
-            shutil.rmtree(path)
+        return True
 
     @contextmanager
     def watching_commits(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -104,30 +117,27 @@ class Workload:
 
         @contextmanager
         def transaction(index: Index, durable: bool) -> Iterator[object]:
-            with real(index, durable) as connection:
-                yield connection
-            if durable:
-                live = str(Path(index.path).parents[1])
-                workload.durable_log[live] = os.stat(index.path + "-wal").st_size
-            workload.event()
+            with workload.lock:
+                with real(index, durable) as connection:
+                    yield connection
+                if durable:
+                    live = str(Path(index.path).parents[1])
+                    workload.durable_log[live] = os.stat(index.path + "-wal").st_size
+                workload.event("after commit")
 
         with monkeypatch.context() as patch:
             patch.setattr(Index, "_transaction", transaction)
             patch.setattr(index_file, "_WAL_TRUNCATE_AT", 200_000)
             yield
 
-    def run(self, batches: int, count: int) -> None:
-        """Batches of blocks, a delete now and then, a close and a restart in the middle."""
+    def run(self, batches: int, count: int, writers: int = 1) -> None:
+        """Batches of blocks, `writers` of them at once, a delete now and then, a close and a
+        restart in the middle."""
         store = open_store(*self.live, size=self.size, backend=self.backend)
         for batch in range(batches):
-            blocks = make_path(count, seed=batch)
-            answers = put(store, blocks)
-            self.note_removed(store)
-            self.synced |= {
-                block.block_id
-                for block, answer in zip(blocks, answers, strict=True)
-                if answer is WriteStatus.OK
-            }
+            paths = [make_path(count, seed=batch + 1000 * writer) for writer in range(writers)]
+            with ThreadPoolExecutor(writers) as threads:
+                list(threads.map(self.write, [store] * writers, paths))
             if batch % 2:
                 # From here on the row may or may not survive.
                 gone = make_path(count, seed=batch - 1)[-1].block_id
@@ -139,7 +149,17 @@ class Workload:
                 store = open_store(*self.live, size=self.size, backend=self.backend)
         store.close()
 
-    def note_removed(self, store: object) -> None:
+    def write(self, store: DiskStore, blocks: list[Block]) -> None:
+        answers = put(store, blocks)
+        with self.lock:
+            self.note_removed(store)
+            self.synced |= {
+                block.block_id
+                for block, answer in zip(blocks, answers, strict=True)
+                if answer is WriteStatus.OK
+            }
+
+    def note_removed(self, store: DiskStore) -> None:
         gone = set(store.drain_removed())
         self.removed |= gone
         self.synced -= gone
@@ -181,6 +201,18 @@ def check_evicting(image: list[Path], work: Workload) -> None:
         store.close()
 
 
+MOMENTS = {
+    "create",
+    "write",
+    "allocate",
+    "before sync",
+    "after sync",
+    "sync directory",
+    "after commit",
+}
+"""Where the power fails in a workload that drops no slab."""
+
+
 @pytest.mark.parametrize("directories", [1, 2])
 def test_after_a_power_cut_at_any_write_or_sync(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, directories: int
@@ -188,18 +220,35 @@ def test_after_a_power_cut_at_any_write_or_sync(
     work = Workload(scratch, directories, 6_000_000, check_image)
     with work.watching_commits(monkeypatch):
         work.run(batches=2, count=3)
-    assert work.checked > 40 and work.synced and work.removed
+    assert work.cuts.keys() == MOMENTS and work.cuts.total() > 40
+    assert work.synced and work.removed
+
+
+def test_after_a_power_cut_while_two_threads_write(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload(scratch, 2, 6_000_000, check_image)
+    with work.watching_commits(monkeypatch):
+        work.run(batches=2, count=2, writers=2)
+    assert work.cuts.keys() == MOMENTS and work.cuts.total() > 80
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("directories", [1, 2])
 def test_after_a_power_cut_in_a_long_workload(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch, directories: int
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, directories: int, writers: int
 ) -> None:
-    work = Workload(scratch, directories, 6_000_000, check_image)
+    """Every block gives one image for each directory. A new slab alone gives eight more, so the
+    sum follows from how many slabs hold the blocks, not from how many blocks there are."""
+    work = Workload(scratch, directories, 12_000_000, check_image)
     with work.watching_commits(monkeypatch):
-        work.run(batches=5, count=6)
-    assert work.checked > 150
+        work.run(batches=18 // writers, count=6, writers=writers)
+    print("images by moment:", dict(work.cuts))
+    slabs = work.cuts["create"]
+    assert work.cuts["write"] == 18 * 6 * directories + slabs  # a slab's header is one write
+    assert work.cuts["before sync"] == work.cuts["after sync"] >= slabs + 18 // writers
+    assert work.cuts.keys() == MOMENTS and work.cuts.total() > 200
 
 
 @pytest.mark.slow
@@ -211,7 +260,8 @@ def test_after_a_power_cut_while_evicting(
     work = Workload(scratch, directories, 5_300_000, check_evicting)
     with work.watching_commits(monkeypatch):
         work.run(batches=16, count=6)
-    assert work.checked > 300 and len(work.removed) > 16
+    print("images by moment:", dict(work.cuts))
+    assert work.cuts.total() > 300 and len(work.removed) > 16
 
 
 # -- the real thing -------------------------------------------------------------------------------

@@ -168,10 +168,11 @@ class _Durable:
 class CrashBackend(DirectBackend):
     """Real files, and beside them what a power cut at this moment would leave of them.
 
-    `event` is called before and after every write, sync, creation and removal.
+    `event` is called with the kind of what happens at every write, allocation, creation and
+    removal of a file, and before and after every sync.
     """
 
-    def __init__(self, event: Callable[[], None]) -> None:
+    def __init__(self, event: Callable[[str], None]) -> None:
         super().__init__(direct=False)
         self.event = event
         self.files: dict[str, _Durable] = {}
@@ -181,7 +182,7 @@ class CrashBackend(DirectBackend):
         file = super().open(path, create)
         if create:
             self.files[path] = _Durable(None)
-            self.event()
+            self.event("create")
         elif path not in self.files:
             self.files[path] = _Durable(bytearray(Path(path).read_bytes()), size=file.size())
         return _CrashFile(file, self.files[path], self)
@@ -191,7 +192,7 @@ class CrashBackend(DirectBackend):
         record = self.files.pop(path, None)
         if record is not None and record.content is not None:
             self.limbo[path] = record
-        self.event()
+        self.event("remove")
 
     def sync_directory(self, path: str) -> None:
         super().sync_directory(path)
@@ -199,7 +200,7 @@ class CrashBackend(DirectBackend):
             if os.path.dirname(name) == path and record.content is None:
                 record.content = bytearray()
         self.limbo = {n: r for n, r in self.limbo.items() if os.path.dirname(n) != path}
-        self.event()
+        self.event("sync directory")
 
     def leave(self, target: Callable[[str], str], rng: random.Random) -> None:
         """Write what a power cut leaves of every file to where `target` says. Of what was not
@@ -226,11 +227,11 @@ class _CrashFile:
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         self._record.pending.append((offset, b"".join(bytes(b) for b in buffers)))
-        self._backend.event()
+        self._backend.event("write")
         self._file.write(buffers, offset)
 
     def sync(self) -> None:
-        self._backend.event()
+        self._backend.event("before sync")
         self._file.sync()
         record = self._record
         content = bytearray() if record.content is None else record.content
@@ -242,12 +243,12 @@ class _CrashFile:
         if record.content is None:
             # Data of a file whose name is not durable: it counts once the directory is synced.
             record.pending.append((0, bytes(content)))
-        self._backend.event()
+        self._backend.event("after sync")
 
     def allocate(self, size: int) -> None:
         self._file.allocate(size)
         self._record.size = max(self._record.size, size)
-        self._backend.event()
+        self._backend.event("allocate")
 
     def size(self) -> int:
         return self._file.size()
