@@ -7,9 +7,13 @@ Named workloads (all by default, or `--only NAME`):
   scheduler  microseconds on the calling thread of contains, touch and drain_removed
   restart    time from opening an index of a million synthetic rows to the first verified read
 
-fio runs psync with O_DIRECT and as many jobs as the store has threads, requests as long as the
-store's, one fdatasync per batch where the store syncs once per batch. The arms take turns; ratios
-are medians over the rounds. Needs fio: apt-get install fio.
+What is matched is the queue depth: the requests under way in each directory. fio runs psync with
+O_DIRECT and that many jobs for each directory; under the store lies a backend that lets no more
+than that many through. Requests are equally long, and both sync after as many of them. The store is
+called by one thread more than there may be requests, for the same reason that makes a server run
+several (store/block_io.py): while one thread hashes, commits or is in Python, the next request is
+there already. The arms take turns; ratios are medians over the rounds. Needs fio: apt-get install
+fio.
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
-from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.backend import Backend, DirectBackend, DirectFile, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, Striping
 
 WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
@@ -49,65 +55,102 @@ def make_blocks(count: int, seed: int) -> list[Block]:
     return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
 
 
-def open_store(folders: Sequence[Path], size: int) -> DiskStore:
+class Lanes(DirectBackend):
+    """The real disk with at most `depth` reads and writes under way in each directory; what is
+    asked beyond them waits. `close` ends its threads."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(direct=True)
+        self._depth = depth
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
+
+    def open(self, path: str, create: bool = False) -> DirectFile:
+        folder = os.path.dirname(path)
+        lanes = self._lanes.setdefault(folder, ThreadPoolExecutor(self._depth))
+        return LaneFile(super().open(path, create), lanes)
+
+    def close(self) -> None:
+        for lanes in self._lanes.values():
+            lanes.shutdown()
+
+
+class LaneFile(DirectFile):
+    """A file whose reads and writes wait for a lane."""
+
+    def __init__(self, file: DirectFile, lanes: ThreadPoolExecutor) -> None:
+        super().__init__(file._descriptor, direct=True)
+        self._lanes = lanes
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._lanes.submit(super().read, buffers, offset).result()
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        self._lanes.submit(super().write, buffers, offset).result()
+
+
+def open_store(folders: Sequence[Path], size: int, backend: Backend | None = None) -> DiskStore:
     specs = [DirectorySpec(str(folder), size) for folder in folders]
     return DiskStore.open(
-        specs, LAYOUT.chunks(), FINGERPRINT, "benchmark", background=False, scrub_bytes_per_s=0
+        specs,
+        LAYOUT.chunks(),
+        FINGERPRINT,
+        "benchmark",
+        background=False,
+        scrub_bytes_per_s=0,
+        backend=backend,
     )
 
 
-def in_threads(depth: int, work: Callable[[int], None]) -> float:
-    """Seconds until `depth` threads have each done their part."""
-    with ThreadPoolExecutor(depth) as pool:
+def in_threads(threads: int, work: Callable[[int], None]) -> float:
+    """Seconds until each thread has done its part."""
+    with ThreadPoolExecutor(threads) as pool:
         started = time.perf_counter()
-        for done in [pool.submit(work, number) for number in range(depth)]:
+        for done in [pool.submit(work, number) for number in range(threads)]:
             done.result()
         return time.perf_counter() - started
 
 
-def share_of(items: Sequence[Block], depth: int, number: int) -> Sequence[Block]:
-    each = -(-len(items) // depth)
-    return items[number * each : (number + 1) * each]
-
-
-def write_all(store: DiskStore, blocks: Sequence[Block], depth: int) -> float:
-    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(depth)]
+def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
+    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(threads)]
     for buffer in buffers:
         buffer[:] = os.urandom(len(buffer))
+    batches = deque(blocks[start : start + BATCH] for start in range(0, len(blocks), BATCH))
 
     def work(number: int) -> None:
-        mine = share_of(blocks, depth, number)
-        for start in range(0, len(mine), BATCH):
-            batch = [(block, buffers[number]) for block in mine[start : start + BATCH]]
-            if set(store.write_many(batch)) != {WriteStatus.OK}:
-                raise RuntimeError("a block was not written")
+        with suppress(IndexError):
+            while True:
+                batch = [(block, buffers[number]) for block in batches.popleft()]
+                if set(store.write_many(batch)) != {WriteStatus.OK}:
+                    raise RuntimeError("a block was not written")
 
-    return in_threads(depth, work)
+    return in_threads(threads, work)
 
 
-def read_all(store: DiskStore, blocks: Sequence[Block], depth: int) -> float:
-    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(depth)]
+def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
+    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(threads)]
+    left = deque(blocks)
 
     def work(number: int) -> None:
-        for block in share_of(blocks, depth, number):
-            if store.read(block.block_id, buffers[number]) is not ReadStatus.OK:
-                raise RuntimeError("a block was not read")
+        with suppress(IndexError):
+            while True:
+                if store.read(left.popleft().block_id, buffers[number]) is not ReadStatus.OK:
+                    raise RuntimeError("a block was not read")
 
-    return in_threads(depth, work)
+    return in_threads(threads, work)
 
 
-def fio(folders: Sequence[Path], kind: str, depth: int, request: int, total: int) -> float:
+def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, total: int) -> float:
     """Bytes per second of fio. The files stay, so that later runs use them again."""
-    sync = [f"--fdatasync={BATCH * len(folders)}"] if kind == "write" else []
+    sync = [f"--fdatasync={BATCH}"] if kind == "write" else []
     command = [
         "fio",
         "--name=blocks",
         f"--directory={':'.join(map(str, folders))}",
-        f"--numjobs={depth}",
+        f"--numjobs={jobs}",
         "--thread",
         f"--rw={kind}",
         f"--bs={request}",
-        f"--size={total // depth // request * request}",
+        f"--size={total // jobs // request * request}",
         "--ioengine=psync",
         "--direct=1",
         "--fallocate=native",
@@ -130,51 +173,51 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
     striping = Striping(tuple(Chunk(*chunk) for chunk in LAYOUT.chunks()), directories)
     request = striping.slot_bytes
     count = total // LAYOUT.slot_bytes
-    jobs = max(depth, directories)
-    store = open_store(own, 20_000_000_000)
+    jobs = depth * directories
+    threads = jobs + 1
+    lanes = Lanes(depth)
+    store = open_store(own, 20_000_000_000, lanes)
     first, second = make_blocks(count, 1), make_blocks(count, 2)
     size = count * LAYOUT.slot_bytes
     results: dict[str, list[float]] = {}
     results["write"] = [
-        size / write_all(store, first, depth),
+        size / write_all(store, first, threads),
         fio(theirs, "write", jobs, request, size),
     ]
     store.delete([block.block_id for block in first])
     results["rewrite"] = [
-        size / write_all(store, second, depth),
+        size / write_all(store, second, threads),
         fio(theirs, "write", jobs, request, size),
     ]
     results["read"] = [
-        size / read_all(store, second, depth),
+        size / read_all(store, second, threads),
         fio(theirs, "read", jobs, request, size),
     ]
     store.close()
+    lanes.close()
     return results
 
 
 def compare(root: Path, rounds: int, total: int, only: set[str]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for directories in (1, 2):
-        for depth in (1, 2, 4):
-            if depth < directories:
+    for directories, depth in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)):
+        taken = [throughput(root, directories, depth, total) for _ in range(rounds)]
+        for name in ("write", "rewrite", "read"):
+            if name not in only:
                 continue
-            taken = [throughput(root, directories, depth, total) for _ in range(rounds)]
-            for name in ("write", "rewrite", "read"):
-                if name not in only:
-                    continue
-                ours = [one[name][0] for one in taken]
-                fios = [one[name][1] for one in taken]
-                ratios = [a / b for a, b in zip(ours, fios, strict=True)]
-                row = {
-                    "workload": name,
-                    "directories": directories,
-                    "threads": depth,
-                    "store_mb_s": [round(value / 1e6) for value in ours],
-                    "fio_mb_s": [round(value / 1e6) for value in fios],
-                    "ratio_median": round(statistics.median(ratios), 3),
-                }
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+            ours = [one[name][0] for one in taken]
+            fios = [one[name][1] for one in taken]
+            ratios = [a / b for a, b in zip(ours, fios, strict=True)]
+            row = {
+                "workload": name,
+                "directories": directories,
+                "depth_per_directory": depth,
+                "store_mb_s": [round(value / 1e6) for value in ours],
+                "fio_mb_s": [round(value / 1e6) for value in fios],
+                "ratio_median": round(statistics.median(ratios), 3),
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows
 
 

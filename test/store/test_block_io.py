@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,13 @@ def wait(io: BlockIo, count: int) -> list[BlockDone]:
         done += io.poll()
         time.sleep(0.001)
     return done
+
+
+def wait_for(io: BlockIo, ticket: int | None) -> Outcome:
+    """The next answer, which must be the ticket's."""
+    (done,) = wait(io, 1)
+    assert done.ticket == ticket
+    return done.outcome
 
 
 def soon() -> float:
@@ -120,6 +128,28 @@ def test_a_full_queue_refuses_writes(
     assert 2 <= len(accepted) < 12
     held[0] = False
     assert len(wait(io, len(accepted))) == len(accepted)
+
+
+def test_one_batch_is_written_while_another_is_held_up(
+    io: DiskThreads, pool: HostPool, faults: Faults
+) -> None:
+    go_on = threading.Event()
+    held = threading.Event()
+
+    def hold_the_first(path: str) -> None:
+        if not held.is_set():
+            held.set()
+            assert go_on.wait(30)
+
+    save(io, pool, 1)  # a slab is there
+    faults.on_write = hold_the_first
+    slow, quick = make_path(2, seed=1)
+    ticket = io.write(slow, 0, soon())
+    assert held.wait(30)
+    assert wait_for(io, io.write(quick, 1, soon())) is Outcome.OK
+    assert io.contains([quick.block_id]) == 1 and io.contains([slow.block_id]) == 0
+    go_on.set()
+    assert wait_for(io, ticket) is Outcome.OK
 
 
 def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:

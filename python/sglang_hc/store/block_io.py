@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from sglang_hc.store.disk import Block, DiskStore, ReadStatus, WriteStatus
@@ -26,6 +27,10 @@ WRITE_QUEUE = 256
 
 READ_THREADS = 4
 """Reads under way per directory."""
+
+WRITE_THREADS = 2
+"""Batches under way per directory, so that while one is hashed, synced or made visible the disk
+has the bytes of another to write."""
 
 BATCH_BLOCKS = 32
 BATCH_BYTES = 64 << 20
@@ -136,7 +141,7 @@ _WRITTEN = {status: Outcome(status.value) for status in WriteStatus}
 
 
 class DiskThreads:
-    """BlockIo on threads of this process: one writes in batches, several read.
+    """BlockIo on threads of this process: some write in batches, some read.
 
     on_done: called on a thread of this class after each answer, for whoever sleeps until then.
     """
@@ -158,8 +163,12 @@ class DiskThreads:
         self._work = threading.Semaphore(0)
         self._closing = False
         self._readers = ThreadPoolExecutor(READ_THREADS * len(directories), "hc-read")
-        self._writer = threading.Thread(target=self._write_all, name="hc-write", daemon=True)
-        self._writer.start()
+        self._writers = [
+            threading.Thread(target=self._write_all, name=f"hc-write_{number}", daemon=True)
+            for number in range(WRITE_THREADS * len(directories))
+        ]
+        for writer in self._writers:
+            writer.start()
 
     @property
     def capacity(self) -> int:
@@ -211,8 +220,9 @@ class DiskThreads:
 
     def close(self) -> None:
         self._closing = True
-        self._work.release()
-        self._writer.join()
+        self._work.release(len(self._writers))
+        for writer in self._writers:
+            writer.join()
         self._readers.shutdown()
         self._store.close()
 
@@ -236,8 +246,9 @@ class DiskThreads:
         while True:
             self._work.acquire()
             batch: list[_Write] = []
-            while self._writes and len(batch) < most:
-                batch.append(self._writes.popleft())
+            with suppress(IndexError):  # another writer may take the last one
+                while len(batch) < most:
+                    batch.append(self._writes.popleft())
             if not batch and self._closing:
                 return
             if batch:
