@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+COUNTED = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Prints a line about what a long test counted, at the end of the run."""
+    return request.config.stash.setdefault(COUNTED, []).append
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    lines = config.stash.get(COUNTED, [])
+    if lines:
+        terminalreporter.section("counted")
+    for line in lines:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture
