@@ -1,4 +1,4 @@
-"""Power cuts and kills at any moment of a workload.
+"""Power cuts at any moment of a workload; real kills are in test_disk_kills.
 
 The images model this. Slab files: every byte written since the file's last sync is kept, lost, or
 torn at 512-byte sectors, each write on its own; a file whose directory was not synced may be
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import shutil
-import signal
-import sqlite3
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +26,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
 from disk_support import (
+    LAYOUT,
     CrashBackend,
     copy_index,
     data_of,
@@ -38,6 +36,7 @@ from disk_support import (
     read_bytes,
 )
 
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import Index
@@ -203,6 +202,31 @@ def check_evicting(image: list[Path], work: Workload) -> None:
         store.close()
 
 
+OTHER = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
+"""Another model, with larger slots."""
+
+
+def check_both_models(image: list[Path], work: Workload) -> None:
+    """Whichever model comes next: what it is served verifies, and what OTHER synced is there."""
+    for layout in (OTHER, LAYOUT):
+        options = {"layout": layout, "fingerprint": layout.fingerprint("tiny")}
+        store = open_store(
+            *image, size=work.size, backend=DirectBackend(direct=False), clock=later, **options
+        )
+        found = store.block_ids()
+        into = np.zeros(layout.slot_bytes, dtype=np.uint8)
+        for name in found:
+            if store.read(name, into) is ReadStatus.OK:
+                assert np.array_equal(into, data_of(name, layout.slot_bytes))
+        assert layout is LAYOUT or work.synced <= set(found), "a synced block is lost"
+        store.check_integrity()
+        store.close()
+
+
+def later() -> float:
+    return time.time() + 1000
+
+
 MOMENTS = {
     "create",
     "write",
@@ -233,6 +257,31 @@ def test_after_a_power_cut_while_two_threads_write(
     with work.watching_commits(monkeypatch):
         work.run(batches=2, count=2, writers=2)
     assert work.cuts.keys() == MOMENTS and work.cuts.total() > 80
+
+
+def test_after_a_power_cut_while_slabs_pass_to_another_model(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload(scratch, 1, 5_300_000, check_both_models)
+    fingerprint = OTHER.fingerprint("tiny")
+    with work.watching_commits(monkeypatch):
+        store = open_store(*work.live, size=work.size, backend=DirectBackend(direct=False))
+        for seed in range(6):
+            put(store, make_path(6, seed=seed))
+        store.close()
+        store = open_store(
+            *work.live,
+            size=work.size,
+            backend=work.backend,
+            clock=later,
+            layout=OTHER,
+            fingerprint=fingerprint,
+        )
+        for block in make_path(4, seed=50, fingerprint=fingerprint):
+            assert store.write(block, data_of(block, OTHER.slot_bytes)) is WriteStatus.OK
+            work.synced.add(block.block_id)
+        store.close()
+    assert work.cuts.keys() == MOMENTS | {"remove"}
 
 
 @pytest.mark.slow
@@ -274,98 +323,3 @@ def test_after_a_power_cut_while_evicting(
         f"{len(work.removed)} blocks removed: every served block verified; {dict(work.cuts)}"
     )
     assert work.cuts.total() > 300 and len(work.removed) > 16
-
-
-# -- the real thing -------------------------------------------------------------------------------
-
-
-def write_until_killed(folder: Path, turn: int, log: int) -> None:
-    """In a child process: two threads write paths and note each block once it is acknowledged."""
-    store = open_store(folder, size=30_000_000, background=True)
-
-    def write(number: int) -> None:
-        blocks = make_path(8, seed=turn * 100_000 + number)
-        for block, answer in zip(blocks, put(store, blocks), strict=True):
-            if answer is WriteStatus.OK:
-                os.write(log, block.block_id)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(write, range(10_000)))
-
-
-def committed_rows(folder: Path, scratch: Path) -> set[bytes]:
-    """Identities of the blocks whose rows were committed, seen in a copy: to look at the index
-    itself would already recover it. None when the kill came before there was a table."""
-    copy = scratch / "committed.sqlite"
-    with suppress(FileNotFoundError, sqlite3.OperationalError):
-        copy_index(folder / "sglang-hc" / "index.sqlite", copy, None)
-        with closing(sqlite3.connect(copy)) as connection:
-            return {name for (name,) in connection.execute("SELECT block_id FROM blocks")}
-    return set()
-
-
-def kill_and_check(folder: Path, turn: int, rng: random.Random, noted: set[bytes]) -> int:
-    """Kill a writer, then find every block that it noted (added to `noted`) or committed, and
-    verify every block that is served. Returns how many were committed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
-            write_until_killed(folder, turn, writer)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    os.set_blocking(reader, False)
-    if turn % 4:  # every fourth dies while it opens the store or soon after
-        select.select([reader], [], [], 30)
-    time.sleep(rng.random() * 0.15)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    acknowledged = b""
-    with os.fdopen(reader, "rb") as pipe:
-        acknowledged = pipe.read() or b""
-    noted |= {acknowledged[i : i + 16] for i in range(0, len(acknowledged), 16)}
-    committed = committed_rows(folder, folder.parent)
-    store = open_store(folder, size=30_000_000)
-    present = set(store.block_ids())
-    assert noted <= committed, "a block was acknowledged before its row was committed"
-    assert committed <= present, "a block whose row was committed is lost"
-    for name in present:
-        status, got = read_bytes(store, name)
-        assert status is ReadStatus.OK, "a block was found that does not verify"
-        assert np.array_equal(got, data_of(name))
-    store.check_integrity()
-    store.close()
-    return len(committed)
-
-
-def kill_often(tmp_path: Path, times: int) -> str:
-    """Kills a writer so many times; says what was found."""
-    rng = random.Random(3)
-    noted: set[bytes] = set()
-    acknowledged = committed = seen = 0
-    folder = tmp_path / "disk"
-    for turn in range(times):
-        if len(noted) > 500:  # a fresh directory before anything has to be evicted
-            acknowledged, committed, seen = acknowledged + len(noted), committed + seen, 0
-            noted = set()
-            folder = tmp_path / f"disk{turn}"
-        seen = kill_and_check(folder, turn, rng, noted)
-    acknowledged, committed = acknowledged + len(noted), committed + seen
-    assert acknowledged > times, "the kills came too early to say anything"
-    return (
-        f"{times} kills while two threads wrote: {acknowledged} blocks acknowledged, {committed} "
-        "rows committed; 100 % of both found again, 0 unverifiable blocks served"
-    )
-
-
-def test_ten_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    kill_often(tmp_path, 10)
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_lose_nothing_that_was_acknowledged(
-    tmp_path: Path, tell: Callable[[str], None]
-) -> None:
-    tell(kill_often(tmp_path, 200))
