@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tree.identity import TOKEN_BYTES, block_id, pack_tokens, root_id
+from sglang_hc.tree.identity import FEW, TOKEN_BYTES, block_id, pack_tokens, root_id
 
 KEY = bytes(range(16))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -26,10 +26,18 @@ def test_packing_is_the_same_for_every_container(tokens: list[int]) -> None:
     assert np.frombuffer(pack_tokens(tokens), ">i4").tolist() == tokens
 
 
-@pytest.mark.parametrize("token", [-1, 2**31])
-def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
+@pytest.mark.parametrize("count", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("token", [-1, 2**31, 2**32, -(2**31), -(2**63), 2**63 - 1])
+def test_an_id_that_does_not_fit_is_refused(token: int, count: int) -> None:
     with pytest.raises(OverflowError, match="token ids"):
-        pack_tokens([1, token])
+        pack_tokens([1] * (count - 1) + [token])
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20), st.integers(0, 3))
+def test_many_tokens_are_packed_as_few_are(tokens: list[int], more: int) -> None:
+    many = tokens * (FEW // len(tokens) + more)
+    pieces = [pack_tokens(many[i : i + 100]) for i in range(0, len(many), 100)]
+    assert pack_tokens(many) == b"".join(pieces)
 
 
 def test_identity_depends_on_every_field() -> None:

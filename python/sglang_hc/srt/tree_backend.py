@@ -18,7 +18,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
     InitLoadBackParams,
-    InsertParams,
     MatchPrefixParams,
     MatchResult,
 )
@@ -29,16 +28,13 @@ from sglang_hc.metrics import Exporter
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.host_match import HostMatch
 from sglang_hc.srt.pins import wish_of
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.transfer.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
-
-UNSEEN: tuple[BlockNode | None, int] = (None, 0)
-"""What is noted on a device node whose path was not looked up in the host tier."""
 
 
 class HostPoolFacade:
@@ -81,6 +77,7 @@ class HcRadixCache(RadixCache):
         if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
+        self._host = HostMatch(tiers)
         self.waiting = WaitingRequests(tiers, self._on_device)
         self.exporter: Exporter | None = None
 
@@ -102,42 +99,12 @@ class HcRadixCache(RadixCache):
             self.waiting.matched(params.req)
         if params.req is None or self.disable or len(params.key) == 0:
             return result
-        on_device = len(result.device_indices)
-        key = params.key
+        key, on_device = params.key, result.device_indices.numel()
         if len(key) - on_device < self.page_size:
             return result
-        usable = self._on_host(key, result.last_device_node, on_device)
+        usable = self._host.tokens(params.req, key, result.last_device_node, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
-
-    def _on_host(self, key: RadixKey, device_node: Any, on_device: int) -> int:
-        """Tokens of `key` that the host tier can serve.
-
-        The device matched the first `on_device` of them, to the end of `device_node`. Where the
-        tiers were found to hold that path is noted on the node: only what is new is compared.
-        """
-        root = self._live.host.tree.match(key.extra_key, b"").root
-        if root is None or root.is_leaf:
-            return 0
-        node = device_node
-        block, known = None, 0
-        while node is not self.root_node:
-            block, known = getattr(node, "hc_block", UNSEEN)
-            if block is not None and block.ready:
-                break
-            node = node.parent
-        else:
-            block, known = root, 0
-        tokens = pack_tokens(key.token_ids[known : key.limit])
-        nodes, count = self._live.host.tree.below(block, tokens)
-        for index, found in enumerate(nodes):
-            if not found.ready:
-                nodes, count = nodes[:index], index * BLOCK_TOKENS
-                break
-        shared = min(count, on_device - known) // BLOCK_TOKENS
-        if shared:
-            device_node.hc_block = nodes[shared - 1], known + shared * BLOCK_TOKENS
-        return int(known + count)
 
     def _on_device(self, key: RadixKey) -> int:
         """Tokens of `key` that the device has now."""
@@ -151,11 +118,11 @@ class HcRadixCache(RadixCache):
         """
         req, live = params.req, self._live
         start, hit = len(req.prefix_indices), params.host_hit_length
-        tokens = array("q", req.full_untruncated_fill_ids[: start + hit])
-        nodes, usable = live.usable(req.extra_key, pack_tokens(tokens))
-        if usable < start + hit:
+        blocks = self._host.blocks(req, start + hit)
+        if blocks is None:
             return self._refuse(req, "blocks_gone")
-        new = max(1, len(req.full_untruncated_fill_ids) - start - hit)
+        tokens = req.full_untruncated_fill_ids
+        new = max(1, len(tokens) - start - hit)
         choice = live.choice.choose([Span(SourceTier.HOST, hit)], start, new)
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
@@ -164,15 +131,13 @@ class HcRadixCache(RadixCache):
         if slots is None:
             return self._refuse(req, "no_device_slots")
         stop = start + count
-        key = RadixKey(tokens[:stop], req.extra_key)
-        if self._on_device(key) != start:
+        node = self._extend(req.last_node, RadixKey(tokens[start:stop], req.extra_key), slots)
+        if node is None:
             self.token_to_kv_pool_allocator.free(slots)
             return self._refuse(req, "tree_changed")
-        value = torch.cat([req.prefix_indices, slots])
-        node = self.insert(InsertParams(key=key, value=value)).last_device_node
         self.inc_lock_ref(node)
         restoration = Restoration(
-            nodes[: -(-stop // BLOCK_TOKENS)],
+            blocks[: -(-stop // BLOCK_TOKENS)],
             start,
             stop,
             slots,
@@ -186,6 +151,16 @@ class HcRadixCache(RadixCache):
         live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
         req.host_hit_length = count
         return slots, node
+
+    def _extend(self, node: Any, key: RadixKey, slots: torch.Tensor) -> Any:
+        """A new node for `key` below a locked node that the request's match ended at.
+
+        None when the tree has changed since: the path goes on there by now, or has left the tree.
+        The path above is not compared again; a lock keeps it, and a node's end never moves.
+        """
+        if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
+            return None
+        return self._insert_helper(node, key, slots)[1]
 
     def _refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""

@@ -160,6 +160,11 @@ class BlockTree:
             self._roots[namespace] = node
         return node
 
+    def known_root(self, namespace: str | None) -> BlockNode | None:
+        """Root of a namespace that has blocks; None when it has none. Changes nothing."""
+        root = self._roots.get(namespace)
+        return root if root is not None and root.children else None
+
     def match(self, namespace: str | None, tokens: bytes) -> PathMatch:
         """Longest prefix of packed `tokens` in this namespace, ready or not. Changes nothing."""
         root = self._roots.get(namespace)

@@ -12,6 +12,8 @@ the byte order the tree sorts by.
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +23,35 @@ import numpy.typing as npt
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 16
 
+FEW = 1024
+"""Up to so many tokens are packed without numpy."""
+
+OUT_OF_RANGE = "token ids must lie in [0, 2**31)"
+
 
 def pack_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Token ids as big-endian int32, so that byte order is token order.
 
     Raises OverflowError for an id outside [0, 2**31).
     """
+    if len(tokens) <= FEW:
+        return _pack_few(tokens)
     wide = np.asarray(tokens, dtype=np.int64)
     if int(wide.view(np.uint64).max(initial=0)) >= 1 << 31:  # as unsigned, negative is large
-        raise OverflowError("token ids must lie in [0, 2**31)")
+        raise OverflowError(OUT_OF_RANGE)
     return wide.astype(">i4").tobytes()
+
+
+def _pack_few(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """The same without numpy, whose first call after other work waits for memory many times."""
+    wide = array("q", tokens)
+    if sys.byteorder == "little":
+        wide.byteswap()
+    halves = memoryview(wide).cast("B").cast("i")
+    packed = halves[1::2].tobytes()
+    if halves[::2].tobytes().strip(b"\0") or not packed[::TOKEN_BYTES].isascii():
+        raise OverflowError(OUT_OF_RANGE)  # a high half is not 0, or a low half is negative
+    return packed
 
 
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.int64]:

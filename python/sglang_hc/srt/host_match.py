@@ -1,0 +1,92 @@
+"""How far the host tier knows a prompt beyond what the device has, without comparing it twice.
+
+The device tree has compared a prompt with its own path. Where the host tier was found to hold that
+path is noted on the device node, so that only what is new is packed and compared. The blocks of the
+last prompt looked up are kept for its admission, which follows in the same scheduling pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.identity import pack_tokens
+
+NOTE = "hc_block"
+"""Attribute of a device node: the last whole block, or root, of its path that the host tier was
+found to have, and the tokens up to that block's end."""
+
+UNSEEN: tuple[BlockNode | None, int] = (None, 0)
+
+
+class Found(NamedTuple):
+    """The longest servable prefix of a request's prompt; `last` holds its end."""
+
+    req: Any
+    last: BlockNode
+    tokens: int
+
+
+class HostMatch:
+    """Look-ups of one device tree in the host tier. Belongs to the scheduler thread."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._tree = tiers.host.tree
+        self._found: Found | None = None
+
+    def tokens(self, req: Any, key: RadixKey, device_node: Any, on_device: int) -> int:
+        """Tokens of a request's `key` that the host tier can serve.
+
+        The device matched the first `on_device` of them, to the end of `device_node`.
+        """
+        root = self._tree.known_root(key.extra_key)
+        if root is None:
+            return 0
+        block, known = _noted(device_node) or (root, 0)
+        ids, end, below = key.token_ids, len(key), self._tree.below
+        # Mostly the host tier has no more than the device: then one block more tells.
+        near = known + ((on_device - known) // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+        nodes, count = below(block, pack_tokens(ids[known : min(near, end)]))
+        if known + count == near:
+            further, more = below(nodes[-1], pack_tokens(ids[near:end]))
+            nodes, count = nodes + further, count + more
+        for index, found in enumerate(nodes):
+            if not found.ready:
+                nodes, count = nodes[:index], index * BLOCK_TOKENS
+                break
+        shared = min(count, on_device - known) // BLOCK_TOKENS
+        if shared:
+            setattr(device_node, NOTE, (nodes[shared - 1], known + shared * BLOCK_TOKENS))
+        self._found = Found(req, nodes[-1] if nodes else block, known + count)
+        return known + count
+
+    def blocks(self, req: Any, tokens: int) -> Sequence[BlockNode] | None:
+        """Blocks of the first `tokens` tokens of the request's prompt; None: not servable any more.
+
+        O(blocks) for the request last looked up: while its last block is served its path is too.
+        """
+        found = self._found
+        if found is not None and found.req is req and tokens <= found.tokens and found.last.ready:
+            nodes: Sequence[BlockNode] = found.last.path()
+        else:
+            prompt = pack_tokens(req.full_untruncated_fill_ids[:tokens])
+            nodes, usable = self._tiers.usable(req.extra_key, prompt)
+            if usable < tokens:
+                return None
+        return nodes[: -(-tokens // BLOCK_TOKENS)]
+
+
+def _noted(node: Any) -> tuple[BlockNode, int] | None:
+    """What is noted on the deepest node of a device path whose block is still served."""
+    while node is not None:
+        block, known = getattr(node, NOTE, UNSEEN)
+        if block is not None and block.ready:
+            return block, known
+        node = node.parent
+    return None

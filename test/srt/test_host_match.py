@@ -1,0 +1,138 @@
+"""Look-ups with notes find what a look-up from the root finds, whatever came and went."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.identity import pack_tokens
+from support.tiers import build
+
+SLOTS = 6
+COUNT = 4 * BLOCK_TOKENS
+"""Length of a prompt. Prompts agree up to their first different letter."""
+
+prompts = st.sampled_from(["aaaa", "aaab", "abbb"])
+lengths = st.integers(1, COUNT) | st.sampled_from(range(BLOCK_TOKENS, COUNT + 1, BLOCK_TOKENS))
+salts = st.sampled_from([None, "s"])
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["device", "host", "filing"]), prompts, lengths, salts),
+        st.tuples(st.sampled_from(["look", "admit"]), prompts, lengths, salts),
+        st.tuples(st.sampled_from(["device_evicts", "host_evicts"]), st.integers(1, 3)),
+        st.just(("host_clears",)),
+    ),
+    max_size=30,
+)
+
+
+def tokens_of(word: str, length: int) -> array[int]:
+    return array("q", [ord(letter) for letter in word for _ in range(BLOCK_TOKENS)][:length])
+
+
+class Subject:
+    """A device tree over a host tier, without a model."""
+
+    def __init__(self) -> None:
+        allocator: Any = SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None)
+        self.tiers, _, _ = build(LayerPlan(0, 0, 1), slots=SLOTS, device_slots=4)
+        self.host = self.tiers.host
+        self.cache = HcRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,  # type: ignore[arg-type]
+                token_to_kv_pool_allocator=allocator,
+                page_size=1,
+            ),
+            self.tiers,
+            None,
+        )
+
+    def device(self, word: str, length: int, salt: str | None) -> None:
+        key = RadixKey(tokens_of(word, length), salt)
+        self.cache.insert(InsertParams(key=key, value=torch.arange(length)))
+
+    def keep(self, word: str, length: int, salt: str | None, ready: bool) -> None:
+        """The host tier takes a path, as far as there is room; new blocks may not be filled yet."""
+        tokens = pack_tokens(tokens_of(word, length))
+        known = self.host.tree.match(salt, tokens)
+        if known.tokens == length:
+            return
+        self.host.pin(known.nodes)
+        first = known.tokens // BLOCK_TOKENS
+        slots = [self.host.stage(0.0) for _ in range(first * BLOCK_BYTES, len(tokens), BLOCK_BYTES)]
+        parent = known.nodes[first - 1] if first else self.host.tree.root(salt)
+        for index, slot in enumerate(slots, first):
+            if slot is None:
+                break
+            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            outcome = self.host.publish(parent, piece, slot, 0.0)
+            if not outcome.created:
+                self.host.unstage(slot)
+            parent = outcome.node
+            if ready:
+                self.host.mark_ready(parent)
+        self.host.unpin(known.nodes)
+
+    def look(self, word: str, length: int, salt: str | None) -> tuple[Any, int]:
+        """Match a request; returns it and the tokens the host tier can serve."""
+        tokens = tokens_of(word, length)
+        _, usable = self.tiers.usable(salt, pack_tokens(tokens))
+        req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
+        assert found.host_hit_length == max(usable - len(found.device_indices), 0)
+        return req, usable
+
+    def admit(self, word: str, length: int, salt: str | None) -> None:
+        """Match a request and ask for its blocks, and again when the last has made room."""
+        req, usable = self.look(word, length, salt)
+        tokens = pack_tokens(req.full_untruncated_fill_ids[:usable])
+        blocks = self.cache._host.blocks(req, usable)
+        assert blocks is not None and len(blocks) == -(-usable // BLOCK_TOKENS)
+        assert b"".join(block.tokens for block in blocks)[: len(tokens)] == tokens
+        assert all(block.ready for block in blocks)
+        if blocks and blocks[-1].is_leaf:
+            self.host.drop(blocks[-1])
+            assert self.cache._host.blocks(req, usable) is None
+
+
+NOTED: list[tuple[Any, ...]] = [
+    ("device", "aaaa", 64, None),
+    ("host", "aaaa", 192, None),
+    ("look", "aaaa", COUNT, None),
+]
+"""The device node of 64 tokens bears a note."""
+
+
+@settings(deadline=None)
+@example([*NOTED, ("host_evicts", 3), ("host", "aaaa", 192, None), ("look", "aaaa", COUNT, None)])
+@example([*NOTED, ("host_clears",), ("host", "aaaa", 128, None), ("look", "aaaa", COUNT, None)])
+@given(steps)
+def test_notes_change_no_answer(script: list[tuple[Any, ...]]) -> None:
+    subject = Subject()
+    for step, *args in script:
+        if step == "device":
+            subject.device(*args)
+        elif step == "device_evicts":
+            subject.cache.evict(EvictParams(num_tokens=args[0] * BLOCK_TOKENS))
+        elif step == "host_evicts":
+            subject.host.evict(args[0], 0.0)
+        elif step == "host_clears":
+            subject.host.clear()
+        elif step == "look":
+            subject.look(*args)
+        elif step == "admit":
+            subject.admit(*args)
+        else:
+            subject.keep(*args, ready=step == "host")
