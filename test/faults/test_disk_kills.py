@@ -23,10 +23,13 @@ from disk_support import copy_index, data_of, make_path, open_store, put, read_b
 from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.writer import WriteStatus
 
+SIZE = 60_000_000
+"""Room for about 1,500 blocks: several times as many as one child writes before it is killed."""
+
 
 def write_until_killed(folder: Path, turn: int, log: int) -> None:
     """In a child process: two threads write paths and note each block once it is acknowledged."""
-    store = open_store(folder, size=30_000_000, background=True)
+    store = open_store(folder, size=SIZE, background=True)
 
     def write(number: int) -> None:
         blocks = make_path(8, seed=turn * 100_000 + number)
@@ -72,8 +75,9 @@ def kill_and_check(folder: Path, turn: int, rng: random.Random, noted: set[bytes
         acknowledged = pipe.read() or b""
     noted |= {acknowledged[i : i + 16] for i in range(0, len(acknowledged), 16)}
     committed = committed_rows(folder, folder.parent)
-    store = open_store(folder, size=30_000_000)
+    store = open_store(folder, size=SIZE)
     present = set(store.block_ids())
+    assert len(present) < 1000, "near eviction, where blocks may go"
     assert noted <= committed, "a block was acknowledged before its row was committed"
     assert committed <= present, "a block whose row was committed is lost"
     for name in present:
@@ -92,7 +96,7 @@ def kill_often(tmp_path: Path, times: int) -> str:
     acknowledged = committed = seen = 0
     folder = tmp_path / "disk"
     for turn in range(times):
-        if len(noted) > 500:  # a fresh directory before anything has to be evicted
+        if len(noted) > 300:  # a fresh directory before anything has to be evicted
             acknowledged, committed, seen = acknowledged + len(noted), committed + seen, 0
             noted = set()
             folder = tmp_path / f"disk{turn}"
