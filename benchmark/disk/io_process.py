@@ -3,10 +3,12 @@
     PYTHONPATH=python python benchmark/disk/io_process.py --dir /mnt/ssd --out result.json
 
 Workloads:
-  operations  time on the caller's thread per operation, with `--hc-io thread` and `process`, arms
-              interleaved; while nothing else happens, and while 4 reads are always under way
+  operations  time on the caller's thread per operation, sending included, with `--hc-io thread`
+              and `process`, arms interleaved; in passes with one and with eight operations, each
+              after a quiet moment; while nothing else happens, and while 4 reads are always under
+              way; and what waking any process costs there
   start       an index of a million synthetic rows: ready, first hit, memory, back after SIGKILL,
-              and the longest single poll on the way
+              and the longest single poll on the way, on the clock and of this thread's own work
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +41,9 @@ SLOTS = 128
 FINGERPRINT = bytes(16)
 SPANS = tuple(RowSpan(row, row, 0, 1) for row in range(16))
 """One decode step of 16 requests."""
+REST_S = 0.0005
+TURNS = 150
+UNANSWERED = ("touch_16",)
 
 
 def make_path(count: int) -> list[Block]:
@@ -64,16 +70,98 @@ def drain(io: Io, count: int) -> list[Any]:
     return done
 
 
-class Timer:
-    """Times calls one by one, with a pause now and then as a scheduler makes them."""
+class Passes:
+    """Scheduling passes over one Io: what they hand in, what they send, what they take in.
+
+    Samples are seconds on the caller's thread. NAME_1 is a pass with one operation, NAME_8 one of a
+    pass with eight of them; the sending that ends the pass is in both. `poll_N` is both polls of a
+    pass that take in N answers.
+    """
+
+    def __init__(self, io: Io, names: list[bytes], busy: bool) -> None:
+        self._io = io
+        self._names = names
+        self._behind = 4 if busy else 0
+        self._owed = 0
+        self._turn = 0
+        self.samples: dict[str, list[float]] = {}
+
+    def sample(self, name: str, seconds: float) -> None:
+        self.samples.setdefault(name, []).append(seconds)
+
+    def hand_in(self, name: str, call: Callable[[int], object], count: int) -> None:
+        """A pass with `count` operations after a quiet moment. Then wait for their answers."""
+        self._read_behind()
+        rest()
+        started = time.perf_counter()
+        for index in range(count):
+            call(index)
+        self._io.blocks.flush()
+        self.sample(f"{name}_{count}", (time.perf_counter() - started) / count)
+        self._owed += count if name not in UNANSWERED else 0
+        while True:
+            rest()
+            self._poll()
+            if self._owed <= self._behind:
+                return
+
+    def look_up(self, name: str, block_ids: list[bytes]) -> None:
+        rest()
+        started = time.perf_counter()
+        self._io.blocks.contains(block_ids)
+        self.sample(name, time.perf_counter() - started)
+
+    def end(self) -> None:
+        while self._owed:
+            rest()
+            self._poll()
+
+    def _poll(self) -> None:
+        started = time.perf_counter()
+        answers = len(self._io.executor.poll()) + len(self._io.blocks.poll())
+        took = time.perf_counter() - started
+        self._owed -= answers
+        self.sample(("poll_0", "poll_1", "poll_many")[min(answers, 2)], took)
+        if answers > 1:
+            self.sample("poll_many_per_answer", took / answers)
+
+    def _read_behind(self) -> None:
+        """Keep reads under way that no sample is about."""
+        while self._owed < self._behind:
+            slot = 80 + self._turn % 16
+            self._turn += 1
+            self._io.blocks.read(self._names[slot % 64], slot, far())
+            self._owed += 1
+        self._io.blocks.flush()
+
+
+def rest() -> None:
+    """Between passes. SGLang's loop never sleeps, but ZMQ's threads do when they have no work."""
+    end = time.perf_counter() + REST_S
+    while time.perf_counter() < end:
+        pass
+
+
+class Sleeper:
+    """Another process that sleeps, and what waking it costs: the least that any message can."""
 
     def __init__(self) -> None:
-        self.samples: list[float] = []
+        self._bell = os.eventfd(0)
+        os.set_inheritable(self._bell, True)
+        code = f"import os\nwhile os.eventfd_read({self._bell}) < 1000: pass"
+        self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[self._bell])
+        time.sleep(0.2)
 
-    def __call__(self, call: Callable[[], object]) -> None:
+    def wake(self) -> float:
+        rest()
         started = time.perf_counter()
-        call()
-        self.samples.append(time.perf_counter() - started)
+        os.eventfd_write(self._bell, 1)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        os.eventfd_write(self._bell, 1000)
+        self._process.wait()
+        os.close(self._bell)
 
 
 def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float]]:
@@ -82,38 +170,32 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
     io = open_io(kind, memory, disk)
     blocks = make_path(64)
     names = [block.block_id for block in blocks]
-    timers: dict[str, Timer] = {}
-
-    def timed(name: str, call: Callable[[], object]) -> None:
-        timers.setdefault(name, Timer())(call)
-
     for slot, block in enumerate(blocks):
-        timed("write", lambda slot=slot, block=block: io.blocks.write(block, slot, far()))
+        io.blocks.write(block, slot, far())
     drain(io, len(blocks))
-    under_way = 0
-    for turn in range(1500):
-        while busy and under_way < 4:
-            slot = 64 + turn % 32
-            timed("read", lambda slot=slot: io.blocks.read(names[slot % 64], slot, far()))
-            under_way += 1
-        timed("contains_16", lambda: io.blocks.contains(names[:16]))
-        timed("touch_16", lambda: io.blocks.touch(names[:16]))
-        timed("file_16_rows", lambda: io.executor.submit(FileRows(0, SPANS)))
-        timed("copy_rows", lambda: io.executor.submit(CopyRows(96, 97, 1)))
-        timed("poll_executor", io.executor.poll)
-        answers: list[Any] = []
-        timed("poll_blocks", lambda answers=answers: answers.extend(io.blocks.poll()))
-        under_way -= len(answers)
-        time.sleep(0.0005)
-    if not busy:
-        for turn in range(500):
-            timed("read", lambda turn=turn: io.blocks.read(names[turn % 64], 64, far()))
-            drain(io, 1)
-    drain(io, under_way)
-    io.executor.drain()
+    end = time.monotonic() + 600
+    calls: dict[str, Callable[[int], object]] = {
+        # A block that is there already: the same for the caller, and no disk is worn out.
+        "write": lambda index: io.blocks.write(blocks[index], index, end),
+        "read": lambda index: io.blocks.read(names[index], 64 + index, end),
+        "touch_16": lambda index: io.blocks.touch(names[:16]),
+        "file_16_rows": lambda index: io.executor.submit(FileRows(0, SPANS)),
+        "copy_rows": lambda index: io.executor.submit(CopyRows(96, 97, 1)),
+    }
+    passes = Passes(io, names, busy)
+    sleeper = Sleeper()
+    for _ in range(TURNS):
+        for count in (1, 8):
+            for name, call in calls.items():
+                passes.hand_in(name, call, count)
+        passes.look_up("contains_16", names[:16])
+        passes.look_up("contains_1024", names * 16)
+        passes.sample("wake_a_process", sleeper.wake())
+    passes.end()
+    sleeper.close()
     io.blocks.close()
     io.executor.close()
-    return {name: percentiles(timer.samples) for name, timer in sorted(timers.items())}
+    return {name: percentiles(samples) for name, samples in sorted(passes.samples.items())}
 
 
 def resident_mb(pid: int) -> int:
@@ -150,11 +232,12 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     }
     os.kill(pid, signal.SIGKILL)
     started = time.perf_counter()
-    polls = []
+    polls, work = [], []
     while io.executor.counts()["io_restarts"] == 0:
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.thread_time()
         io.blocks.poll()
         polls.append(time.perf_counter() - begun)
+        work.append(time.thread_time() - worked)
         time.sleep(0.0005)
     back = time.perf_counter() - started
     io.blocks.close()
@@ -166,6 +249,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
         **sizes,
         "back_after_sigkill_s": round(back, 3),
         "longest_poll_ms": round(1e3 * max(polls), 2),
+        "longest_poll_work_ms": round(1e3 * max(work), 2),
     }
 
 

@@ -30,6 +30,9 @@ class NoBlocks:
     def read(self, block_id: bytes, slot: int, deadline: float) -> int:
         raise AssertionError("nothing is here")
 
+    def flush(self) -> None:
+        return None
+
     def poll(self) -> list[BlockDone]:
         return []
 

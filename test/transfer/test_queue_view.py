@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import Claims, SessionPins
@@ -75,3 +75,36 @@ def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
     queue, below = view(tell_disk=False)
     queue.look(["a1"], waiting)
     assert below.told == 0
+
+
+class Gathering(NoBlocks):
+    """BlockIo that has everything, and keeps what it is asked for to itself until it is told."""
+
+    capacity = 100
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.begun: list[list[bytes]] = []
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return len(block_ids)
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        self.asked.append(block_id)
+        return len(self.asked)
+
+    def flush(self) -> None:
+        self.begun.append(self.asked.copy())
+
+
+def test_reads_begin_at_once_and_together() -> None:
+    """A forward pass may lie between them and the next poll."""
+    below = Gathering()
+    window: LookAhead[str] = LookAhead()
+    host = HostTier(BlockTree(b"f" * 16), 100, make_policy("queue", window))
+    queue = QueueView(host, DiskTier(below, host), window, (100, 100), "queue")
+    queue.look(["a1"], waiting)
+    assert below.begun == [ids("a1")]
+    queue.arrived("b1", waiting)
+    queue.ready("b1", waiting)  # its turn has come, and nobody looked at the queue since
+    assert below.begun[1:] == [ids("a1") + ids("b1")]

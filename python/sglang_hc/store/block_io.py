@@ -102,6 +102,9 @@ class BlockIo(Protocol):
     def read(self, block_id: bytes, slot: int, deadline: float) -> int:
         """Fetch a block into a slot and verify it; returns a ticket."""
 
+    def flush(self) -> None:
+        """What was asked for begins now; without this call it may wait for the next `poll`."""
+
     def poll(self) -> list[BlockDone]:
         """Answers since the last call, in the order in which they came."""
 
@@ -195,6 +198,9 @@ class DiskThreads:
         ticket = next(self._tickets)
         self._readers.submit(self._read, ticket, block_id, slot, deadline)
         return ticket
+
+    def flush(self) -> None:
+        """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
         done = []

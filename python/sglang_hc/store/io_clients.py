@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_hc.store import block_io
 from sglang_hc.store import io_messages as wire
@@ -112,8 +112,7 @@ class ProcessExecutor:
             self._held.popleft()
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """An operation under way. written: the identity, for a write."""
 
     deadline: float
@@ -154,11 +153,7 @@ class ProcessBlocks:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         if not self._open:
             return 0
-        known = self._known
-        for count, block_id in enumerate(block_ids):
-            if block_id not in known:
-                return count
-        return len(block_ids)
+        return len(list(itertools.takewhile(self._known.__contains__, block_ids)))
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -184,6 +179,9 @@ class ProcessBlocks:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
         return ticket
 
+    def flush(self) -> None:
+        self._supervisor.flush()
+
     def poll(self) -> list[BlockDone]:
         self._supervisor.poll()
         done, self._done = self._done, []
@@ -191,7 +189,7 @@ class ProcessBlocks:
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         if self._open:
-            self._supervisor.send(wire.Touch(b"".join(block_ids)))
+            self._supervisor.send(wire.Touch(list(block_ids)))
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         if self._open:
@@ -215,12 +213,12 @@ class ProcessBlocks:
     def answered(self, reply: wire.Known | wire.Answers) -> None:
         if isinstance(reply, wire.Known):
             if not self._clearing:
-                self._known.update(wire.split_ids(reply.block_ids))
+                self._known.update(reply.block_ids)
             return
         for ticket, outcome in reply.blocks:
             if ticket in self._moves:
                 self._end(ticket, outcome)
-        self._known.difference_update(wire.split_ids(reply.gone))
+        self._known.difference_update(reply.gone)
         if reply.cleared:
             self._clearing = False
         self._usable = reply.usable
@@ -246,7 +244,7 @@ class ProcessBlocks:
     def _end(self, ticket: int, outcome: Outcome) -> None:
         move = self._moves.pop(ticket)
         self._writing -= move.written
-        if outcome in (Outcome.OK, Outcome.DUPLICATE):
+        if outcome is Outcome.OK or outcome is Outcome.DUPLICATE:
             if not self._clearing:
                 self._known.add(move.block_id)
         elif outcome is Outcome.MISSING:

@@ -15,6 +15,8 @@ import zmq
 import sglang_hc
 from sglang_hc.store import io_messages as wire
 
+_READABLE = int(zmq.POLLIN)  # as the flag that it is, each test would cost as much as a look
+
 
 class IoLink:
     """A running I/O process. Starting it takes some ms; no method waits. Used by one thread at a
@@ -25,6 +27,7 @@ class IoLink:
         self._folder = tempfile.mkdtemp(prefix="sglang-hc-")  # mode 0700: the socket is private
         endpoint = f"ipc://{self._folder}/io"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        _yielding(self._context)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
@@ -56,17 +59,17 @@ class IoLink:
         """It has been heard: the socket's name is not needed any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def send(self, request: wire.Request) -> None:
-        """Only after it was heard: before, there is nobody to send to. What is sent to a process
-        that just ended is lost with it."""
+    def send(self, requests: list[wire.Request]) -> None:
+        """As one message. Only after it was heard: before, there is nobody to send to. What is sent
+        to a process that just ended is lost with it."""
         with suppress(zmq.Again):
-            self._socket.send(wire.encode(request), zmq.NOBLOCK)
+            self._socket.send(wire.encode(requests), zmq.NOBLOCK)
 
     def receive(self) -> wire.Reply | None:
         """The next message, if there is one. Raises msgspec.DecodeError for nonsense."""
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
-        if not events & zmq.POLLIN:
+        if not events & _READABLE:
             return None
         reply: wire.Reply = wire.decode_reply(self._socket.recv(zmq.NOBLOCK))
         return reply
@@ -85,6 +88,14 @@ class IoLink:
         self._socket.close()
         self._context.term()
         self.connected()
+
+
+def _yielding(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """A woken thread of ZMQ waits for a free core instead of taking the caller's: with the usual
+    policy every message after a quiet moment could stop the scheduler thread until it was sent.
+    Where somebody chose another policy for the server, that one stays."""
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
 
 
 def _environment() -> dict[str, str]:

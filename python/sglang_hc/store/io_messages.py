@@ -1,9 +1,9 @@
 """What the scheduler process and the I/O process say to each other, in msgpack.
 
 To the I/O process: `Setup` once through its standard input, whose end also tells it that its parent
-is gone; then through one ZMQ pair operations in any order, and `Close` last. From it: `Known` until
-every identity on disk was named, `Ready`, and then `Answers`, at least one every HEARTBEAT_S; or
-nothing but `Refused`. Data never travels here; it is in the shared memory.
+is gone; then through one ZMQ pair lists of operations, in any order, and `Close` last. From it:
+`Known` until every identity on disk was named, `Ready`, and then `Answers`, at least one every
+HEARTBEAT_S; or nothing but `Refused`. Data never travels here; it is in the shared memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from sglang_hc.store.executor import CopyRows, FileRows, Operation, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
 
 HEARTBEAT_S = 0.25
-ID_BYTES = 16
-IDS_PER_MESSAGE = 4096
+IDS_PER_MESSAGE = 2048
 """So that taking in one message costs the scheduler thread less than a millisecond."""
+REQUESTS_PER_MESSAGE = 64
+"""Most that are sent together: the first of them should not wait for long."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class Read(_Message, tag=True):
 
 
 class Touch(_Message, tag=True):
-    """Identities of a path that was used, one after the other."""
+    """Identities of a path that was used."""
 
-    block_ids: bytes
+    block_ids: list[bytes]
 
 
 class Expect(_Message, tag=True):
@@ -117,23 +118,22 @@ class Refused(_Message, tag=True):
 
 
 class Known(_Message, tag=True):
-    """Identities of blocks on disk, one after the other."""
+    """Identities of blocks on disk."""
 
-    block_ids: bytes
+    block_ids: list[bytes]
 
 
 class Answers(_Message, tag=True):
     """What happened since the last message.
 
-    filed: (ticket, done). blocks: (ticket, outcome). gone: identities that left the disk, one after
-    the other; a block that was stored and left again since is in both. cleared: a `Clear` is done.
-    usable: the disk may be asked now. counts: of the store, since it was opened; None while they
-    are as they were.
+    filed: (ticket, done). blocks: (ticket, outcome). gone: identities that left the disk; a block
+    that was stored and left again since is in both. cleared: a `Clear` is done. usable: the disk
+    may be asked now. counts: of the store, since it was opened; None while they are as they were.
     """
 
     filed: list[tuple[int, bool]]
     blocks: list[tuple[int, Outcome]]
-    gone: bytes
+    gone: list[bytes]
     cleared: bool
     usable: bool
     counts: dict[str, int] | None
@@ -144,7 +144,7 @@ Reply = Ready | Refused | Known | Answers
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_requests = msgspec.msgpack.Decoder(list[Request]).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -160,8 +160,3 @@ def operation_of(message: File | Copy) -> Operation:
     if isinstance(message, File):
         return FileRows(message.buffer, message.spans)
     return CopyRows(message.source, message.target, message.rows)
-
-
-def split_ids(packed: bytes) -> list[bytes]:
-    """Identities that lie one after the other."""
-    return [packed[start : start + ID_BYTES] for start in range(0, len(packed), ID_BYTES)]

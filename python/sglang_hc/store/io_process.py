@@ -27,8 +27,8 @@ from sglang_hc.store.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
-_BURST = 256
-"""Requests taken before answers are sent again."""
+_BURST = 4
+"""Messages taken before answers are sent again."""
 _LINGER_MS = 5000
 _STDIN = 0
 
@@ -71,7 +71,7 @@ class Worker:
             ticket = self._disk.read(request.block_id, request.slot, request.deadline)
             self._moving[ticket] = request.ticket
         elif isinstance(request, wire.Touch):
-            self._disk.touch(wire.split_ids(request.block_ids))
+            self._disk.touch(request.block_ids)
         elif isinstance(request, wire.Expect):
             self._disk.expect(request.uses)
         elif isinstance(request, wire.Clear):
@@ -106,18 +106,18 @@ class Worker:
         if cleared:
             self._cleared.clear()
         if self._store is None:
-            return wire.Answers(filed, [], b"", cleared, False, None)
+            return wire.Answers(filed, [], [], cleared, False, None)
         blocks = [(self._moving.pop(d.ticket), d.outcome) for d in self._disk.poll()]
         # Asked after the answers were taken: a block that came back meanwhile is not gone.
         gone = [name for name in self._store.drain_removed() if not self._store.contains([name])]
         counts = dict(self._disk.counts())
         news = counts if counts != self._counts else None
         self._counts = counts
-        return wire.Answers(filed, blocks, b"".join(gone), cleared, self._store.usable(), news)
+        return wire.Answers(filed, blocks, gone, cleared, self._store.usable(), news)
 
     def _name_all(self, block_ids: list[bytes]) -> None:
         for start in range(0, len(block_ids), wire.IDS_PER_MESSAGE):
-            some = b"".join(block_ids[start : start + wire.IDS_PER_MESSAGE])
+            some = block_ids[start : start + wire.IDS_PER_MESSAGE]
             self._outbox.append(wire.encode(wire.Known(some)))
 
     def _clear(self) -> None:
@@ -159,10 +159,10 @@ def serve(endpoint: str, descriptor: int, parent: int) -> None:
             os.eventfd_read(worker.wake)
         for _ in range(_BURST):
             try:
-                request = wire.decode_request(socket.recv(zmq.NOBLOCK))
+                requests = wire.decode_requests(socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            going_on = worker.take(request)
+            going_on = all(map(worker.take, requests))
             if not going_on:
                 break
     worker.report()

@@ -80,6 +80,7 @@ class IoSupervisor:
         self.capacity = 0
         self.counters: Counter[str] = Counter()
         self._link: IoLink | None = None
+        self._gathered: list[wire.Request] = []
         self._coming: Future[IoLink] | None = None
         self._since = 0.0
         self._up_since = float("inf")
@@ -115,12 +116,22 @@ class IoSupervisor:
             raise DirectoryError(message)
 
     def send(self, request: wire.Request) -> None:
-        """Only while `state` is UP."""
-        assert self._link is not None
-        self._link.send(request)
+        """Only while `state` is UP. Leaves with the next `flush` or `poll`: a message costs more
+        than all that is in it."""
+        gathered = self._gathered
+        gathered.append(request)
+        if len(gathered) == wire.REQUESTS_PER_MESSAGE:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was given to `send` leaves now. Lost with the process, if that is so."""
+        if self._gathered and self._link is not None:
+            gathered, self._gathered = self._gathered, []
+            self._link.send(gathered)
 
     def poll(self) -> None:
-        """Take in what the process says; notice its end; start it again when it is time."""
+        """Send what was gathered; take in what the process says; notice its end; start it again
+        when it is time."""
         if self.state is State.DOWN:
             if not self._closing and self._clock() >= self._since + self._backoff:
                 self._start_again()
@@ -131,6 +142,7 @@ class IoSupervisor:
             return
         assert self._link is not None
         if self.state is not State.ENDING:
+            self.flush()
             self._receive()
         if self._clock() >= self._next_check:
             self._next_check = self._clock() + 0.05
@@ -145,6 +157,7 @@ class IoSupervisor:
             self._meet()
         if self.state is State.UP:
             self.send(wire.Close())
+            self.flush()
         elif self._link is not None:
             self._link.kill()
         end = self._clock() + CLOSE_S
@@ -196,8 +209,7 @@ class IoSupervisor:
             return 0
         for client in self.clients:
             client.answered(reply)
-        named = reply.block_ids if isinstance(reply, wire.Known) else reply.gone
-        return len(named) // wire.ID_BYTES
+        return len(reply.block_ids if isinstance(reply, wire.Known) else reply.gone)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -234,15 +246,17 @@ class IoSupervisor:
         """The process is gone for good: give up what it had."""
         assert self._link is not None
         now = self._clock()
-        reason, pid = self._ended(), self._link.pid
-        self._link.close()
+        reason, pid, link = self._ended(), self._link.pid, self._link
         self._link, self._reason = None, ""
+        self._gathered.clear()
         if now >= self._up_since + LONGEST_BACKOFF_S:
             self._backoff = FIRST_BACKOFF_S
         self.state, self._since, self._up_since = State.DOWN, now, float("inf")
         lost = sum(client.lost() for client in self.clients)
         if self._closing:
+            link.close()
             return
+        threading.Thread(target=link.close, name="hc-bury").start()  # it waits for ZMQ's threads
         self.counters["io_losses"] += 1
         self.counters["io_lost_operations"] += lost
         logger.error(

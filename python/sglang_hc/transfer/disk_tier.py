@@ -187,6 +187,7 @@ class DiskTier:
         through = self._clock() + READ_DEADLINE_S
         for read in reads:
             self._reads[self._io.read(read.identity, read.slot, through)] = read
+        self._io.flush()  # the next poll may be a whole forward pass away
         prefix = tokens[: first * BLOCK_BYTES]
         patience = min(PATIENCE, self.patience(known - on_device, held - known, on_device, new))
         deadline = None if ahead else self._clock() + patience

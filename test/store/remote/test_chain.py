@@ -12,6 +12,7 @@ from sglang_hc.store.block_io import DiskThreads, Outcome
 from sglang_hc.store.disk import DirectorySpec, DiskStore
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import Chain, RemoteBlocks
+from support.no_blocks import NoBlocks
 from support.remote import (
     FINGERPRINT,
     FOREVER,
@@ -119,3 +120,17 @@ def test_clear_empties_both(chain: Chain, store: FakeStore, pool: HostPool) -> N
     save(chain, pool, path)
     chain.clear()
     assert find(chain, [block.block_id for block in path]) == 0
+
+
+class Flushed(NoBlocks):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def flush(self) -> None:
+        self.count += 1
+
+
+def test_both_begin_when_told() -> None:
+    near, far = Flushed(), Flushed()
+    Chain(near, far).flush()
+    assert (near.count, far.count) == (1, 1)

@@ -156,6 +156,9 @@ class RemoteBlocks:
             self._saves.submit(job)
         return job.ticket
 
+    def flush(self) -> None:
+        """The threads begin at once."""
+
     def poll(self) -> list[BlockDone]:
         self._watch()
         for lookup in self._lookups.take_done():

@@ -86,6 +86,10 @@ class Chain:
         link.reads[link.io.read(block_id, slot, deadline)] = ticket
         return ticket
 
+    def flush(self) -> None:
+        self._near.io.flush()
+        self._far.io.flush()
+
     def poll(self) -> list[BlockDone]:
         done = []
         for link in (self._near, self._far):
