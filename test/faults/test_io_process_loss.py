@@ -161,8 +161,14 @@ def killed_at_random(directory: str, seed: int) -> tuple:
 
     core.tree.tiers.poll = poll_or_kill
     replies = chat(core, random.Random(seed))
+    core.tree.tiers.poll = poll
+    time.sleep(0.1)
+    poll()  # notices the last one
+    stats = wait_for(core, lambda stats: stats["io_up"])
+    first = core.ask(PROMPT, 12)
     core.settle()
-    return replies, core.tree.stats()
+    assert core.scheduler.flush_cache()
+    return replies, stats, first, core.ask(PROMPT, 12)
 
 
 def never_killed(seed: int) -> list[list[int]]:
@@ -172,7 +178,7 @@ def never_killed(seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_random_moments(models: None, tmp_path: Path, seed: int) -> None:
-    replies, stats = run_in_child(killed_at_random, str(tmp_path / "d"), seed)
+    replies, stats, first, again = run_in_child(killed_at_random, str(tmp_path / "d"), seed)
     assert replies == run_in_child(never_killed, seed)
     assert stats["io_losses"] >= 2 and stats["io_restarts"] >= 1
-    assert stats["restored_tokens"] > 0
+    assert again.tokens == first.tokens and again.storage == 192, "left alone, it serves as ever"
