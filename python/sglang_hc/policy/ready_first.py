@@ -58,11 +58,9 @@ class AdmissionOrder(Generic[K]):
                 if request not in due and readiness(request) is not ON_THE_WAY:
                     yield request
             return
-        costs = ((readiness(request), request) for request in queue if request not in due)
-        ready = [(cost, request) for cost, request in costs if cost is not None]
-        ready.sort(key=lambda pair: pair[0])  # stable: queue order among equals
-        for _, request in ready:
-            yield request
+        costs = {request: readiness(request) for request in queue if request not in due}
+        ready = {request: cost for request, cost in costs.items() if cost is not None}
+        yield from sorted(ready, key=ready.__getitem__)  # stable: queue order among equals
 
     def admitted(self, queue: Sequence[K], chosen: Iterable[K]) -> None:
         """The pass over `queue` has admitted `chosen`, a prefix of its order."""

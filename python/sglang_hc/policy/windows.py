@@ -20,12 +20,17 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
 
+T = TypeVar("T")
+
 EVICTION_STRETCH = 4.0
 """Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
 
 Beyond the paper's window the queue still says what is needed last. With a longer queue, evicting by
 age there throws out first what enters the window next; see docs/decisions/queue-window.md.
 """
+
+DEPARTED_WITHIN = 128
+"""Places from the head of a queue within which requests are expected to leave it."""
 
 _MIN_GAP = 1e-6
 """Ranks closer than this are renumbered; far above the spacing of floats up to 1e9."""
@@ -113,12 +118,16 @@ class LookAhead(Generic[K]):
         """
         new = list(islice(queue, length))
         old = self._order
-        head = _offset(old, new)
-        if head is not None:
-            left, entered = old[:head], new[len(old) - head :]
-            moved: list[K] = []
-        else:
-            left, entered, moved = self._diff(new)
+        if new == old:
+            return WindowChange([], [])
+        gone = departed(old, new)
+        if gone is None:
+            coming = set(new)
+            gone = [at for at, request in enumerate(old) if request not in coming]
+        left, stayed = [old[at] for at in gone], without(old, gone)
+        grown = stayed == new[: len(stayed)]
+        entered = new[len(stayed) :] if grown else [r for r in new if r not in self._rank]
+        moved = [] if grown else self._moved(new)
         self._order = new
         for request in left:
             self._leave(request)
@@ -126,7 +135,7 @@ class LookAhead(Generic[K]):
             self._withdraw(self._rank.pop(request), self._blocks[request])
         for request in entered:
             self._blocks[request] = blocks_of(request)
-        self._place(moved, entered, appended=head is not None)
+        self._place(moved, entered, appended=grown)
         return WindowChange(entered, left)
 
     def discard(self, request: K) -> None:
@@ -153,17 +162,14 @@ class LookAhead(Generic[K]):
                 insort(expected.setdefault(block_id, []), self._rank[request])
         assert expected == self._users
 
-    def _diff(self, new: list[K]) -> tuple[list[K], list[K], list[K]]:
-        """(left, entered, moved): the fewest survivors that must move for the new order."""
-        coming = set(new)
-        left = [request for request in self._order if request not in coming]
-        entered = [request for request in new if request not in self._rank]
+    def _moved(self, new: list[K]) -> list[K]:
+        """The fewest requests that must change their rank for the new order."""
         stayed = [request for request in new if request in self._rank]
         ranks = [self._rank[request] for request in stayed]
         if all(a < b for a, b in pairwise(ranks)):
-            return left, entered, []
+            return []
         kept = _longest_increasing(ranks)
-        return left, entered, [r for i, r in enumerate(stayed) if i not in kept]
+        return [r for i, r in enumerate(stayed) if i not in kept]
 
     def _place(self, moved: list[K], entered: list[K], *, appended: bool) -> None:
         """Give ranks to the requests that have none, between their neighbours in the order."""
@@ -223,16 +229,34 @@ class LookAhead(Generic[K]):
                 listener(block_id)
 
 
-def _offset(old: list[K], new: list[K]) -> int | None:
-    """How many requests left at the head, if nothing else happened but growth at the tail."""
-    if not old or not new:
-        return len(old)
-    try:
-        head = old.index(new[0])
-    except ValueError:
-        return len(old) if set(old).isdisjoint(new) else None
-    kept = len(old) - head
-    return head if new[:kept] == old[head:] else None
+def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:
+    """Places in `old` of those that have left a queue, which has else but grown at its tail.
+
+    None for any other change, and when somebody behind the first DEPARTED_WITHIN has left. What
+    stayed is compared as a whole: Python steps only as far as the last who left.
+    """
+    gone: list[int] = []
+    at, compare = 0, True
+    while at < len(old):
+        place = at - len(gone)
+        if compare and old[at:] == new[place : place + len(old) - at]:
+            break
+        if at == DEPARTED_WITHIN:
+            return None
+        compare = place == len(new) or old[at] != new[place]
+        if compare:
+            gone.append(at)
+        at += 1
+    back = new[len(old) - len(gone) :]
+    return gone if all(old[at] not in back for at in gone) else None
+
+
+def without(items: Sequence[T], places: Sequence[int]) -> list[T]:
+    """A copy of `items` that lacks those at `places`, which ascend."""
+    rest = list(items)
+    for at in reversed(places):
+        del rest[at]
+    return rest
 
 
 def _longest_increasing(values: Sequence[float]) -> set[int]:

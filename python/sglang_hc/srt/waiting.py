@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hc.policy.windows import departed, without
 from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.tiers import Tiers
@@ -30,6 +31,9 @@ class WaitingRequests:
         self._tiers = tiers
         self._on_device = on_device
         self._requests: dict[str, Any] = {}
+        self._queue: list[Any] = []
+        self._order: list[str] = []
+        """Names of the known requests of `_queue`, the queue at the last look, in its order."""
         self.last_matched: Any = None
         """The request of the last match; SGLang matches a request just before it queues it."""
         self.scheduler: Callable[[], Any] = lambda: None
@@ -45,14 +49,24 @@ class WaitingRequests:
         scheduler = self.scheduler()
         if scheduler is None:
             return
-        queue, admission = scheduler.waiting_queue, self.admission
-        if admission.ready_first:  # as it was before ready-first put it in order
-            ticket, last = admission.tickets.get, admission.arrivals + 1
+        queue = scheduler.waiting_queue
+        if self.admission.ready_first:  # as it was before `arrange`
+            ticket, last = self.admission.tickets.get, self.admission.arrivals + 1
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
-        waiting = [req.rid for req in queue if req.rid in self._requests]
-        self._view.look(waiting, self._waiting_of)
+        self._update(queue)
+        self._view.look(self._order, self._waiting_of)
         if self._tiers.read_buffer is not None:
-            self._tiers.read_buffer.look(waiting, self._waiting_of)
+            self._tiers.read_buffer.look(self._order, self._waiting_of)
+
+    def arrange(self, queue: list[Any]) -> None:
+        """Put the first ARRANGED of the queue in ready-first's order, until the next `look`."""
+        if not self.admission.ready_first:
+            return
+        head = {req.rid: req for req in queue[:ARRANGED]}
+        if len(head) == min(ARRANGED, len(queue)) and head.keys() <= self._requests.keys():
+            cost_of, waiting_of = self._view.readiness, self._waiting_of
+            order = self.admission.arrange(list(head), lambda rid: cost_of(rid, waiting_of))
+            queue[:ARRANGED] = [head[rid] for rid in order]
 
     def matched(self, req: Any) -> None:
         """A request was matched; it may be queued next."""
@@ -68,12 +82,6 @@ class WaitingRequests:
         """Whether the request, whose turn it is, may be admitted in this pass."""
         return rid not in self._requests or self._view.ready(rid, self._waiting_of)
 
-    @property
-    def readiness(self) -> Callable[[str], float | None]:
-        """What restoring a waiting request costs, by its name; see `QueueView.readiness`."""
-        known, cost_of, waiting_of = self._requests, self._view.readiness, self._waiting_of
-        return lambda rid: cost_of(rid, waiting_of) if rid in known else 0.0
-
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
         disk = self._tiers.disk
@@ -81,13 +89,28 @@ class WaitingRequests:
 
     def gone(self, rid: str) -> None:
         """A request left the queue without being admitted."""
-        self._requests.pop(rid, None)
+        self._forget(rid)
         self._view.gone(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over."""
-        self._requests.pop(rid, None)
+        self._forget(rid)
         self._view.finished(rid, blocks)
+
+    def _update(self, queue: list[Any]) -> None:
+        """Bring `_order` up to the queue. Only requests that are new in it are touched."""
+        if queue == self._queue:
+            return
+        gone = departed(self._queue, queue) if len(self._order) == len(self._queue) else None
+        stayed = without(self._order, gone) if gone is not None else []
+        new = queue[len(stayed) :]
+        self._order = stayed + [req.rid for req in new if req.rid in self._requests]
+        self._queue = queue.copy()
+
+    def _forget(self, rid: str) -> None:
+        self._requests.pop(rid, None)
+        if rid in self.admission.tickets:  # another of this name may still be in the queue
+            self._queue, self._order = [], []
 
     @property
     def _view(self) -> QueueView:

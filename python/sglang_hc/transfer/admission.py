@@ -29,6 +29,7 @@ class Admission:
         self.ready_first = ready_first
         self._order: AdmissionOrder[str] = AdmissionOrder(bound, ready_first=ready_first)
         self._queue: list[str] = []
+        self._waiting: list[str] = []
         self._left: set[str] = set()
         self._head: set[str] = set()
         self.arrivals = 0
@@ -65,16 +66,24 @@ class Admission:
         state is on the way."""
         self._queue, self._head = list(head), set(head)
         order = list(self._order.order(head, readiness))
-        chosen = set(order)
-        return order + [rid for rid in head if rid not in chosen]
+        if len(order) < len(head):
+            chosen = set(order)
+            order += [rid for rid in head if rid not in chosen]
+        return order
 
     def passed(self, waiting: Sequence[str]) -> None:
         """A new pass begins, and `waiting` is what the last one left over."""
+        if waiting != self._waiting:
+            self._admit(waiting)
+            self._waiting = list(waiting)
+        self._queue, self._head = [], set()
+        self._left.clear()
+
+    def _admit(self, waiting: Sequence[str]) -> None:
+        """Those the scheduler came to in the last pass, and that wait no more, were admitted."""
         if self._queue:
             still = set(waiting)
             admitted = [r for r in self._queue if r not in still and r not in self._left]
             self._order.admitted(self._queue, admitted)
             for rid in admitted:
                 self.tickets.pop(rid, None)
-            self._queue, self._head = [], set()
-        self._left.clear()
