@@ -1,12 +1,13 @@
 """What the tiers cost the scheduler thread, in one process without a model.
 
-    PYTHONPATH=python python benchmark/hooks/run.py [--out benchmark/results/cpu-hooks.json]
+    PYTHONPATH=python:test python benchmark/hooks/run.py [--out benchmark/results/cpu-hooks.json]
 
 Workloads:
   idle    everything the hooks do in one decode pass with nothing to restore, stage or file
   match   match_prefix of a 10,000-token request against stock RadixCache, arms interleaved
   evict   one leaf leaves a full device of 1,000 conversations, against stock, arms interleaved
-  queue   a pass over 1,000 waiting requests of 32 blocks each, without a disk and with one
+  queue   a pass over 1,000 waiting requests of 32 blocks each, without a disk and with one, and
+          what it costs beyond that to bring one request's blocks to the host (waiting.py)
   memory  the block index at 100,000 blocks, counted by tracemalloc
 
 Host and device sizes are in tokens; chunks of the toy model are as small as chunks can be, because
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import random
 import statistics
@@ -25,96 +25,29 @@ import sys
 import time
 import tracemalloc
 from array import array
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from parts import cache_params, fill, microseconds, summary, tiers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from waiting import BLOCKS, WAITING, measure_queue
 
 from sglang_hc.bench import machine
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
-from sglang_hc.policy.pins import Claims
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt.eviction import DeviceOrder
-from sglang_hc.srt.schedule import arrange
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockDone, Outcome
-from sglang_hc.store.disk import Block
-from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from sglang_hc.transfer.capture import Capture
-from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.filing import Filing, Snapshots
-from sglang_hc.transfer.lanes import HostLane
-from sglang_hc.transfer.queue_view import QueueView
-from sglang_hc.transfer.retention import Retention, pins_for
-from sglang_hc.transfer.taps import TapBuffer
-from sglang_hc.transfer.tiers import Tiers
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
 
 TOKENS = 10_000
 TURN = 200
 LEAVES = 1000
-WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096
-CPU = torch.device("cpu")
-
-
-def tiers_of(slots: int, policy: EvictionPolicy[BlockNode] | None = None) -> Tiers:
-    """Real parts, a layer of 8 bytes a token, kept as hidden states."""
-    layout = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
-    host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy or LruPolicy())
-    pool = HostPool(layout, slots)
-    buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
-    filing = Filing(ThreadExecutor(pool, buffers))
-    lane = HostLane()
-    hidden = Snapshots(layout, buffers, 0, "hidden", CPU, lane, filing)
-    device: Any = None  # nothing is restored or gathered from the device here
-    capture = Capture(layout, host, filing, hidden, None, device, time.monotonic)
-    taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    return Tiers(layout, host, pool, capture, filing, device, lane, CPU, taps)
-
-
-def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
-    """Make the blocks of a path servable without moving bytes."""
-    known = tiers.host.tree.match(namespace, tokens)
-    node = known.full_parent or tiers.host.tree.root(namespace)
-    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
-    for at in range(first, len(tokens), BLOCK_BYTES):
-        slot = tiers.host.stage(0.0)
-        assert slot is not None
-        outcome = tiers.host.publish(node, tokens[at : at + BLOCK_BYTES], slot, 0.0)
-        if not outcome.created:
-            tiers.host.unstage(slot)
-        node = outcome.node
-        node.ready = True
-
-
-def cache_params() -> CacheInitParams:
-    return CacheInitParams(
-        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1
-    )
-
-
-def microseconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter_ns()
-    work()
-    return (time.perf_counter_ns() - start) / 1000
-
-
-def summary(samples: list[float]) -> dict[str, float]:
-    ordered = sorted(samples)
-    return {
-        "median_us": round(statistics.median(ordered), 2),
-        "p99_us": round(ordered[int(0.99 * len(ordered))], 2),
-    }
 
 
 def measure_idle(passes: int) -> dict[str, Any]:
@@ -271,132 +204,6 @@ def arrive(cache: RadixCache, number: int) -> None:
     cache.insert(InsertParams(key=key, value=torch.arange(TURN)))
 
 
-class InstantDisk:
-    """BlockIo that holds everything and reads it at once: what is timed is our side."""
-
-    name, capacity = "disk", WAITING * BLOCKS
-
-    def __init__(self) -> None:
-        self._done: list[BlockDone] = []
-        self._tickets = itertools.count(1)
-
-    def contains(self, block_ids: Sequence[bytes]) -> int:
-        return len(block_ids)
-
-    def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
-
-    def wants(self, block_id: bytes) -> bool:
-        return False
-
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        return None
-
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        ticket = next(self._tickets)
-        self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
-        return ticket
-
-    def poll(self) -> list[BlockDone]:
-        done, self._done = self._done, []
-        return done
-
-    def touch(self, block_ids: Sequence[bytes]) -> None:
-        return None
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        return None
-
-    def clear(self) -> None:
-        return None
-
-    def levels(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
-
-    def close(self) -> None:
-        return None
-
-
-class Queue:
-    """A scheduler's waiting queue over the real tree, windows, tiers and admission."""
-
-    def __init__(self, *, disk: bool, ready_first: bool) -> None:
-        window: LookAhead[str] = LookAhead()
-        pins = pins_for(HOST_SLOTS)
-        claims = Claims(window, pins)
-        tiers = tiers_of(HOST_SLOTS, make_policy("queue", window, held=pins))
-        tiers.disk = DiskTier(InstantDisk(), tiers.host) if disk else None
-        sizes = (HOST_SLOTS, InstantDisk.capacity if disk else 0)
-        tiers.queue = QueueView(
-            tiers.host, tiers.disk, window, sizes, "queue", claims, ready_first=ready_first
-        )
-        tiers.retention = Retention(tiers.host, tiers.disk, pins, claims)
-        for _ in range(64):
-            tiers.queue.finished("before", BLOCKS)
-        order = DeviceOrder(tiers.host.tree.fingerprint, claims, tiers.retention.keeps)
-        self.cache = HcRadixCache(cache_params(), tiers, None, order)
-        self.waiting: list[Any] = []
-        scheduler = SimpleNamespace(waiting_queue=self.waiting)
-        self.cache.waiting.scheduler = lambda: scheduler
-        self.policy = SimpleNamespace(tree_cache=self.cache)
-        self.count = 0
-        for _ in range(WAITING):
-            self.arrive()
-        for _ in range(50):  # reads begin and end
-            self.cache.check_hicache_events()
-
-    def arrive(self) -> None:
-        """A request of BLOCKS blocks is queued, as the scheduler does it."""
-        tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
-        req = SimpleNamespace(
-            rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None
-        )
-        self.count += 1
-        self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
-        self.cache.prefetch_from_storage(req.rid)
-        self.waiting.append(req)
-
-    def one_pass(self) -> None:
-        """What a pass costs whether or not anybody is admitted."""
-        self.cache.check_hicache_events()
-        arrange(None, self.policy, self.waiting)
-
-    def admit(self) -> None:
-        """The first of the queue that may be admitted is, and is over at once."""
-        for req in self.waiting:
-            if self.cache.check_prefetch_progress(req.rid):
-                self.waiting.remove(req)
-                self.cache.pop_prefetch_loaded_tokens(req.rid)
-                self.cache.waiting.finished(req.rid, BLOCKS)
-                return
-
-
-def measure_queue(passes: int) -> list[dict[str, Any]]:
-    """Passes in which nothing happens, and those after which one request is gone and one new."""
-    rows = []
-    for disk in (False, True):
-        for ready_first in (False, True):
-            queue = Queue(disk=disk, ready_first=ready_first)
-            still = [microseconds(queue.one_pass) for _ in range(passes)]
-            moving = []
-            for _ in range(passes):
-                queue.admit()
-                queue.arrive()
-                moving.append(microseconds(queue.one_pass))
-            rows.append(
-                {
-                    "disk": disk,
-                    "schedule": "ready-first" if ready_first else "off",
-                    "nothing new": summary(still),
-                    "one admitted, one new": summary(moving),
-                }
-            )
-    return rows
-
-
 def measure_memory(blocks: int) -> dict[str, Any]:
     """Python memory of tree, slots and eviction policy; the pool's bytes are not counted."""
     rng = random.Random(0)
@@ -428,7 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = {
-        "command": "python benchmark/hooks/run.py " + " ".join(sys.argv[1:]),
+        "command": "PYTHONPATH=python:test python benchmark/hooks/run.py " + " ".join(sys.argv[1:]),
         "machine": machine.describe(),
         "idle": measure_idle(args.passes),
         "match": {"tokens": TOKENS, "rounds": args.rounds, "cases": measure_match(args.rounds)},

@@ -3,7 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.windows import LookAhead, RunningMean, window_length
+from sglang_hc.policy.windows import (
+    DEPARTED_WITHIN,
+    LookAhead,
+    RunningMean,
+    departed,
+    window_length,
+    without,
+)
 
 
 def test_lengths_follow_the_paper():
@@ -100,3 +107,29 @@ def test_ranks_survive_endless_insertions_at_one_place():
         queue.insert(1, request)
         window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
     window.check_integrity()
+
+
+lines = st.lists(st.integers(0, 9), unique=True, max_size=8)
+
+
+@given(lines, lines)
+def test_who_departed_has_left_and_the_others_stand_as_before(old, new):
+    gone = departed(old, new)
+    if gone is not None:
+        stayed = without(old, gone)
+        assert new[: len(stayed)] == stayed
+        assert not {old[at] for at in gone} & set(new)
+
+
+@given(st.integers(0, 300), st.sets(st.integers(0, DEPARTED_WITHIN - 1), max_size=40), lines)
+def test_departures_near_the_head_and_growth_at_the_tail_are_recognised(length, places, tail):
+    old = [f"r{number}" for number in range(length)]
+    places = sorted(place for place in places if place < length)
+    new = without(old, places) + [f"new{number}" for number in tail]
+    assert departed(old, new) == places
+
+
+def test_a_departure_far_from_the_head_is_left_to_others():
+    old = list(range(DEPARTED_WITHIN + 2))
+    assert departed(old, old[:-2] + old[-1:]) is None
+    assert departed(old, [*old[:-1], -1]) is None

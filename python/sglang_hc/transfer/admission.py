@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.ready_first import AdmissionOrder
+from sglang_hc.policy.windows import departed
 
 MAX_OVERTAKEN = 64
 """Passes in which others are admitted past a request because its state is on the way, or because
@@ -81,9 +82,14 @@ class Admission:
 
     def _admit(self, waiting: Sequence[str]) -> None:
         """Those the scheduler came to in the last pass, and that wait no more, were admitted."""
-        if self._queue:
-            still = set(waiting)
-            admitted = [r for r in self._queue if r not in still and r not in self._left]
-            self._order.admitted(self._queue, admitted)
-            for rid in admitted:
-                self.tickets.pop(rid, None)
+        if not self._queue:
+            return
+        gone = departed(self._waiting, waiting)
+        if gone is None:
+            left = set(self._waiting).difference(waiting)
+        else:
+            left = {self._waiting[at] for at in gone}
+        admitted = [rid for rid in self._queue if rid in left and rid not in self._left]
+        self._order.admitted(self._queue, admitted)
+        for rid in admitted:
+            self.tickets.pop(rid, None)

@@ -1,0 +1,147 @@
+"""A pass over 1,000 waiting requests, apart from what it costs to move one request's blocks."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from parts import cache_params, microseconds, summary, tiers_of
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.pins import Claims
+from sglang_hc.policy.windows import LookAhead
+from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.schedule import arrange
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.queue_view import QueueView
+from sglang_hc.transfer.retention import Retention, pins_for
+from support.no_blocks import NoBlocks
+
+WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096
+
+
+class InstantDisk(NoBlocks):
+    """BlockIo that holds every block, or none, and reads at once: what is timed is our side."""
+
+    capacity = WAITING * BLOCKS
+
+    def __init__(self, *, full: bool) -> None:
+        self._full = full
+        self._done: list[BlockDone] = []
+        self._tickets = itertools.count(1)
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return len(block_ids) if self._full else 0
+
+    def wants(self, block_id: bytes) -> bool:
+        return not self._full
+
+    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+        ticket = next(self._tickets)
+        self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
+        return ticket
+
+    def poll(self) -> list[BlockDone]:
+        done, self._done = self._done, []
+        return done
+
+
+class Queue:
+    """A scheduler's waiting queue over the real tree, windows, tiers and admission."""
+
+    def __init__(self, disk: InstantDisk | None, *, ready_first: bool) -> None:
+        window: LookAhead[str] = LookAhead()
+        pins = pins_for(HOST_SLOTS)
+        claims = Claims(window, pins)
+        tiers = tiers_of(HOST_SLOTS, make_policy("queue", window, held=pins))
+        tiers.disk = DiskTier(disk, tiers.host) if disk is not None else None
+        sizes = (HOST_SLOTS, disk.capacity if disk is not None else 0)
+        tiers.queue = QueueView(
+            tiers.host, tiers.disk, window, sizes, "queue", claims, ready_first=ready_first
+        )
+        tiers.retention = Retention(tiers.host, tiers.disk, pins, claims)
+        for _ in range(64):
+            tiers.queue.finished("before", BLOCKS)
+        order = DeviceOrder(tiers.host.tree.fingerprint, claims, tiers.retention.keeps)
+        self.cache = HcRadixCache(cache_params(), tiers, None, order)
+        self.waiting: list[Any] = []
+        self.running: list[Any] = []
+        scheduler = SimpleNamespace(waiting_queue=self.waiting)
+        self.cache.waiting.scheduler = lambda: scheduler
+        self.policy = SimpleNamespace(tree_cache=self.cache)
+        self.count = 0
+        for _ in range(WAITING):
+            self.arrive()
+        for _ in range(50):  # reads begin and end
+            self.cache.check_hicache_events()
+
+    def arrive(self) -> None:
+        """A request of BLOCKS blocks is queued, as the scheduler does it."""
+        tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
+        req = SimpleNamespace(
+            rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None
+        )
+        self.count += 1
+        self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
+        self.cache.prefetch_from_storage(req.rid)
+        self.waiting.append(req)
+
+    def one_pass(self) -> None:
+        """What a pass asks of the tiers: completions, a look at the queue, order, the first one."""
+        self.cache.check_hicache_events()
+        arrange(None, self.policy, self.waiting)
+        self.cache.check_prefetch_progress(self.waiting[0].rid)
+
+    def admit(self) -> None:
+        """The first that may be admitted is; the one of the pass before is over."""
+        for req in self.running:
+            self.cache.waiting.finished(req.rid, BLOCKS)
+        chosen = next(r for r in self.waiting if self.cache.check_prefetch_progress(r.rid))
+        self.waiting.remove(chosen)
+        self.cache.pop_prefetch_loaded_tokens(chosen.rid)
+        self.running = [chosen]
+
+    def still(self, passes: int) -> list[float]:
+        """Microseconds of passes in which nothing has changed."""
+        return [microseconds(self.one_pass) for _ in range(passes)]
+
+    def moving(self, passes: int) -> list[float]:
+        """Microseconds of passes before which one request was admitted, and one came."""
+        times = []
+        for _ in range(passes):
+            self.admit()
+            self.arrive()
+            times.append(microseconds(self.one_pass))
+        return times
+
+
+def measure_queue(passes: int) -> list[dict[str, Any]]:
+    """The passes of each arm. With a disk also those that move BLOCKS blocks from it to the host:
+    as many leave there, are read and published."""
+    rows = []
+    for with_disk in (False, True):
+        for ready_first in (False, True):
+            queue = Queue(InstantDisk(full=False) if with_disk else None, ready_first=ready_first)
+            still, moving = queue.still(passes), queue.moving(passes)
+            row = {
+                "disk": with_disk,
+                "schedule": "ready-first" if ready_first else "off",
+                "nothing new": summary(still),
+                "one admitted, one new": summary(moving),
+            }
+            if with_disk:
+                full = Queue(InstantDisk(full=True), ready_first=ready_first).moving(passes)
+                beyond = statistics.median(full) - statistics.median(moving)
+                row["and its blocks fetched"] = summary(full)
+                row["us per block"] = round(beyond / BLOCKS, 2)
+            rows.append(row)
+    return rows
