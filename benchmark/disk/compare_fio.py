@@ -10,10 +10,11 @@ Named workloads (all by default, or `--only NAME`):
 What is matched is the queue depth: the requests under way in each directory. fio runs psync with
 O_DIRECT and that many jobs for each directory; under the store lies a backend that lets no more
 than that many through. Requests are equally long, and both sync after as many of them. The store is
-called by one thread more than there may be requests, for the same reason that makes a server run
-several (store/block_io.py): while one thread hashes, commits or is in Python, the next request is
-there already. The arms take turns; ratios are medians over the rounds. Needs fio: apt-get install
-fio.
+called by one thread more for each directory, for the same reason that makes a server run several
+(store/block_io.py): while one hashes, commits or is in Python, the next request is there already.
+`store_under_way` and `fio_under_way` tell how many requests each directory had on average over the
+time: what is missing to the depth is time in which the disk waited. The arms take turns; ratios are
+medians over the rounds. Needs fio: apt-get install fio.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+from lanes import Lanes
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
-from sglang_hc.store.disk.backend import Backend, DirectBackend, DirectFile, aligned_buffer
+from sglang_hc.store.disk.backend import Backend, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, Striping
 
 WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
@@ -53,39 +57,6 @@ def make_blocks(count: int, seed: int) -> list[Block]:
     root = seed.to_bytes(8, "big")
     names = [root + number.to_bytes(8, "big") for number in range(count)]
     return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
-
-
-class Lanes(DirectBackend):
-    """The real disk with at most `depth` reads and writes under way in each directory; what is
-    asked beyond them waits. `close` ends its threads."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(direct=True)
-        self._depth = depth
-        self._lanes: dict[str, ThreadPoolExecutor] = {}
-
-    def open(self, path: str, create: bool = False) -> DirectFile:
-        folder = os.path.dirname(path)
-        lanes = self._lanes.setdefault(folder, ThreadPoolExecutor(self._depth))
-        return LaneFile(super().open(path, create), lanes)
-
-    def close(self) -> None:
-        for lanes in self._lanes.values():
-            lanes.shutdown()
-
-
-class LaneFile(DirectFile):
-    """A file whose reads and writes wait for a lane."""
-
-    def __init__(self, file: DirectFile, lanes: ThreadPoolExecutor) -> None:
-        super().__init__(file._descriptor, direct=True)
-        self._lanes = lanes
-
-    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._lanes.submit(super().read, buffers, offset).result()
-
-    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        self._lanes.submit(super().write, buffers, offset).result()
 
 
 def open_store(folders: Sequence[Path], size: int, backend: Backend | None = None) -> DiskStore:
@@ -139,8 +110,15 @@ def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
     return in_threads(threads, work)
 
 
-def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, total: int) -> float:
-    """Bytes per second of fio. The files stay, so that later runs use them again."""
+class Speed(NamedTuple):
+    """Bytes per second, and the requests under way in each directory on average over the time."""
+
+    bytes_per_s: float
+    depth: float
+
+
+def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, total: int) -> Speed:
+    """Runs fio. The files stay, so that later runs use them again."""
     sync = [f"--fdatasync={BATCH}"] if kind == "write" else []
     command = [
         "fio",
@@ -160,11 +138,12 @@ def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, total: int)
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(result.stdout)["jobs"][0][kind]
-    return float(job["bw_bytes"])
+    under_way = job["total_ios"] * job["lat_ns"]["mean"] / (1e6 * job["runtime"])
+    return Speed(job["bw_bytes"], under_way / len(folders))
 
 
-def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str, list[float]]:
-    """One round: bytes per second of each arm and workload, in fresh directories."""
+def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str, list[Speed]]:
+    """One round: each workload by the store and by fio, in fresh directories."""
     own = [root / f"store{number}" for number in range(directories)]
     theirs = [root / f"fio{number}" for number in range(directories)]
     for folder in own + theirs:
@@ -174,25 +153,22 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
     request = striping.slot_bytes
     count = total // LAYOUT.slot_bytes
     jobs = depth * directories
-    threads = jobs + 1
+    threads = (depth + 1) * directories
     lanes = Lanes(depth)
     store = open_store(own, 20_000_000_000, lanes)
     first, second = make_blocks(count, 1), make_blocks(count, 2)
     size = count * LAYOUT.slot_bytes
-    results: dict[str, list[float]] = {}
-    results["write"] = [
-        size / write_all(store, first, threads),
-        fio(theirs, "write", jobs, request, size),
-    ]
+
+    def speed(work: Callable[[DiskStore, Sequence[Block], int], float], what: list[Block]) -> Speed:
+        lanes.times.clear()
+        seconds = work(store, what, threads)
+        return Speed(size / seconds, sum(lanes.times) / seconds / directories)
+
+    results: dict[str, list[Speed]] = {}
+    results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
     store.delete([block.block_id for block in first])
-    results["rewrite"] = [
-        size / write_all(store, second, threads),
-        fio(theirs, "write", jobs, request, size),
-    ]
-    results["read"] = [
-        size / read_all(store, second, threads),
-        fio(theirs, "read", jobs, request, size),
-    ]
+    results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
+    results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
     store.close()
     lanes.close()
     return results
@@ -207,14 +183,16 @@ def compare(root: Path, rounds: int, total: int, only: set[str]) -> list[dict[st
                 continue
             ours = [one[name][0] for one in taken]
             fios = [one[name][1] for one in taken]
-            ratios = [a / b for a, b in zip(ours, fios, strict=True)]
+            ratios = [a.bytes_per_s / b.bytes_per_s for a, b in zip(ours, fios, strict=True)]
             row = {
                 "workload": name,
                 "directories": directories,
                 "depth_per_directory": depth,
-                "store_mb_s": [round(value / 1e6) for value in ours],
-                "fio_mb_s": [round(value / 1e6) for value in fios],
+                "store_mb_s": [round(speed.bytes_per_s / 1e6) for speed in ours],
+                "fio_mb_s": [round(speed.bytes_per_s / 1e6) for speed in fios],
                 "ratio_median": round(statistics.median(ratios), 3),
+                "store_under_way": round(statistics.median(speed.depth for speed in ours), 2),
+                "fio_under_way": round(statistics.median(speed.depth for speed in fios), 2),
             }
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -8,7 +8,8 @@ IndexFull when the change would not fit the file's share of the budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from itertools import chain
 
 from sglang_hc.store.disk.format import Chunk
 from sglang_hc.store.disk.index_file import IndexFile, translated
@@ -105,22 +106,25 @@ class Index(IndexFile):
         Returns the places of older shares of the same blocks, which the new ones replace.
         """
         replaced: list[Place] = []
+        # Few statements for many rows: at each the interpreter's lock changes hands.
         with self._transaction(durable=True) as connection:
-            for row in rows:
+            for model in {row.model for row in rows}:
+                names = [row.block_id for row in rows if row.model == model]
                 replaced += connection.execute(
-                    "DELETE FROM blocks WHERE model=? AND block_id=? RETURNING slab, slot, residue",
-                    (row.model, row.block_id),
+                    f"DELETE FROM blocks WHERE model=? AND block_id IN ({_marks(names)})"
+                    " RETURNING slab, slot, residue",
+                    (model, *names),
                 ).fetchall()
-            connection.executemany("INSERT INTO blocks VALUES(?,?,?,?,?,?,?,?,?,?)", rows)
+            values = ",".join(f"({_marks(row)})" for row in rows)
+            connection.execute(f"INSERT INTO blocks VALUES {values}", [*chain.from_iterable(rows)])
         return [Place(*row) for row in replaced]
 
     def delete(self, fingerprint: bytes, block_ids: Sequence[bytes]) -> list[Place]:
         """Remove at most ROWS_PER_COMMIT rows; the places they held are free when this returns."""
-        marks = ",".join("?" * len(block_ids))
         with self._transaction(durable=False) as connection:
             found = connection.execute(
                 "DELETE FROM blocks WHERE model=(SELECT model FROM models WHERE fingerprint=?)"
-                f" AND block_id IN ({marks}) RETURNING slab, slot, residue",
+                f" AND block_id IN ({_marks(block_ids)}) RETURNING slab, slot, residue",
                 (fingerprint, *block_ids),
             ).fetchall()
         return [Place(*row) for row in found]
@@ -243,6 +247,11 @@ class Index(IndexFile):
         )
         types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
         return [str(row[0]) for row in found if row[0] != "ok"] + types
+
+
+def _marks(values: Sized) -> str:
+    """Place holders for so many values."""
+    return ",".join("?" * len(values))
 
 
 def _typed(row: tuple[object, ...], start: int) -> tuple[object, ...]:
