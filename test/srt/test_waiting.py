@@ -35,6 +35,7 @@ class Server:
         window: LookAhead[str] = LookAhead()
         host = HostTier(BlockTree(b"f" * 16), SLOTS, LruPolicy())
         view = QueueView(host, None, window, (SLOTS, 0), "off")
+        view.finished("before", 1)  # one block per request: the window holds them all
         tiers: Any = SimpleNamespace(queue=view, read_buffer=None, disk=None)
         self.waiting = WaitingRequests(tiers, on_device=lambda key: 0)
         self.waiting.scheduler = lambda: self
@@ -56,7 +57,8 @@ class Server:
         self.waiting_queue.append(req)
 
     def admit(self, places: list[int]) -> None:
-        """As SGLang does: the queue is another list afterwards."""
+        """A pass, as SGLang makes it: the queue is another list afterwards."""
+        self.look(None)
         gone = [req for at, req in enumerate(self.waiting_queue) if at in places]
         for req in gone:
             assert self.waiting.ready(req.rid)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tree.identity import FEW, TOKEN_BYTES, block_id, pack_tokens, root_id
+from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.identity import FEW, TOKEN_BYTES, block_id, block_ids, pack_tokens, root_id
 
 KEY = bytes(range(16))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -38,6 +41,24 @@ def test_many_tokens_are_packed_as_few_are(tokens: list[int], more: int) -> None
     many = tokens * (FEW // len(tokens) + more)
     pieces = [pack_tokens(many[i : i + 100]) for i in range(0, len(many), 100)]
     assert pack_tokens(many) == b"".join(pieces)
+
+
+@given(st.integers(0, 5 * BLOCK_BYTES))
+def test_a_chain_is_its_blocks_one_below_the_other(length: int) -> None:
+    tokens = bytes(number % 251 for number in range(length))
+    parent = root_id(KEY, None)
+    chain = block_ids(KEY, parent, tokens)
+    assert len(chain) == length // BLOCK_BYTES
+    for index, identity in enumerate(chain):
+        piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+        assert identity == block_id(KEY, parent, piece)
+        parent = identity
+
+
+def test_identities_stay_what_disks_hold() -> None:
+    """They name blocks on disk, so they never change: keyed BLAKE2b over parent and tokens."""
+    plain = hashlib.blake2b(KEY + b"tokens", digest_size=16, key=KEY).digest()
+    assert block_id(KEY, KEY, b"tokens") == plain
 
 
 def test_identity_depends_on_every_field() -> None:

@@ -121,12 +121,13 @@ class LookAhead(Generic[K]):
         if new == old:
             return WindowChange([], [])
         gone = departed(old, new)
+        grown = gone is not None
         if gone is None:
             coming = set(new)
             gone = [at for at, request in enumerate(old) if request not in coming]
-        left, stayed = [old[at] for at in gone], without(old, gone)
-        grown = stayed == new[: len(stayed)]
-        entered = new[len(stayed) :] if grown else [r for r in new if r not in self._rank]
+            grown = without(old, gone) == new[: len(old) - len(gone)]
+        left = [old[at] for at in gone]
+        entered = new[len(old) - len(gone) :] if grown else [r for r in new if r not in self._rank]
         moved = [] if grown else self._moved(new)
         self._order = new
         for request in left:
@@ -239,13 +240,14 @@ def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:
     at, compare = 0, True
     while at < len(old):
         place = at - len(gone)
-        if compare and old[at:] == new[place : place + len(old) - at]:
+        left = place == len(new) or old[at] != new[place]
+        if left:
+            gone.append(at)
+        elif compare and old[at:] == new[place : place + len(old) - at]:
             break
         if at == DEPARTED_WITHIN:
             return None
-        compare = place == len(new) or old[at] != new[place]
-        if compare:
-            gone.append(at)
+        compare = left
         at += 1
     back = new[len(old) - len(gone) :]
     return gone if all(old[at] not in back for at in gone) else None

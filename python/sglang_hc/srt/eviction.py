@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
 from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import block_id, pack_tokens, root_id
+from sglang_hc.tree.identity import block_id, block_ids, pack_tokens, root_id
 
 NOTE = "hc_blocks"
 """Attribute of a device node that holds its `NodeBlocks`."""
@@ -114,14 +114,11 @@ class DeviceOrder:
 
     def _extend(self, above: NodeBlocks, node: Any) -> NodeBlocks:
         tokens = above.rest + pack_tokens(node.key.raw_token_ids())
-        chain, first = above.chain, b""
-        whole = len(tokens) // BLOCK_BYTES * BLOCK_BYTES
-        for start in range(0, whole, BLOCK_BYTES):
-            chain = block_id(self._fingerprint, chain, tokens[start : start + BLOCK_BYTES])
-            first = first or chain
-        rest = tokens[whole:]
+        whole = block_ids(self._fingerprint, above.chain, tokens)
+        chain = whole[-1] if whole else above.chain
+        rest = tokens[len(whole) * BLOCK_BYTES :]
         last = block_id(self._fingerprint, chain, rest) if rest else chain
-        return NodeBlocks(len(node.key), first or last, last, chain, rest)
+        return NodeBlocks(len(node.key), whole[0] if whole else last, last, chain, rest)
 
 
 def _noted(node: Any) -> NodeBlocks | None:

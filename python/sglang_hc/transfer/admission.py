@@ -57,7 +57,7 @@ class Admission:
         self.tickets.pop(rid, None)
 
     def asked(self, rid: str) -> None:
-        """The scheduler comes to this request in its pass."""
+        """The scheduler comes to this request, which waited when the pass began."""
         if rid not in self._head:
             self._queue.append(rid)
 
@@ -89,7 +89,8 @@ class Admission:
             left = set(self._waiting).difference(waiting)
         else:
             left = {self._waiting[at] for at in gone}
-        admitted = [rid for rid in self._queue if rid in left and rid not in self._left]
+        left -= self._left
+        admitted = [rid for rid in self._queue if rid in left]
         self._order.admitted(self._queue, admitted)
         for rid in admitted:
             self.tickets.pop(rid, None)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+from sglang_hc.tree.identity import TOKEN_BYTES, block_id, block_ids, root_id
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 _tokens_of = attrgetter("tokens")
@@ -198,16 +198,13 @@ class BlockTree:
         """Every block that computing packed `tokens` could use, in path order, here or not.
 
         The whole blocks of the path, and a known block that shares only its first rows. Hashes
-        what the tree does not know, about a microsecond per block.
+        what the tree does not know, under a microsecond per block.
         """
         match = self.match(namespace, tokens)
         whole = match.tokens // BLOCK_TOKENS
         found = [node.block_id for node in match.nodes]
         parent = found[whole - 1] if whole else root_id(self.fingerprint, namespace)
-        for start in range(whole * BLOCK_BYTES, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
-            parent = block_id(self.fingerprint, parent, tokens[start : start + BLOCK_BYTES])
-            found.append(parent)
-        return found
+        return found + block_ids(self.fingerprint, parent, tokens[whole * BLOCK_BYTES :])
 
     def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
         """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.

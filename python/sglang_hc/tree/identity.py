@@ -15,10 +15,13 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_hc.forms import BLOCK_TOKENS
 
 TOKEN_BYTES = 4
 BLOCK_ID_BYTES = 16
@@ -67,4 +70,24 @@ def root_id(fingerprint: bytes, namespace: str | None) -> bytes:
 
 def block_id(fingerprint: bytes, parent: bytes, tokens: bytes) -> bytes:
     """Identity of the block that holds `tokens` (packed) below `parent`."""
-    return hashlib.blake2b(parent + tokens, digest_size=BLOCK_ID_BYTES, key=fingerprint).digest()
+    state = _keyed(fingerprint).copy()
+    state.update(parent + tokens)
+    return state.digest()
+
+
+def block_ids(fingerprint: bytes, parent: bytes, tokens: bytes) -> list[bytes]:
+    """Identities of the whole blocks of packed `tokens`, one below the other, below `parent`."""
+    fresh, size = _keyed(fingerprint).copy, BLOCK_TOKENS * TOKEN_BYTES
+    found = []
+    for end in range(size, len(tokens) + 1, size):
+        state = fresh()
+        state.update(parent + tokens[end - size : end])
+        parent = state.digest()
+        found.append(parent)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _keyed(fingerprint: bytes) -> hashlib.blake2b:
+    """The state of a hash that has taken in its key; copied, because that is the dearer half."""
+    return hashlib.blake2b(digest_size=BLOCK_ID_BYTES, key=fingerprint)
