@@ -71,8 +71,10 @@ def test_claims_put_pins_behind_the_queue():
     assert claims.next_use(b"a") == float("inf")
     assert claims.next_use(b"b") == claims.next_use(b"c") == window.rank("r")
     assert claims.next_use(b"d") is None and len(claims) == 2
+    assert claims.next_uses(ids("abd")) == {b: claims.next_use(b) for b in ids("abd")}
     pins.expire(10)
     assert claims.next_use(b"a") is None
+    assert claims.next_uses(ids("abd")) == {b"a": None, b"b": window.rank("r"), b"d": None}
     assert sorted(heard) == sorted(ids("ab") + ids("bc") + ids("ab"))
 
 

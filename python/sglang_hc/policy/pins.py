@@ -260,6 +260,11 @@ class Claims:
         use = self._window.next_use(block_id)
         return float("inf") if use is None and self._pins.holds(block_id) else use
 
+    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
+        """`next_use` of many blocks."""
+        use_of = self.next_use if len(self._pins) else self._window.next_use
+        return {block_id: use_of(block_id) for block_id in blocks}
+
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of a block's `next_use`."""
         self._window.subscribe(listener)

@@ -207,7 +207,7 @@ class QueueView:
 
     def _tell_disk(self) -> None:
         if self._changed and self._disk is not None and self._claims is not None:
-            self._disk.expect({block: self._claims.next_use(block) for block in self._changed})
+            self._disk.expect(self._claims.next_uses(self._changed))
             self._changed.clear()
 
     def _is_head(self, rid: str) -> bool:
