@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -165,6 +166,19 @@ def test_what_leaves_the_disk_leaves_the_mirror(io: Io) -> None:
     for slot, name in enumerate(known[:SLOTS]):
         io.blocks.read(name, slot, soon())
     assert {done.outcome for done in answers(io, len(known[:SLOTS]))} == {Outcome.OK}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there the collector sees every dict")
+def test_the_garbage_collector_passes_over_the_mirror(tmp_path: Path) -> None:
+    blocks = make_path(9)
+    for first in (0, 6):  # what a process names at its start, and what is written and leaves
+        io = open_io("process", MEMORY, disk_spec(tmp_path / "d"))
+        save(io, blocks[first : first + 6])
+        assert io.blocks.contains(names(blocks[first : first + 6])) == len(
+            blocks[first : first + 6]
+        )
+        assert not gc.is_tracked(io.blocks._known)
+        close(io)
 
 
 def test_what_waiting_requests_need_is_evicted_last(io: Io) -> None:
