@@ -8,12 +8,14 @@ Workloads:
               after a quiet moment; while nothing else happens, and while 4 reads are always under
               way; and what waking any process costs there
   start       an index of a million synthetic rows: ready, first hit, memory, back after SIGKILL,
-              and the longest single poll on the way, on the clock and of this thread's own work
+              the longest single poll on the way, on the clock and of this thread's own work, and
+              what a full garbage collection of this process costs beside the mirror
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -224,6 +226,9 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     io.blocks.read(block.block_id, 1, far())
     assert drain(io, 1)[0].outcome is Outcome.OK
     hit = time.perf_counter() - started
+    started = time.perf_counter()
+    gc.collect()
+    collection = time.perf_counter() - started
     pid = io.executor._supervisor.pid
     sizes = {
         "process_mb": resident_mb(pid),
@@ -248,6 +253,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
         "first_hit_s": round(hit, 3),
         **sizes,
         "back_after_sigkill_s": round(back, 3),
+        "full_collection_ms": round(1e3 * collection, 2),
         "longest_poll_ms": round(1e3 * max(polls), 2),
         "longest_poll_work_ms": round(1e3 * max(work), 2),
     }

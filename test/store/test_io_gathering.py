@@ -211,6 +211,6 @@ def policies_of_zmq(own: int) -> list[int]:
     return [int(line) for line in answer.stdout.split()]
 
 
-def test_the_thread_that_sends_does_not_take_the_callers_core() -> None:
+def test_the_thread_that_sends_does_not_preempt_the_caller() -> None:
     assert policies_of_zmq(os.SCHED_OTHER) == [os.SCHED_BATCH]
     assert policies_of_zmq(os.SCHED_IDLE) == [os.SCHED_IDLE], "chosen by whoever started it"

@@ -133,8 +133,8 @@ class ProcessBlocks:
         self._supervisor = supervisor
         self._tickets = itertools.count(1)
         self._known: dict[bytes, None] = {}
-        """A dict and no set: the garbage collector looks at every element of a set, with a million
-        blocks for 0.1 s at a time, but passes over a dict of plain bytes."""
+        """A dict and no set: the garbage collector visits every element of a set, but passes over a
+        dict of plain bytes."""
         self._moves: dict[int, _Move] = {}
         self._writing = 0
         self._done: list[BlockDone] = []

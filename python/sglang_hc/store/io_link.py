@@ -27,7 +27,7 @@ class IoLink:
         self._folder = tempfile.mkdtemp(prefix="sglang-hc-")  # mode 0700: the socket is private
         endpoint = f"ipc://{self._folder}/io"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        _yielding(self._context)
+        _do_not_preempt(self._context)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
@@ -90,10 +90,10 @@ class IoLink:
         self.connected()
 
 
-def _yielding(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """A woken thread of ZMQ waits for a free core instead of taking the caller's: with the usual
-    policy every message after a quiet moment could stop the scheduler thread until it was sent.
-    Where somebody chose another policy for the server, that one stays."""
+def _do_not_preempt(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """ZMQ's threads do not preempt the caller when they are woken: with the usual policy a message
+    after a quiet moment stops the scheduler thread until it is sent, and longer. Where somebody
+    chose another policy for the server, that one stays."""
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
 
