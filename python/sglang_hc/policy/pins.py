@@ -239,6 +239,7 @@ class NextUse(Protocol):
 
     def __len__(self) -> int: ...
     def next_use(self, block_id: bytes) -> float | None: ...
+    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]: ...
     def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
 
 
@@ -262,8 +263,9 @@ class Claims:
 
     def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
         """`next_use` of many blocks."""
-        use_of = self.next_use if len(self._pins) else self._window.next_use
-        return {block_id: use_of(block_id) for block_id in blocks}
+        if not len(self._pins):
+            return self._window.next_uses(blocks)
+        return {block_id: self.next_use(block_id) for block_id in blocks}
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of a block's `next_use`."""

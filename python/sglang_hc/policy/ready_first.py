@@ -58,8 +58,11 @@ class AdmissionOrder(Generic[K]):
                 if request not in due and readiness(request) is not ON_THE_WAY:
                     yield request
             return
-        costs = {request: readiness(request) for request in queue if request not in due}
-        ready = {request: cost for request, cost in costs.items() if cost is not None}
+        ready = {
+            request: cost
+            for request in queue
+            if request not in due and (cost := readiness(request)) is not ON_THE_WAY
+        }
         yield from sorted(ready, key=ready.__getitem__)  # stable: queue order among equals
 
     def admitted(self, queue: Sequence[K], chosen: Iterable[K]) -> None:

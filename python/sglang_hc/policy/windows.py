@@ -104,6 +104,11 @@ class LookAhead(Generic[K]):
         users = self._users.get(block_id)
         return users[0] if users else None
 
+    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
+        """`next_use` of many blocks."""
+        users_of = self._users
+        return {block: users_of[block][0] if block in users_of else None for block in blocks}
+
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of a block's `next_use`."""
         self._listeners.append(listener)
