@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections import deque
+from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,31 +186,24 @@ def test_a_burst_arrives_in_order() -> None:
     io.executor.close()
 
 
-POLICIES = """
-import os
-from pathlib import Path
-from sglang_hc.store.open_io import open_io
-from test_io_gathering import MEMORY
-
-io = open_io("process", MEMORY.spec, None)
-for task in Path("/proc/self/task").iterdir():
-    if (task / "comm").read_text().startswith("ZMQbg/IO"):
-        print(os.sched_getscheduler(int(task.name)))
-io.executor.close()
-"""
+def policies_of_zmq() -> list[int]:
+    """Scheduling policies of the threads that ZMQ starts here for an I/O process."""
+    before = set(Path("/proc/self/task").iterdir())
+    io = open_io("process", MEMORY.spec, None)
+    started = set(Path("/proc/self/task").iterdir()) - before
+    senders = [task for task in started if (task / "comm").read_text().startswith("ZMQbg/IO")]
+    policies = [real_policy(int(task.name)) for task in senders]
+    io.executor.close()
+    return policies
 
 
-def policies_of_zmq(own: int) -> list[int]:
-    """Scheduling policies of ZMQ's threads in a process that has this one."""
-    answer = subprocess.run(
-        [sys.executable, "-c", POLICIES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
-        preexec_fn=lambda: os.sched_setscheduler(0, own, os.sched_param(0)),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return [int(line) for line in answer.stdout.split()]
+real_policy = os.sched_getscheduler
 
 
 def test_the_thread_that_sends_does_not_preempt_the_caller() -> None:
-    assert policies_of_zmq(os.SCHED_OTHER) == [os.SCHED_BATCH]
-    assert policies_of_zmq(os.SCHED_IDLE) == [os.SCHED_IDLE], "chosen by whoever started it"
+    assert policies_of_zmq() == [os.SCHED_BATCH]
+
+
+def test_a_policy_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_RR)
+    assert policies_of_zmq() == [real_policy(0)]
