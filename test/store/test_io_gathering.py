@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
@@ -73,6 +73,8 @@ class Run:
 
     def __init__(self) -> None:
         self.links: list[FakeLink] = []
+        self.stillborn = 0
+        """How many of the next processes die with their first word."""
         self._now = 0.0
         self.supervisor = IoSupervisor(wire.Setup(MEMORY.spec, None), 0, lambda: self._now)
         self.executor = ProcessExecutor(self.supervisor, MEMORY)
@@ -82,7 +84,10 @@ class Run:
 
     def _start(self, setup: wire.Setup, descriptor: int) -> FakeLink:
         self.links.append(FakeLink())
-        return self.links[-1]
+        if self.stillborn:
+            self.stillborn -= 1
+            self.link.kill()
+        return self.link
 
     @property
     def link(self) -> FakeLink:
@@ -104,6 +109,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps)
 def test_every_request_leaves_in_order_and_in_time(steps: list[int | str]) -> None:
     """A number stands for so many requests. Nothing is held back beyond a flush or a poll, and a
@@ -129,10 +135,21 @@ def test_every_request_leaves_in_order_and_in_time(steps: list[int | str]) -> No
         assert all(0 < len(message) <= MOST for message in run.link.messages)
 
 
+def test_what_was_meant_for_a_process_that_died_at_once_reaches_no_other() -> None:
+    run = Run()
+    run.blocks.clear()  # said to every process until one has done it
+    run.stillborn = 1
+    run.replace()
+    run.supervisor.poll()
+    assert len(run.links) == 3 and run.links[1].messages == []
+    assert run.link.messages == [[wire.Clear()]]
+
+
 kinds = st.sampled_from(["read", "write", "copy", "touch"])
 events = st.one_of(kinds, kinds, st.integers(1, 8), st.sampled_from(["flush", "poll", "replace"]))
 
 
+@settings(deadline=None)
 @given(st.lists(events, max_size=60))
 def test_every_operation_is_answered_once(events: list[int | str]) -> None:
     """A number stands for so many answers. What a lost process had is given up, whether it had
