@@ -143,22 +143,6 @@ def test_worth_lets_a_dear_block_outlive_cheap_ones_but_not_for_ever():
     assert "D" in order, "inflation never reached the dear block"
 
 
-def test_a_victim_yields_only_to_a_sooner_request():
-    host = Host("queue")
-    for path in ("a", "b"):
-        host.store(path)
-    host.wait_for("a", "b")
-    rank, yields = host.window.rank, host.policy.yields
-    assert yields(host.named["b"], rank("a"))
-    assert not yields(host.named["b"], rank("b"))
-    host.wait_for("b")
-    assert yields(host.named["a"], rank("b")), "a is needed by nobody"
-    lru = Host("lru")
-    lru.store("a")
-    lru.wait_for("a")
-    assert lru.policy.yields(lru.named["a"], 0.0), "the past does not know the queue"
-
-
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):

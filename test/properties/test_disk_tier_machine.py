@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.windows import LookAhead
 from sglang_hc.store.block_io import Outcome
 from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.identity import pack_tokens
 from support.lossy_io import LossyIo
 from support.tiers import LateLane
@@ -39,7 +41,9 @@ class DiskMachine(TiersMachine):
         self.tiers.disk = self.disk
         self.tiers.capture.on_ready = self.disk.spill
         self.disk.on_staged = self.tiers._filing.bad_slots.discard
-        self.fetching: list[str] = []
+        sizes = (self.tiers.host.num_slots, 0)
+        self.view = QueueView(self.tiers.host, self.disk, LookAhead(), sizes, "on-arrival")
+        self.fetching: dict[str, Waiting] = {}
 
     @rule(
         salt=st.sampled_from([None, "a"]),
@@ -69,9 +73,15 @@ class DiskMachine(TiersMachine):
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
         self.count += 1
         rid = f"f{self.count}"
-        self.disk.prefetch(rid, salt, pack_tokens(tokens[:cut]), on_device=0)
-        self.fetching.append(rid)
+        self.fetching[rid] = Waiting(salt, pack_tokens(tokens[:cut]), 0)
+        self.view.arrived(rid, self.fetching.__getitem__)
+        self.look()
         self.work(steps)
+
+    @rule()
+    def look(self) -> None:
+        """A scheduling pass."""
+        self.view.look(list(self.fetching), self.fetching.__getitem__)
 
     @rule(steps=st.integers(1, 6))
     def work(self, steps: int) -> None:
@@ -103,13 +113,15 @@ class DiskMachine(TiersMachine):
     @rule(which=st.integers(0, 5), cancel=st.booleans(), later=st.sampled_from([0.0, 1.0, 6.0]))
     def stop_waiting(self, which: int, cancel: bool, later: float) -> None:
         """A request gets its turn, or waited too long, or goes."""
-        rid = self.fetching[which % len(self.fetching)]
+        rid = list(self.fetching)[which % len(self.fetching)]
         self.now += later
         if cancel:
-            self.disk.cancel(rid)
-        elif not self.disk.ready(rid):
+            self.view.gone(rid)
+        elif self.view.ready(rid, self.fetching.__getitem__):
+            self.view.finished(rid, 3)
+        else:
             return
-        self.fetching.remove(rid)
+        del self.fetching[rid]
 
     @precondition(lambda self: not self.running)
     @rule()
@@ -130,6 +142,13 @@ class DiskMachine(TiersMachine):
         assert len(reads) == len(set(reads))
 
     @invariant()
+    def whoever_waits_waits_for_what_is_under_way(self) -> None:
+        fetches = self.view._prefetcher.fetches
+        fetches.check_integrity()
+        assert all(block_id in self.disk.coming for block_id in fetches._waiting)
+        assert len(fetches) == len(self.disk.coming)
+
+    @invariant()
     def what_can_be_served_is_not_known_as_bad(self) -> None:
         ready = {node.slot for node in self.tiers.host.tree.nodes() if node.ready}
         assert not ready & self.tiers._filing.bad_slots
@@ -137,7 +156,7 @@ class DiskMachine(TiersMachine):
     def teardown(self) -> None:
         SEEN["loaded"] += self.disk.counters["disk_loaded_blocks"]
         SEEN["saved"] += self.disk.counters["disk_saved_blocks"]
-        self.disk.quiesce()
+        self.disk.drain()
         super().teardown()
 
 

@@ -1,18 +1,24 @@
 """One suite for the policies where they serve and where they are simulated.
 
 Every test runs on the server's tiers and on the simulator's; the last ones run both side by side
-through the same random history and ask for the same blocks in host memory after every step.
+through the same random history and ask for the same blocks in host memory, and the same fetches in
+the same order, after every step.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
+from sglang_hc.policy.fetches import UnknownCosts
+from support.rates import ConstantRates
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject, Subject
 
 Make = Callable[..., Subject]
@@ -293,3 +299,82 @@ def test_needed_blocks_stay_while_others_could_leave(history: list) -> None:
             if lost and action == "serve":
                 own = {word[: end + 1] for end in range(len(word))}
                 assert subject.in_host() <= needed | own
+
+
+RATES = {
+    "nothing measured": UnknownCosts(),
+    "a fast disk": ConstantRates(0.1, BLOCK_TOKENS / 10),
+    "a disk as slow as recomputing": ConstantRates(1.0, BLOCK_TOKENS),
+    "a slow disk": ConstantRates(2.0, BLOCK_TOKENS),
+}
+ACTIONS = ["serve", "enqueue", "enqueue", "admit", "abort", "look", "arrive", "ask", "insist"]
+fetch_steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(WORDS)), max_size=80)
+
+
+def fetch_step(subject: Subject, action: str, word: str) -> object:
+    """One thing that happens. Returns everything that the subject answers."""
+    waiting = word in subject.order
+    if action == "serve" and not waiting:
+        return subject.serve(word)
+    if action == "enqueue" and not waiting:
+        return subject.enqueue(word)
+    if action == "abort" and waiting:
+        return subject.abort(word)
+    if action == "ask" and waiting:
+        return subject.ready(word)
+    if action == "insist" and waiting:  # longer than anybody has patience
+        return [subject.ready(word) for _ in range(7)]
+    if action == "admit" and subject.order:
+        looked = subject.look()  # a pass begins so
+        ready, started = subject.ready(subject.order[0])
+        return looked, started, subject.admit() if ready else None
+    if action == "arrive":
+        return subject.arrive_all()
+    return subject.look()
+
+
+def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter[str]:
+    """The same history on both, equal after every step. Returns what the prefetchers counted."""
+    server, simulator = (kind(eviction, prefetch, 4, RATES[rates]) for kind in SUBJECTS.values())
+    for subject in (server, simulator):
+        for word in WORDS:
+            subject.serve(word)
+    for action, word in history:
+        assert fetch_step(server, action, word) == fetch_step(simulator, action, word)
+        assert server.in_host() == simulator.in_host()
+        assert len(server.prefetcher.fetches) == len(simulator.prefetcher.fetches)
+        assert server.prefetcher.counters == simulator.prefetcher.counters
+        server.prefetcher.fetches.check_integrity()
+    return server.prefetcher.counters
+
+
+ways = [
+    pytest.mark.parametrize("rates", RATES),
+    pytest.mark.parametrize("eviction", ["queue", "lru"]),
+    pytest.mark.parametrize("prefetch", ["queue", "on-arrival"]),
+]
+
+
+def each_way(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in ways:
+        test = mark(test)
+    return test
+
+
+@each_way
+@settings(deadline=None, max_examples=30)
+@given(history=fetch_steps)
+def test_both_fetch_the_same_in_the_same_order(
+    rates: str, eviction: str, prefetch: str, history: list
+) -> None:
+    run_both(rates, eviction, prefetch, history)
+
+
+@each_way
+def test_both_fetch_the_same_in_a_long_run(rates: str, eviction: str, prefetch: str) -> None:
+    """Long enough for much to be fetched, so that the property above does not hold trivially."""
+    rng = random.Random(f"{rates} {eviction} {prefetch}")
+    history = [(rng.choice(ACTIONS), rng.choice(WORDS)) for _ in range(1000)]
+    counters = run_both(rates, eviction, prefetch, history)
+    assert counters["prefetches"] > 30 and counters["prefetch_late"] > 3
+    assert (counters["prefetch_not_worth"] > 3) == ("slow" in rates)

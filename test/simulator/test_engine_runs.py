@@ -45,7 +45,7 @@ def test_tiers_and_window_add_up_when_all_is_served(policy):
 def test_no_slot_is_lost_or_owned_twice(policy, prefetch):
     setup = dataclasses.replace(SCARCE, device=1e9)
     costs = GpuCosts(MODEL)
-    cache = TieredCache(setup.sizes, MODEL.slot_bytes, costs, policy=policy, prefetch=prefetch)
+    cache = TieredCache(setup.sizes, costs, policy=policy, prefetch=prefetch)
     Engine(CONVERSATIONS, cache, costs).run()
     assert cache.host is not None and cache.device is not None and cache.disk is not None
     cache.host.check_integrity()
@@ -110,7 +110,7 @@ def test_a_recorded_run_replayed_gives_the_same_hits_and_evictions(policy):
     setup = dataclasses.replace(SCARCE, policy=policy)
     run = simulate(setup)
     costs = GpuCosts(MODEL)
-    cache = TieredCache(setup.sizes, MODEL.slot_bytes, costs, policy=policy, prefetch="off")
+    cache = TieredCache(setup.sizes, costs, policy=policy, prefetch="off")
     again = replay(CONVERSATIONS, run.events, cache, costs)
     for name in ("turns", "turn_hits", "host", "disk", "reusable", "prompt_tokens"):
         assert getattr(again, name) == getattr(run.measures, name)

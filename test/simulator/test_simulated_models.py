@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sglang_hc.simulator.models import MODEL_NAMES, GpuCosts, ModelError, load_model
+from sglang_hc.simulator.models import MODEL_NAMES, GpuCosts, Machine, ModelError, load_model
 
 MIB = 2**20
 
@@ -29,7 +29,12 @@ def test_costs_grow_with_work_and_context():
     assert costs.prefill_seconds(0, 500) == 0.0
     assert costs.prefill_seconds(4000, 0) < costs.prefill_seconds(4000, 8000)
     assert costs.step_seconds(1, 100) < costs.step_seconds(24, 50_000)
-    assert costs.recompute_seconds(2000, 100) == costs.prefill_seconds(2000, 100)
+    assert costs.saved_seconds(0, 2000, 100, 50) == pytest.approx(
+        costs.prefill_seconds(2050, 100)
+        - max(costs.restore_seconds(2000), costs.prefill_seconds(50, 2100))
+    )
+    dear = GpuCosts(load_model("llama-13b"), Machine(link=1e6))
+    assert dear.saved_seconds(0, 2000, 0, 50) < 0, "recomputing is faster than this link"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.prefetch import ConstantRates
+from sglang_hc.policy.fetches import RestoreCosts, UnknownCosts
+from sglang_hc.policy.prefetch import Prefetcher
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.simulator.jobs import Job, extend_chain
-from sglang_hc.simulator.tiers import TieredCache, TierSizes
+from sglang_hc.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from sglang_hc.store.block_io import BlockDone, Outcome
 from sglang_hc.store.disk import Block
 from sglang_hc.transfer.disk_tier import DiskTier
@@ -26,6 +27,8 @@ from sglang_hc.tree.identity import pack_tokens
 from support.no_blocks import NoBlocks
 
 DISK_BLOCKS = 1000
+
+NOTHING_KNOWN = UnknownCosts()
 
 
 def tokens_of(word: str) -> bytes:
@@ -44,6 +47,9 @@ class Subject(Protocol):
 
     order: list[str]
 
+    @property
+    def prefetcher(self) -> Prefetcher: ...
+
     def serve(self, word: str) -> int:
         """A request that did not wait runs to its end. Returns the blocks hit in host memory."""
 
@@ -58,6 +64,10 @@ class Subject(Protocol):
 
     def look(self) -> list[str]:
         """One scheduling pass. Returns the words whose last block starts to come from disk."""
+
+    def ready(self, word: str) -> tuple[bool, list[str]]:
+        """A waiting request is asked whether it may be admitted. Also the words whose last block
+        starts to come."""
 
     def arrive_all(self) -> None:
         """What is on its way from disk arrives."""
@@ -117,7 +127,13 @@ class MemoryDisk(NoBlocks):
 class ServerSubject:
     """HostTier, DiskTier and QueueView, called as the scheduler calls them."""
 
-    def __init__(self, eviction: str, prefetch: str, host_slots: int) -> None:
+    def __init__(
+        self,
+        eviction: str,
+        prefetch: str,
+        host_slots: int,
+        costs: RestoreCosts = NOTHING_KNOWN,
+    ) -> None:
         self.order: list[str] = []
         self._now = 0.0
         window: LookAhead[str] = LookAhead()
@@ -127,6 +143,11 @@ class ServerSubject:
         self.disk = DiskTier(self.io, self.host, clock=lambda: self._now)
         sizes = (host_slots, DISK_BLOCKS)
         self.queue = QueueView(self.host, self.disk, window, sizes, prefetch)
+        self.queue.use_costs(costs)
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        return self.queue._prefetcher
 
     def serve(self, word: str) -> int:
         self._now += 1
@@ -137,6 +158,7 @@ class ServerSubject:
             self.host.access(match.nodes, self._now)  # restored
         self.host.pin(match.nodes)
         if word in self.order:
+            self.queue.admission.asked(word)
             self.order.remove(word)
             self.queue.look(self.order, self._waiting)  # of the pass after its admission
         slots = []
@@ -172,8 +194,11 @@ class ServerSubject:
         self._now += 1
         self.disk.poll()
         self.queue.look(self.order, self._waiting)
-        started, self.io.started = self.io.started, []
-        return started
+        return self._started()
+
+    def ready(self, word: str) -> tuple[bool, list[str]]:
+        self._now += 1
+        return self.queue.ready(word, self._waiting), self._started()
 
     def arrive_all(self) -> None:
         self.io.finish_reads()
@@ -186,40 +211,52 @@ class ServerSubject:
     def on_disk(self) -> set[str]:
         return set(self.io.words.values())
 
+    def _started(self) -> list[str]:
+        started, self.io.started = self.io.started, []
+        return started
+
     def _waiting(self, word: str) -> Waiting:
         return Waiting(None, tokens_of(word), 0)
 
 
 class SimulatorSubject:
-    """TieredCache, called as the simulator's engine calls it. Reading costs nothing, so that only
-    the order and the room decide."""
+    """TieredCache, called as the simulator's engine calls it."""
 
-    def __init__(self, eviction: str, prefetch: str, host_slots: int) -> None:
+    def __init__(
+        self,
+        eviction: str,
+        prefetch: str,
+        host_slots: int,
+        costs: RestoreCosts = NOTHING_KNOWN,
+    ) -> None:
         self.order: list[str] = []
         self._now = 0.0
         self._numbers: dict[str, int] = {}
         self._count = 0
-        self._transfers: list = []
-        self._letters: dict[bytes, str] = {}
+        self._under_way: list[Transfer] = []
+        self._names: list[str] = []
+        self._words: dict[bytes, str] = {}
         sizes = TierSizes(0, host_slots, DISK_BLOCKS)
-        costs = ConstantRates(1e30, 1.0)
-        self.cache = TieredCache(sizes, 1, costs, policy=eviction, prefetch=prefetch)
+        self.cache = TieredCache(sizes, costs, policy=eviction, prefetch=prefetch)
+        self.cache._write_seconds = 0.0
         assert self.cache.host is not None
         self.host = self.cache.host
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        return self.cache.prefetcher
 
     def serve(self, word: str) -> int:
         self._now += 1
         job = self._job(word)
         self.cache.arrive(job)
-        return self._run(job)
+        return self._run(job, self._begin(job))
 
     def enqueue(self, word: str) -> None:
         job = self._job(word)
         self._numbers[word] = job.number
         self.order.append(word)
         self.cache.arrive(job)
-        if self.cache._mode == "on-arrival":
-            self._transfers += self.cache.prefetch(self._now)
 
     def abort(self, word: str) -> None:
         self.order.remove(word)
@@ -228,23 +265,25 @@ class SimulatorSubject:
     def admit(self) -> int:
         self._now += 1
         job = self.cache.jobs[self._numbers.pop(self.order.pop(0))]
-        self.cache.look_ahead([self._numbers[word] for word in self.order])
-        return self._run(job)
+        found = self._begin(job)
+        self.prefetcher.admitted([job.number], self._now)
+        self._look()
+        return self._run(job, found)
 
     def look(self) -> list[str]:
         self._now += 1
-        self.cache.look_ahead([self._numbers[word] for word in self.order])
-        started = self._transfers if self.cache._mode == "on-arrival" else []
-        self._transfers = [*self._transfers, *(fresh := self.cache.prefetch(self._now))]
-        names = {}
-        for transfer in [*started, *fresh]:
-            names |= dict(zip(transfer.job.chain, _prefixes(transfer.job.prompt), strict=True))
-        return [names[block] for transfer in [*started, *fresh] for block in transfer.blocks]
+        self._look()
+        return self._started()
+
+    def ready(self, word: str) -> tuple[bool, list[str]]:
+        self._now += 1
+        return self.cache.ready(self._numbers[word], self._now), self._started()
 
     def arrive_all(self) -> None:
-        for transfer in self._transfers:
+        self._take()
+        for transfer in self._under_way:
             self.cache.fetched(transfer, self._now)
-        self._transfers = []
+        self._under_way = []
 
     def in_host(self) -> set[str]:
         self.host.check_integrity()
@@ -252,32 +291,39 @@ class SimulatorSubject:
 
     def on_disk(self) -> set[str]:
         assert self.cache.disk is not None
-        found = set()
-        for last in self.cache.disk._blocks.values():
-            word, block = "", last
-            while block is not None:
-                word, block = self._letters[block.block_id] + word, block.parent
-            found.add(word)
+        return {self._words[block_id] for block_id in self.cache.disk._blocks}
+
+    def _look(self) -> None:
+        self.cache.look_ahead([self._numbers[word] for word in self.order])
+        self.cache.prefetch(self._now)
+
+    def _take(self) -> None:
+        started = self.cache.take_started()
+        self._under_way += started
+        self._names += [self._words[a.block_id] for transfer in started for a in transfer.arrivals]
+
+    def _started(self) -> list[str]:
+        self._take()
+        names, self._names = self._names, []
+        return names
+
+    def _begin(self, job: Job) -> Found:
+        found = self.cache.find(job, self._now)
+        self.host.pin(found.host_nodes)
+        self.cache.admit(job, found, self._now, load=False)
         return found
 
-    def _run(self, job: Job) -> int:
-        found = self.cache.find(job, self._now)
-        self.cache.admit(job, found, self._now, load=False)
-        self.cache.turns.admitted(1, self._now)
+    def _run(self, job: Job, found: Found) -> int:
         self.cache.finish(job, job.prompt, job.chain, self._now, replaces=False)
+        self.host.unpin(found.host_nodes)
         return -(-found.host // BLOCK_TOKENS)  # the last token of a prompt is never a hit
 
     def _job(self, word: str) -> Job:
         self._count += 1
         tokens = tokens_of(word)
         chain = extend_chain([], tokens)
-        self._letters |= dict(zip(chain, word, strict=True))
+        self._words |= {block_id: word[: end + 1] for end, block_id in enumerate(chain)}
         return Job(self._count, self._count, 0, tokens, chain, chain, b"")
-
-
-def _prefixes(prompt: bytes) -> list[str]:
-    word = "".join(chr(prompt[i + 3]) for i in range(0, len(prompt), BLOCK_BYTES))
-    return [word[: end + 1] for end in range(len(word))]
 
 
 SUBJECTS = {"server": ServerSubject, "simulator": SimulatorSubject}

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import make_policy
+from sglang_hc.policy.prefetch import MAX_FETCHES
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone, Outcome
 from sglang_hc.store.disk import Block
 from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.queue_view import MAX_FETCHES, QueueView, Waiting
+from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from support.subjects import MemoryDisk, tokens_of
@@ -80,7 +81,7 @@ class Loop:
     def abort(self, rid: str) -> None:
         self.waiting.remove(rid)
         self.queue.gone(rid)
-        assert not self.disk.fetching(rid) and rid not in self.disk._prefetches
+        assert not self.queue.fetching(rid)
 
     def run(self, fits: int) -> list[str]:
         """One pass that has room for so many requests. Returns whom it admitted, in order."""
@@ -133,7 +134,7 @@ class Loop:
         self.disk.poll()
         self.host.unpin(match.nodes)
         self.queue.finished(rid, len(self.words[rid]))
-        assert not self.disk.fetching(rid) and rid not in self.disk._prefetches
+        assert not self.queue.fetching(rid)
 
     def fill_disk(self) -> None:
         """Every word of the tests was served before, long ago."""
@@ -187,7 +188,7 @@ def test_nobody_is_overtaken_more_often_than_the_bound(
         loop.run(1)
     assert not loop.waiting
     assert max(loop.overtaken.values(), default=0) <= BOUND
-    assert not loop.disk._prefetches
+    assert not any(loop.queue.fetching(rid) for rid in loop.arrivals)
 
 
 def test_the_loop_overtakes_and_bounds_at_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -118,30 +119,45 @@ def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
     assert chooser.backlog == 0.0
-    assert chooser.worth_reading(0, 64, 0, 1, ahead=False)
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
+    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
 
 
-def test_waiting_for_a_slow_disk_is_not_worth_it_but_reading_ahead_is() -> None:
-    slow, _, _ = choice(LINK)
-    fast, _, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
+def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_take() -> None:
+    model = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-3)
+    chooser, _, _ = choice(model)
+    layers = 2 * 0.5 + 3  # two of half the size, three of the whole
+    assert chooser.host_token_seconds == pytest.approx(layers * 1e-6)
+    assert chooser.disk_token_seconds == pytest.approx(layers * 4e-6)
+    assert chooser.block_seconds == pytest.approx(64 * layers * 4e-6)
+
+
+def test_a_disk_of_unknown_speed_is_taken_for_no_slower_than_time_allows() -> None:
+    model = cost_model(host=1e-6, project=1e-6, prefill=1e-3)
+    copies = {SourceTier.HOST: model.copies[SourceTier.HOST]}
+    chooser, _, _ = choice(dataclasses.replace(model, copies=copies))
+    assert chooser.block_seconds == 0.0
+    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
+
+
+def test_reading_what_would_not_be_restored_saves_nothing() -> None:
+    slow_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
+    fast_link, _, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
     for host in (0, 1000):
-        assert not slow.worth_reading(host, 1000, 0, 10, ahead=False)
-        assert slow.worth_reading(host, 1000, 0, 10, ahead=True)
-        assert fast.worth_reading(host, 1000, 0, 10, ahead=False)
-    no_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
-    assert not no_link.worth_reading(0, 1000, 0, 10, ahead=True)
+        assert slow_link.saved_seconds(host, 1000, 0, 10) < 0
+        assert fast_link.saved_seconds(host, 1000, 0, 10) > 0
 
 
 @given(costs, *[st.integers(0, 5000) for _ in range(3)], st.integers(1, 999))
 def test_a_wait_is_worth_what_it_saves(cost, host, disk, context, new) -> None:
-    """Never negative, and waiting in vain is at most as long as the recomputation that follows."""
+    """Waiting in vain is at most as long as the recomputation that follows."""
     chooser, _, _ = choice(cost)
-    patience = chooser.patience(host, max(1, disk), context, new)
+    saved = chooser.saved_seconds(host, max(1, disk), context, new)
     recompute = PLAN.num_layers * cost.prefill_layer(host + max(1, disk) + new, context)
-    assert -1e-9 <= patience <= recompute * (1 + 1e-9)
+    assert saved <= recompute * (1 + 1e-9)
 
 
-def test_patience_is_the_time_to_recompute_what_would_come() -> None:
+def test_what_is_saved_is_the_time_to_recompute_what_would_come() -> None:
     chooser, _, _ = choice(cost_model(prefill=1e-3), recompute=False)
-    assert chooser.patience(0, 1000, 0, 10) == pytest.approx(5 * 1.0)  # one layer is never stored
-    assert choice(None)[0].patience(0, 1000, 0, 10) == float("inf")
+    saved = chooser.saved_seconds(0, 1000, 0, 10)
+    assert saved == pytest.approx(5 * 1.0)  # one layer is never stored

@@ -177,10 +177,6 @@ class EvictionPolicy(ABC, Generic[B]):
                 if item[2].stamp == item[1]:
                     heappush(heap, item)
 
-    def yields(self, block: B, rank: float) -> bool:
-        """Whether this victim may leave in favour of a waiting request with this rank."""
-        return True
-
     @abstractmethod
     def _key(self, entry: Entry[B]) -> Key: ...
 
@@ -273,11 +269,6 @@ class QueuePolicy(EvictionPolicy[B]):
         self._worth = worth
         self._inflation = 0.0
         window.subscribe(self._need_changed)
-
-    def yields(self, block: B, rank: float) -> bool:
-        """The victim is needed by nobody, or later than by the request with this rank."""
-        use = self._window.next_use(block.block_id)
-        return use is None or use > rank
 
     def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
         self._used(entry)

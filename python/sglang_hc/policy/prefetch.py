@@ -2,201 +2,69 @@
 
 Requests are served by their expected turn, those with the same turn by the time their fetch takes.
 A block is fetched once, however many requests wait for it. Of a state that cannot be ready in time
-only what can is fetched, unless waiting for the rest is cheaper than recomputing it.
+only what can is fetched, unless waiting for the rest is cheaper than recomputing it; and a request
+whose turn has come waits no longer than what comes can save.
 
-Pure: the caller moves bytes and tells the planner what started, ended and was given up.
+One `Prefetcher` decides this in the server (transfer/queue_view.py) and in the simulator
+(simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it has
+chosen, and tell it what has come. Pure: times come from the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import Block
+from sglang_hc.policy.fetches import FetchCosts, Fetches, Lacking, TurnEstimate
+from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
 PREFETCH_MODES = ("queue", "on-arrival", "off")
 
+PATIENCE = 5.0
+"""Most seconds a request is passed over for one fetch before it recomputes instead."""
+
+MAX_FETCHES = 3
+"""Times that a request waits for a fetch at its turn: after a failure, or when what had come left
+again before it was admitted."""
+
+LOOKED_AT = 32
+"""Requests per pass for which fetches are begun; a burst of arrivals takes several passes."""
+
+RECHECKED = 48
+"""Requests at the head for which blocks are fetched again when others have evicted them since."""
+
+QUIET_PASSES = 16
+"""Passes without an event after which the tiers are looked at anyway: a block may have lost its
+last user unseen, and make room now."""
+
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+
+Spare = Callable[[Block], bool]
+"""Blocks that must not make room."""
 
 
-class FetchCosts(Protocol):
-    """Seconds that the planner weighs against each other."""
+class Below(Protocol[K_contra]):
+    """The tiers, as the prefetcher sees them."""
 
-    def fetch_seconds(self, num_bytes: float) -> float:
-        """Disk to host."""
-        ...
+    def lacking(self, request: K_contra) -> Lacking | None:
+        """What a fetch would bring for a waiting request. None: not known yet, but soon."""
 
-    def recompute_seconds(self, tokens: int, context: int) -> float:
-        """Prefill of `tokens` tokens after `context` known ones."""
-        ...
+    def in_host(self, block_id: bytes) -> bool:
+        """Whether host memory has this block."""
 
+    def start(
+        self, request: K_contra, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
+        slot without displacing what `spare` protects. Returns how many."""
 
-@dataclass(frozen=True)
-class ConstantRates:
-    """Costs without a measured model: bytes and tokens per second."""
-
-    disk_bytes_per_s: float
-    prefill_tokens_per_s: float
-
-    def fetch_seconds(self, num_bytes: float) -> float:
-        return num_bytes / self.disk_bytes_per_s
-
-    def recompute_seconds(self, tokens: int, context: int) -> float:
-        return tokens / self.prefill_tokens_per_s
-
-
-class TurnEstimate:
-    """When a place in the queue will have its turn, from the rate of past admissions."""
-
-    def __init__(self, memory: int = 64) -> None:
-        self._memory = memory
-        self._count = 0
-        self._seconds = 0.0
-        self._last: float | None = None
-
-    def admitted(self, count: int, now: float) -> None:
-        """`count` requests were admitted in the pass at `now`; 0 changes nothing."""
-        if count < 1:
-            return
-        if self._last is not None:
-            self._count = min(self._count + 1, self._memory)
-            self._seconds += ((now - self._last) / count - self._seconds) / self._count
-        self._last = now
-
-    def idle(self) -> None:
-        """The queue has run empty: the time to the next admission says nothing about the rate."""
-        self._last = None
-
-    def turn_in(self, position: int) -> float:
-        """Seconds until the request at this place (0: head) is served; 0 while nothing is known."""
-        return position * self._seconds
-
-
-@dataclass(frozen=True)
-class Candidate(Generic[K]):
-    """A waiting request of the prefetch window whose state lies on disk in part.
-
-    turn_in: seconds until its turn. missing: blocks on disk and not in host memory, in path order.
-    context: tokens before the first of them.
-    """
-
-    request: K
-    turn_in: float
-    missing: Sequence[bytes]
-    context: int
-
-
-@dataclass(frozen=True)
-class Fetch(Generic[K]):
-    """Blocks to fetch now for a request, in this order."""
-
-    request: K
-    blocks: Sequence[bytes]
-
-
-class PrefetchPlanner(Generic[K]):
-    """Chooses fetches and knows which are under way and for whom.
-
-        plan -> started -> completed
-                   |-> cancel (abort, finish) -> given back to the caller, once nobody waits for it
-
-    `block_bytes`: size of one block's fetch.
-    """
-
-    def __init__(self, costs: FetchCosts, block_bytes: int) -> None:
-        if block_bytes < 1:
-            raise ValueError(f"a block has at least 1 byte, got {block_bytes}")
-        self._costs = costs
-        self._block_seconds = costs.fetch_seconds(block_bytes)
-        self._waiting_for: dict[bytes, set[K]] = {}
-        self._fetching: dict[K, set[bytes]] = {}
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks started and neither completed nor cancelled."""
-        return len(self._waiting_for)
-
-    def is_fetching(self, request: K) -> bool:
-        """Whether blocks this request waits for are under way."""
-        return request in self._fetching
-
-    def is_under_way(self, block_id: bytes) -> bool:
-        return block_id in self._waiting_for
-
-    def plan(self, candidates: Iterable[Candidate[K]]) -> list[Fetch[K]]:
-        """Fetches worth starting, first first. Changes only who waits for what is under way."""
-        chosen: list[Fetch[K]] = []
-        taken: set[bytes] = set()
-        busy = len(self._waiting_for) * self._block_seconds
-        ordered = sorted(candidates, key=lambda c: (c.turn_in, len(c.missing)))
-        for candidate in ordered:
-            fresh: list[bytes] = []
-            for block_id in candidate.missing:
-                if block_id in self._waiting_for:
-                    self._join(candidate.request, block_id)
-                elif block_id not in taken:
-                    fresh.append(block_id)
-            count = self._worth_fetching(candidate, len(fresh), busy)
-            if count:
-                blocks = fresh[:count]
-                chosen.append(Fetch(candidate.request, blocks))
-                taken.update(blocks)
-                busy += count * self._block_seconds
-        return chosen
-
-    def started(self, request: K, blocks: Iterable[bytes]) -> None:
-        """The caller has a place for these blocks and has begun to fetch them."""
-        for block_id in blocks:
-            self._join(request, block_id)
-
-    def completed(self, blocks: Iterable[bytes]) -> None:
-        """These blocks are in host memory, or will not come (error): nobody waits for them now."""
-        for block_id in blocks:
-            for request in self._waiting_for.pop(block_id, ()):
-                self._release(request, block_id)
-
-    def cancel(self, request: K) -> list[bytes]:
-        """The request is aborted, finished or served. Returns the blocks nobody else waits for.
-
-        Those are to be stopped and count as given up; a late completion of one is ignored.
-        """
-        alone: list[bytes] = []
-        for block_id in self._fetching.pop(request, ()):
-            others = self._waiting_for[block_id]
-            others.discard(request)
-            if not others:
-                del self._waiting_for[block_id]
-                alone.append(block_id)
-        return alone
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless both directions of who-waits-for-what agree."""
-        for block_id, requests in self._waiting_for.items():
-            assert requests and all(block_id in self._fetching[r] for r in requests)
-        for request, blocks in self._fetching.items():
-            assert blocks and all(request in self._waiting_for[b] for b in blocks)
-
-    def _worth_fetching(self, candidate: Candidate[K], count: int, busy: float) -> int:
-        """Leading blocks to fetch: those in time, and the rest if waiting beats recomputing."""
-        per_block = self._block_seconds
-        slack = candidate.turn_in - busy
-        if count * per_block <= slack:
-            return count
-        in_time = max(0, int(slack / per_block)) if per_block else count
-        context = candidate.context + in_time * BLOCK_TOKENS
-        recompute = self._costs.recompute_seconds((count - in_time) * BLOCK_TOKENS, context)
-        return count if count * per_block - slack <= recompute else in_time
-
-    def _join(self, request: K, block_id: bytes) -> None:
-        self._waiting_for.setdefault(block_id, set()).add(request)
-        self._fetching.setdefault(request, set()).add(block_id)
-
-    def _release(self, request: K, block_id: bytes) -> None:
-        blocks = self._fetching[request]
-        blocks.discard(block_id)
-        if not blocks:
-            del self._fetching[request]
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        """Evict until so many slots of host memory are free, nothing that `spare` protects."""
 
 
 def reserve_slots(num_slots: int, mean_blocks: float) -> int:
@@ -207,19 +75,278 @@ def reserve_slots(num_slots: int, mean_blocks: float) -> int:
     return min(num_slots // 16, max(1, int(2 * mean_blocks)))
 
 
-def missing_blocks(
-    blocks: Sequence[bytes],
-    in_host: Callable[[bytes], bool],
-    on_disk: Callable[[bytes], bool],
-) -> tuple[int, list[bytes]]:
-    """(index of the first, ids) of a path's blocks that a fetch would bring: on disk, not in host.
+class Prefetcher(Generic[K]):
+    """Look-ahead over one waiting queue: its windows, the fetches of a pass, the wait at a turn.
 
-    A gap on disk ends the path: what lies beyond it cannot be used.
+    mode: `queue` (requests are looked at as they enter the prefetch window), `on-arrival` (when
+    they are queued) or `off`. stretch: see `EVICTION_STRETCH`.
     """
-    index = 0
-    while index < len(blocks) and in_host(blocks[index]):
-        index += 1
-    end = index
-    while end < len(blocks) and on_disk(blocks[end]):
-        end += 1
-    return index, list(blocks[index:end])
+
+    def __init__(
+        self,
+        window: LookAhead[K],
+        below: Below[K],
+        costs: FetchCosts,
+        slots: tuple[int, int],
+        mode: str,
+        stretch: float = EVICTION_STRETCH,
+    ) -> None:
+        """slots: blocks the host tier holds, and the disk tier (0 without one)."""
+        self.window = window
+        self.costs = costs
+        self.mode = mode
+        self.turns = TurnEstimate()
+        self.fetches: Fetches[K] = Fetches()
+        self.counters: Counter[str] = Counter()
+        self._below = below
+        self._host_slots, self._disk_slots = slots
+        self._stretch = stretch
+        self._mean = RunningMean()
+        self._unseen: dict[K, None] = {}  # to be looked at, in the order they came
+        self._ends: dict[K, bytes] = {}  # last block that is in host memory, or on its way
+        self._patience: dict[K, float] = {}  # seconds that what is on its way saves
+        self._until: dict[K, float] = {}  # end of the wait of a request whose turn has come
+        self._waits: Counter[K] = Counter()  # fetches that it waited for
+        self._settled: set[K] = set()  # nothing more is fetched for these
+        self._quiet = 0
+
+    # -- windows ---------------------------------------------------------------------------------
+
+    @property
+    def eviction_window(self) -> int:
+        """Requests whose state is kept: (C_mem + C_disk) / S_kv, stretched (see windows.py)."""
+        slots = self._host_slots + self._disk_slots
+        return int(self._stretch * window_length(slots, self._mean.value))
+
+    @property
+    def prefetch_window(self) -> int:
+        """Requests whose state is fetched early: C_mem / S_kv, the reserve left out."""
+        return window_length(self._host_slots - self.reserve, self._mean.value)
+
+    @property
+    def reserve(self) -> int:
+        """Host slots that are kept free; see `reserve_slots`."""
+        return reserve_slots(self._host_slots, self._mean.value)
+
+    # -- what happens to requests and blocks -----------------------------------------------------
+
+    def look(self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]) -> None:
+        """The waiting requests, the next to be served first; once per pass, at its top.
+
+        needs: identities of the blocks a request can use; asked once, when it enters the window.
+        """
+        change = self.window.update(queue, self.eviction_window, needs)
+        if not queue:
+            self.turns.idle()
+        for request in change.left:
+            self._unseen.pop(request, None)
+        if self.mode == "queue":
+            self._unseen.update(dict.fromkeys(change.entered))
+        if change.left or change.entered:
+            self._quiet = 0
+
+    def arrived(self, request: K) -> None:
+        """A request was queued, or queued again."""
+        self._forget(request)
+        if self.mode != "off":
+            self._unseen[request] = None
+
+    def admitted(self, requests: Collection[K], now: float) -> None:
+        """These were admitted in one pass; they wait for nothing any more."""
+        self.turns.admitted(len(requests), now)
+        for request in requests:
+            self._forget(request)
+
+    def finished(self, request: K, blocks: int) -> None:
+        """A request of so many blocks is over: S_kv's next sample."""
+        self._mean.add(max(1, blocks))
+        self.cancel(request)
+
+    def cancel(self, request: K) -> None:
+        """The request has left the queue, or is over; its fetches are nobody's."""
+        self.window.discard(request)
+        self._forget(request)
+
+    def give_up(self, request: K) -> None:
+        """Nothing more is fetched for this request: it is served with what is there."""
+        self._stop_waiting(request)
+        self._settled.add(request)
+
+    def came(self, block_id: bytes) -> set[K]:
+        """A block is in host memory. Returns the requests that waited for it."""
+        self._quiet = 0
+        requests = self.fetches.ended(block_id)
+        for request in requests:
+            if not self.fetches.awaited_by(request):
+                self._until.pop(request, None)
+        return requests
+
+    def failed(self, block_id: bytes) -> None:
+        """A block will not come. Who waited for it is looked at again at its turn."""
+        for request in self.came(block_id):
+            self._ends.pop(request, None)
+
+    # -- ahead of the turn -----------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """The fetches of one pass. Nothing is looked at in passes without an event."""
+        self._quiet = self._quiet % QUIET_PASSES + 1
+        if self.mode == "off" or self._quiet > 1:
+            return
+        if self.mode == "queue":
+            self._below.keep_free(self.reserve, self._is_needed)
+        chosen = list(islice(self._candidates(), LOOKED_AT))
+        chosen.sort(key=lambda candidate: (candidate[0], candidate[2].count))
+        for turn_in, request, lack in chosen:
+            self._start(request, lack, turn_in)
+        if len(chosen) == LOOKED_AT:
+            self._quiet = 0
+
+    def _candidates(self) -> Iterator[tuple[float, K, Lacking]]:
+        """(seconds to its turn, request, what it lacks) of the requests that may lack blocks."""
+        for turn_in, request in self._to_look_at():
+            lack = self._below.lacking(request)
+            if lack is None:
+                self._quiet = 0
+                continue
+            self._unseen.pop(request, None)
+            if lack.count:
+                yield turn_in, request, lack
+            else:
+                self._reached(request, lack, lack.first)
+
+    def _to_look_at(self) -> Iterator[tuple[float, K]]:
+        unseen = self._unseen
+        if self.mode == "on-arrival":
+            for request in tuple(unseen):
+                yield math.inf, request
+            return
+        for position, request in enumerate(islice(self.window.order, self.prefetch_window)):
+            if request in unseen or (position < RECHECKED and self._is_missed(request)):
+                yield self.turns.turn_in(position), request
+            elif position >= RECHECKED and not unseen:
+                return
+
+    def _is_missed(self, request: K) -> bool:
+        """What was in host memory for the request, or came, has left again."""
+        end = self._ends.get(request)
+        if end is None or self._below.in_host(end):
+            return False
+        return not self.fetches.awaited_by(request) and request not in self._settled
+
+    # -- at the turn -----------------------------------------------------------------------------
+
+    def ready(self, request: K, now: float) -> bool:
+        """Whether the request, whose turn it is, may be admitted. What it lacks is fetched.
+
+        False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
+        """
+        if self.mode == "off" or request in self._settled:
+            return True
+        if not self.fetches.awaited_by(request) and self._has_all(request):
+            return True
+        patience = max(0.0, min(PATIENCE, self._patience.get(request, PATIENCE)))
+        if now < self._until.setdefault(request, now + patience):
+            return False
+        self.counters["prefetch_late"] += 1
+        self.give_up(request)
+        return True
+
+    def _has_all(self, request: K) -> bool:
+        """Nothing that the request lacks is worth waiting for, or can be had."""
+        if self._waits[request] >= MAX_FETCHES:
+            return True
+        lack = self._below.lacking(request)
+        if lack is None:
+            return False
+        if not lack.count:
+            return True
+        wanted = self._start(request, lack, 0.0)
+        if self.fetches.awaited_by(request):
+            self._waits[request] += 1
+            return False
+        if not wanted:
+            self.give_up(request)
+            return True
+        # What makes no room for the head now will not before its turn is over.
+        return self._is_head(request) and not self.fetches
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _start(self, request: K, lack: Lacking, turn_in: float) -> int:
+        """Wait for what is under way already, begin the rest as far as it is worth it and there is
+        room. Returns the blocks that were wanted besides those under way."""
+        path, first, end = lack.path, lack.first, lack.first + lack.count
+        while first < end and path[first] in self.fetches:
+            self.fetches.wait(request, path[first])
+            first += 1
+        # Further down something may still be on its way that has lost its place.
+        end = next((i for i in range(first, end) if path[i] in self.fetches), end)
+        wanted = self._worth(lack, first, end, turn_in)
+        started = 0
+        if wanted:
+            spare = self._sooner_than(request)
+            started = self._below.start(request, lack, first, wanted, spare)
+            self.counters["prefetches"] += started > 0
+        elif first < end:
+            self.counters["prefetch_not_worth"] += 1
+        for block_id in path[first : first + started]:
+            self.fetches.wait(request, block_id)
+        if started < wanted:
+            self._unseen[request] = None
+        self._reached(request, lack, first + started)
+        self._patience[request] = lack.saved(self.costs, lack.first, first + wanted)
+        return wanted
+
+    def _worth(self, lack: Lacking, first: int, end: int, turn_in: float) -> int:
+        """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if
+        waiting for it beats recomputing it."""
+        per_block = self.costs.block_seconds
+        slack = turn_in - len(self.fetches) * per_block
+        stop = end
+        if (end - first) * per_block > slack:
+            stop = first + max(0, int(slack / per_block))
+            late = (end - first) * per_block - slack
+            if late <= lack.saved(self.costs, stop, end):
+                stop = end
+        # At admission the whole run is restored, or nothing of it.
+        return stop - first if lack.saved(self.costs, 0, stop) >= 0 else 0
+
+    def _reached(self, request: K, lack: Lacking, end: int) -> None:
+        """Host memory has, or gets, the first `end` blocks of the path."""
+        if end:
+            self._ends[request] = lack.path[end - 1]
+        else:
+            self._ends.pop(request, None)
+
+    def _is_needed(self, block: Block) -> bool:
+        return self.window.next_use(block.block_id) is not None
+
+    def _sooner_than(self, request: K) -> Spare | None:
+        """Blocks needed no later than by this request do not make room for it."""
+        rank = self.window.rank(request)
+        if self.mode != "queue" or rank is None:
+            return None
+
+        def spare(block: Block) -> bool:
+            use = self.window.next_use(block.block_id)
+            return use is not None and use <= rank
+
+        return spare
+
+    def _is_head(self, request: K) -> bool:
+        order = self.window.order
+        return not order or order[0] == request
+
+    def _stop_waiting(self, request: K) -> None:
+        self.fetches.cancel(request)
+        self._patience.pop(request, None)
+        self._until.pop(request, None)
+
+    def _forget(self, request: K) -> None:
+        self._quiet = 0
+        self._stop_waiting(request)
+        self._unseen.pop(request, None)
+        self._ends.pop(request, None)
+        self._waits.pop(request, None)
+        self._settled.discard(request)

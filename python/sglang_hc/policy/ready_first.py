@@ -14,6 +14,10 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+MAX_OVERTAKEN = 64
+"""Passes in which others are admitted past a request because its state is on the way, or because
+theirs is there. After that it goes first, with the state it has."""
+
 ON_THE_WAY = None
 """Readiness of a request whose state is being fetched."""
 

@@ -8,12 +8,13 @@ Decode steps are not simulated one by one: while the batch stays the same they t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
-from sglang_hc.policy.ready_first import ON_THE_WAY, AdmissionOrder
+from sglang_hc.policy.ready_first import MAX_OVERTAKEN, ON_THE_WAY, AdmissionOrder
 from sglang_hc.simulator.jobs import Conversation, Job
 from sglang_hc.simulator.measures import Measures
 from sglang_hc.simulator.models import GpuCosts
@@ -22,9 +23,6 @@ from sglang_hc.simulator.workloads import Workload
 
 CONSIDERED = 64
 """Waiting requests that one pass looks at for admission."""
-
-MAX_PASSES_OVER = 32
-"""Passes in which a request may be overtaken while its state is on the way."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Engine:
         context = self.costs.model.context
         self._talks = [Conversation(i, s, context) for i, s in enumerate(self.workload.sessions)]
         self._order: AdmissionOrder[int] = AdmissionOrder(
-            MAX_PASSES_OVER, ready_first=self.ready_first
+            MAX_OVERTAKEN, ready_first=self.ready_first
         )
         self._agenda: list[tuple[float, int, int | Transfer]] = []
         self._ticket = 0
@@ -81,6 +79,7 @@ class Engine:
         self._step_seconds = 0.0
         self._context = 0
         self._disk_free = 0.0
+        self._passed: set[int] = set()
         self._served = 0
         self._numbers = 0
 
@@ -146,14 +145,16 @@ class Engine:
             self._schedule(max(self.now + turn.think, turn.at or 0.0), talk.index)
 
     def _pass(self) -> None:
-        """One scheduler pass: admit what fits, then look ahead and prefetch."""
+        """One scheduler pass: look ahead, prefetch, admit what fits; and the look at the top of the
+        next one, which comes at once on a server."""
         self._look_ahead()
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
-            chosen = list(islice(self._order.order(considered, self._readiness), free))
+            chosen = list(islice(self._admissible(considered), free))
+            self._carry()
             self._order.admitted(considered, chosen)
-            self.cache.turns.admitted(len(chosen), self.now)
+            self.cache.prefetcher.admitted(chosen, self.now)
             for number in chosen:
                 self._queue.remove(number)
                 self._queue_changed = True
@@ -161,10 +162,26 @@ class Engine:
             if chosen:
                 self._batch_changed()
                 self._look_ahead()
-            if not self._queue:
-                self.cache.turns.idle()
-        for transfer in self.cache.prefetch(self.now):
-            seconds = self.costs.fetch_seconds(len(transfer.blocks) * self.costs.model.slot_bytes)
+
+    def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
+        """Waiting requests that may be admitted, in the order in which they are asked."""
+        order: Iterable[int] = considered
+        if self.ready_first:
+            first = list(self._order.order(considered, self._readiness))
+            chosen = set(first)
+            order = first + [number for number in considered if number not in chosen]
+        for number in order:
+            if self._order.is_due(number):
+                self.cache.prefetcher.give_up(number)
+            if self.cache.ready(number, self.now):
+                yield number
+            else:
+                self._passed.add(number)
+
+    def _carry(self) -> None:
+        """What the tiers have begun to fetch goes through the disk, one after the other."""
+        for transfer in self.cache.take_started():
+            seconds = self.costs.block_seconds * len(transfer.arrivals)
             self._disk_free = max(self._disk_free, self.now) + seconds
             self._schedule(self._disk_free, transfer)
 
@@ -172,12 +189,12 @@ class Engine:
         if self._queue_changed:
             self.cache.look_ahead(self._queue)
             self._queue_changed = False
+        self.cache.prefetch(self.now)
+        self._carry()
 
     def _readiness(self, number: int) -> float | None:
-        if self.cache.is_fetching(number):
+        if self.cache.prefetcher.fetches.awaited_by(number):
             return ON_THE_WAY
-        if not self.ready_first:
-            return 0.0
         found = self.cache.find(self.cache.jobs[number], self.now)
         return self.costs.restore_seconds(found.host + found.disk) + self._load_seconds(
             len(found.disk_blocks)
@@ -191,10 +208,15 @@ class Engine:
         return backlog + self.costs.fetch_seconds(blocks * self.costs.model.slot_bytes)
 
     def _admit(self, job: Job) -> None:
-        """Restore or recompute, whichever is faster, and prefill; the batch waits for it."""
+        """Restore or recompute, whichever is faster, and prefill; the batch waits for it.
+
+        Without prefetch what is on disk is read now. With it, it was not worth waiting for.
+        """
         reusable = self.cache.reusable(job)
         found = self.cache.find(job, self.now)
         load = self._load_seconds(len(found.disk_blocks))
+        if self.cache.prefetcher.mode != "off":
+            load = math.inf if found.disk_blocks else 0.0
         prompt = job.prompt_tokens
         best, restored, from_disk = self.costs.prefill_seconds(prompt, 0), 0, False
         for depth, wait, disk in (
@@ -218,7 +240,9 @@ class Engine:
         self.now += best
         self._served += 1
         if self._served > self.workload.warmup_turns:
-            self.measures.admitted(job, found, reusable, restored, self.now - job.arrived)
+            seen = found.as_late() if job.number in self._passed else found
+            self.measures.admitted(job, seen, reusable, restored, self.now - job.arrived)
+        self._passed.discard(job.number)
         if self.on_served is not None:
             self.on_served(self._served)
         context = prompt + job.output_tokens // 2

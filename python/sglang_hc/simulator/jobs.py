@@ -28,8 +28,7 @@ class Job:
 
     prompt: packed tokens. chain: identities of its full blocks. needs: the chain, and the tail that
     the turn before has left behind, if any. known_tokens: of the conversation before this turn.
-    output: packed answer. deepest: last block of the chain that was stored anywhere when the
-    request was last looked at for prefetch.
+    output: packed answer.
     """
 
     number: int
@@ -41,7 +40,6 @@ class Job:
     output: bytes
     arrived: float = 0.0
     known_tokens: int = 0
-    deepest: bytes | None = None
 
     @property
     def prompt_tokens(self) -> int:

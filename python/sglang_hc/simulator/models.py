@@ -180,7 +180,7 @@ data sheet (assumed); disks write as fast as they read (assumed)."""
 class GpuCosts:
     """Seconds of one model on one machine; linear in tokens, with the attention's quadratic term.
 
-    Serves as `policy.prefetch.FetchCosts`.
+    Serves as `policy.fetches.FetchCosts`.
     """
 
     model: SimulatedModel
@@ -209,8 +209,20 @@ class GpuCosts:
     def fetch_seconds(self, num_bytes: float) -> float:
         return num_bytes / self.machine.disk
 
-    def recompute_seconds(self, tokens: int, context: int) -> float:
-        return self.prefill_seconds(tokens, context)
+    @property
+    def block_seconds(self) -> float:
+        """Disk to host, one block."""
+        return self.fetch_seconds(self.model.slot_bytes)
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        """See `policy.fetches.FetchCosts`; a restoration overlaps with the prefill of the rest."""
+        known, rest = context + host, fetched + new
+        without = min(
+            max(self.restore_seconds(host), self.prefill_seconds(rest, known)),
+            self.prefill_seconds(host + rest, context),
+        )
+        restored = self.restore_seconds(host + fetched)
+        return without - max(restored, self.prefill_seconds(new, known + fetched))
 
     def _step_floor(self) -> float:
         """Reading every weight once, and launching."""

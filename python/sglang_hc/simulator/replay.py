@@ -59,10 +59,6 @@ class BeladyPolicy(EvictionPolicy[B]):
         super().__init__()
         self._oracle = oracle
 
-    def yields(self, block: B, rank: float) -> bool:
-        """For a waiting request, any; for nobody in particular, only what is never needed again."""
-        return rank < float("inf") or self._oracle.next_use(block.block_id) is None
-
     def _key(self, entry: Entry[B]) -> Key:
         use = self._oracle.next_use(entry.block.block_id)
         return (float("-inf") if use is None else -use, entry.used)
@@ -106,7 +102,7 @@ def replay(
             if served > workload.warmup_turns:
                 measures.admitted(job, found, reusable, found.tokens, event.time - job.arrived)
             cache.admit(job, found, event.time, load=event.loaded and bool(found.disk_blocks))
-            cache.turns.admitted(1, event.time)
+            cache.prefetcher.admitted([job.number], event.time)
             queue.remove(job.number)
         else:
             job = jobs.pop(event.session)
@@ -115,8 +111,9 @@ def replay(
             cache.finish(job, talk.history, talk.chain, event.time, replaces=cut > 0)
         if event.kind != "arrive" or len(queue) < 256:
             cache.look_ahead(queue)
-            for transfer in cache.prefetch(event.time):
-                seconds = costs.fetch_seconds(len(transfer.blocks) * costs.model.slot_bytes)
+            cache.prefetch(event.time)
+            for transfer in cache.take_started():
+                seconds = costs.block_seconds * len(transfer.arrivals)
                 disk_free = max(disk_free, event.time) + seconds
                 tickets += 1
                 heappush(agenda, (disk_free, tickets, transfer))

@@ -118,7 +118,6 @@ def _live(
     costs = GpuCosts(setup.model, setup.machine)
     cache = TieredCache(
         setup.sizes,
-        setup.model.slot_bytes,
         costs,
         policy=policy,
         prefetch=setup.prefetch_mode,
@@ -145,7 +144,6 @@ def _clairvoyant(
     oracle = Oracle(setup.workload, setup.model.context, events)
     cache = TieredCache(
         setup.sizes,
-        setup.model.slot_bytes,
         costs,
         policy="belady",
         prefetch=setup.prefetch_mode,

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
-from sglang_hc.policy.prefetch import (
-    Candidate,
-    FetchCosts,
-    PrefetchPlanner,
-    TurnEstimate,
-    missing_blocks,
-    reserve_slots,
-)
-from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+from sglang_hc.policy.fetches import FetchCosts, Lacking
+from sglang_hc.policy.prefetch import Prefetcher, Spare
+from sglang_hc.policy.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.simulator.disk import DiskBlock, DiskTier
 from sglang_hc.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tree.arrivals import Arrival, Arrivals
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
-
-ANYBODY, NOBODY = float("-inf"), float("inf")
-"""Ranks before and behind every waiting request."""
-
-RECHECKED = 48
-"""Requests at the head whose blocks are looked for again in every pass: others may have evicted
-them since their prefetch."""
-
 
 NOTHING = PathMatch(None, (), 0)
 
@@ -59,14 +47,18 @@ class Found:
     def tokens(self) -> int:
         return self.device + self.host + self.disk
 
+    def as_late(self) -> Found:
+        """The same for a request that waited for the disk at its turn: hits on disk, as they are
+        counted in a server's run (`recorded`)."""
+        return replace(self, host=0, disk=self.host + self.disk)
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """Blocks of one request on their way from disk to the staged host slots."""
+    """Blocks of one request on their way from disk to staged host slots."""
 
     job: Job
-    blocks: tuple[bytes, ...]
-    slots: dict[bytes, int] = field(repr=False)
+    arrivals: Sequence[Arrival] = field(repr=False)
 
 
 NodePolicies = Callable[[str], EvictionPolicy[BlockNode]]
@@ -84,7 +76,6 @@ class TieredCache:
     def __init__(
         self,
         sizes: TierSizes,
-        slot_bytes: int,
         costs: FetchCosts,
         *,
         policy: str,
@@ -95,15 +86,10 @@ class TieredCache:
     ) -> None:
         self.window: LookAhead[int] = LookAhead()
         self.jobs: dict[int, Job] = {}
-        self.turns = TurnEstimate()
         self._sizes = sizes
-        self._slot_bytes = slot_bytes
-        self._mode = prefetch
-        self._stretch = stretch
-        self._planner: PrefetchPlanner[int] = PrefetchPlanner(costs, slot_bytes)
-        self._mean = RunningMean()
-        self._unfetched: dict[int, None] = {}
         self._seen: set[bytes] = set()
+        self._now = 0.0
+        self._started: list[Transfer] = []
 
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
             if not slots:
@@ -112,56 +98,88 @@ class TieredCache:
             return HostTier(BlockTree(FINGERPRINT), slots, order), order
 
         self.host, self._host_policy = nodes("host", sizes.host)
-        self.device, self._device_policy = nodes("device", sizes.device)
+        self.device, _ = nodes("device", sizes.device)
         self.disk: DiskTier | None = None
         if sizes.disk:
             order = disk_policy() if disk_policy else make_policy(policy, self.window)
             self.disk = DiskTier(sizes.disk, order)
         self._disk_write_free = 0.0
-        self._write_seconds = costs.fetch_seconds(slot_bytes)
+        self._write_seconds = costs.block_seconds
+        if self.host is None or self.disk is None:
+            prefetch = "off"
+        self.prefetcher: Prefetcher[int] = Prefetcher(
+            self.window, self, costs, (sizes.host, sizes.disk), prefetch, stretch
+        )
+        if self.host is not None:
+            self._coming = Arrivals(self.host)
+            self._coming.on_published = self.prefetcher.came
+            self._coming.on_lost = self.prefetcher.failed
 
     # The waiting queue
 
     def arrive(self, job: Job) -> None:
         self.jobs[job.number] = job
-        if self._mode != "off":
-            self._unfetched[job.number] = None
+        self.prefetcher.arrived(job.number)
 
     def look_ahead(self, queue: Sequence[int]) -> None:
         """The waiting queue as the next pass sees it."""
-        capacity = float(self._sizes.host + self._sizes.disk) * self._slot_bytes
-        length = int(self._stretch * window_length(capacity, self._mean.value))
-        self.window.update(queue, length, lambda number: self.jobs[number].needs)
+        self.prefetcher.look(queue, lambda number: self.jobs[number].needs)
 
-    def prefetch(self, now: float) -> list[Transfer]:
-        """Fetches to start now, in this order. Their slots are staged."""
-        if self.host is None or self.disk is None or self._mode == "off":
-            return []
-        self._keep_reserve(now)
-        out = []
-        for fetch in self._planner.plan(self._candidates(now)):
-            job = self.jobs[fetch.request]
-            transfer = self._stage(job, fetch.blocks, now)
-            if transfer is not None:
-                self._planner.started(job.number, transfer.blocks)
-                out.append(transfer)
-        return out
+    def prefetch(self, now: float) -> None:
+        """The fetches of a pass, into staged slots; see `take_started`."""
+        self._now = now
+        self.prefetcher.fetch()
 
-    def is_fetching(self, number: int) -> bool:
-        return self._planner.is_fetching(number)
+    def ready(self, number: int, now: float) -> bool:
+        """Whether the request, whose turn it is, may be admitted; else it waits for a fetch."""
+        self._now = now
+        return self.prefetcher.ready(number, now)
+
+    def take_started(self) -> list[Transfer]:
+        """Fetches begun since the last call, in their order."""
+        started, self._started = self._started, []
+        return started
 
     def fetched(self, transfer: Transfer, now: float) -> None:
         """A transfer is through: its blocks become blocks of the host tier."""
-        wanted = [b for b in transfer.blocks if self._planner.is_under_way(b)]
-        self._planner.completed(wanted)
-        self._publish(transfer.job, dict(transfer.slots), now)
+        self._coming.came(transfer.arrivals, now)
 
     def abort(self, number: int) -> None:
         """The request leaves the queue unserved."""
-        self.window.discard(number)
-        self._planner.cancel(number)
-        self._unfetched.pop(number, None)
+        self.prefetcher.cancel(number)
         del self.jobs[number]
+
+    # What the prefetcher asks (policy.prefetch.Below)
+
+    def lacking(self, request: int) -> Lacking:
+        assert self.disk is not None
+        job, disk, now = self.jobs[request], self.disk, self._now
+        path = job.chain
+        first = sum(1 for _ in takewhile(self._host_policy.__contains__, path))
+        below = islice(path, first, None)
+        count = sum(1 for _ in takewhile(lambda block_id: disk.readable(block_id, now), below))
+        on_device = 0
+        if count and self.device is not None:
+            on_device = self.device.tree.match(None, job.prompt).tokens
+            if (first + count) * BLOCK_TOKENS <= on_device:
+                count = 0
+        return Lacking(path, first, count, on_device, job.prompt_tokens)
+
+    def in_host(self, block_id: bytes) -> bool:
+        return block_id in self._host_policy
+
+    def start(
+        self, request: int, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        job = self.jobs[request]
+        arrivals = self._coming.begin(None, job.prompt, lack.path, first, count, self._now, spare)
+        if arrivals:
+            self._started.append(Transfer(job, arrivals))
+        return len(arrivals)
+
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        assert self.host is not None
+        self.host.evict(slots - self.host.free_slots, self._now, spare)
 
     # Admission and completion
 
@@ -198,8 +216,7 @@ class TieredCache:
 
     def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
         """The request starts. `load`: its blocks on disk are read now, through the host tier."""
-        self._planner.cancel(job.number)
-        self._unfetched.pop(job.number, None)
+        self._now = now
         if self.device is not None:
             self.device.access(found.device_nodes, now)
         if self.host is not None:
@@ -207,9 +224,11 @@ class TieredCache:
         if self.disk is not None:
             self.disk.access(job.chain, now)
         if load and self.host is not None:
-            transfer = self._stage(job, found.disk_blocks, now, force=True)
-            if transfer is not None:
-                self._publish(job, dict(transfer.slots), now)
+            lack = self.lacking(job.number)
+            if not any(block_id in self._coming for block_id in found.disk_blocks):
+                self.start(job.number, lack, lack.first, lack.count, None)
+                for transfer in self.take_started():
+                    self.fetched(transfer, now)
 
     def finish(
         self, job: Job, kept: bytes, chain: list[bytes], now: float, *, replaces: bool
@@ -219,7 +238,7 @@ class TieredCache:
         replaces: the conversation was cut, so what was stored of it before is of no use.
         """
         del self.jobs[job.number]
-        self._mean.add(max(1, len(chain)) * self._slot_bytes)
+        self.prefetcher.finished(job.number, len(chain))
         self._seen.update(chain)
         tail = tail_identity(chain, kept)
         if tail is not None:
@@ -235,133 +254,11 @@ class TieredCache:
                         break
                 parent = identity
         if self.device is not None:
-            self._store(self.device, self._device_policy, kept, now)
+            _store(self.device, kept, now)
         if self.host is not None:
-            self._store(self.host, self._host_policy, kept, now)
+            _store(self.host, kept, now)
 
     # Inner parts
-
-    def _candidates(self, now: float) -> list[Candidate[int]]:
-        """Waiting requests inside the prefetch window that may lack blocks."""
-        assert self.host is not None and self.disk is not None
-        disk = self.disk
-        if self._mode == "on-arrival":
-            numbers = list(self._unfetched)
-            turn_in = dict.fromkeys(numbers, float("inf"))
-        else:
-            usable = float(self._sizes.host - self._reserve()) * self._slot_bytes
-            length = window_length(usable, self._mean.value)
-            numbers = []
-            turn_in = {}
-            for position, number in enumerate(self.window.order[:length]):
-                if position < RECHECKED or number in self._unfetched:
-                    turn_in[number] = self.turns.turn_in(position)
-                    numbers.append(number)
-        out = []
-        for number in numbers:
-            job = self.jobs[number]
-            if self._unfetched.pop(number, self) is self and (
-                job.deepest is None or job.deepest in self._host_policy
-            ):
-                continue  # looked at before, and all that was on disk is still in host memory
-            first, missing = missing_blocks(
-                job.chain,
-                self._host_policy.__contains__,
-                lambda identity: disk.readable(identity, now),
-            )
-            known = first + len(missing)
-            job.deepest = job.chain[known - 1] if known else None
-            if missing:
-                out.append(Candidate(number, turn_in[number], missing, first * BLOCK_TOKENS))
-        return out
-
-    def _reserve(self) -> int:
-        return reserve_slots(self._sizes.host, self._mean.value / self._slot_bytes)
-
-    def _keep_reserve(self, now: float) -> None:
-        """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
-        assert self.host is not None
-        self._make_room(self.host, self._host_policy, self._reserve(), NOBODY, now)
-
-    def _stage(
-        self, job: Job, blocks: Sequence[bytes], now: float, *, force: bool = False
-    ) -> Transfer | None:
-        """Host slots for as many leading blocks as may displace others."""
-        assert self.host is not None
-        rank = None if force else self.window.rank(job.number)
-        self._make_room(
-            self.host, self._host_policy, len(blocks), ANYBODY if rank is None else rank, now
-        )
-        slots: dict[bytes, int] = {}
-        for identity in blocks[: self.host.free_slots]:
-            slot = self.host.stage(now)
-            assert slot is not None
-            slots[identity] = slot
-        if len(slots) < len(blocks):
-            self._unfetched[job.number] = None
-        return Transfer(job, tuple(slots), slots) if slots else None
-
-    def _make_room(
-        self,
-        tier: HostTier,
-        policy: EvictionPolicy[BlockNode],
-        count: int,
-        rank: float,
-        now: float,
-    ) -> None:
-        """Evict until `count` slots are free, nothing that a sooner request than `rank` needs."""
-        if tier.free_slots >= count:
-            return
-        for victim in policy.victims():
-            if not policy.yields(victim, rank):
-                break
-            tier.drop(victim)
-            tier.evicted_blocks += 1
-            if tier.free_slots >= count:
-                break
-
-    def _publish(self, job: Job, slots: dict[bytes, int], now: float) -> None:
-        """Staged slots become blocks where their place in the path is reachable."""
-        assert self.host is not None
-        match = self.host.tree.match(None, job.prompt)
-        parent = match.full_parent or self.host.tree.root(None)
-        for index in range(match.tokens // BLOCK_TOKENS, len(job.chain)):
-            slot = slots.pop(job.chain[index], None)
-            if slot is None:
-                break
-            piece = job.prompt[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            outcome = self.host.publish(parent, piece, slot, now)
-            if not outcome.created:
-                self.host.unstage(slot)
-            parent = outcome.node
-            self.host.mark_ready(parent)
-        for slot in slots.values():
-            self.host.unstage(slot)
-
-    def _store(
-        self, tier: HostTier, policy: EvictionPolicy[BlockNode], tokens: bytes, now: float
-    ) -> None:
-        """Bring a whole path into a tier from the device, as far as slots can be had.
-
-        The path is pinned meanwhile: a block must not push out its own parent.
-        """
-        match = tier.tree.match(None, tokens)
-        tier.pin(match.nodes)
-        start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
-        offsets = range(start, len(tokens), BLOCK_BYTES)
-        self._make_room(tier, policy, len(offsets), ANYBODY, now)
-        parent = match.full_parent
-        if parent is None or parent.is_root:  # making room may have emptied the tree
-            parent = tier.tree.root(None)
-        for offset in offsets[: tier.free_slots]:
-            slot = tier.stage(now)
-            assert slot is not None
-            outcome = tier.publish(parent, tokens[offset : offset + BLOCK_BYTES], slot, now)
-            if not outcome.created:
-                tier.unstage(slot)
-            parent = outcome.node
-            tier.mark_ready(parent)
-        tier.unpin(match.nodes)
 
     def _forget_path(self, job: Job) -> None:
         for tier in (self.device, self.host):
@@ -372,3 +269,27 @@ class TieredCache:
                     tier.drop(node)
         if self.disk is not None:
             self.disk.drop(job.chain)
+
+
+def _store(tier: HostTier, tokens: bytes, now: float) -> None:
+    """Bring a whole path into a tier from the device, as far as slots can be had.
+
+    The path is pinned meanwhile: a block must not push out its own parent.
+    """
+    match = tier.tree.match(None, tokens)
+    tier.pin(match.nodes)
+    start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
+    offsets = range(start, len(tokens), BLOCK_BYTES)
+    tier.evict(len(offsets) - tier.free_slots, now)
+    parent = match.full_parent
+    if parent is None or parent.is_root:  # making room may have emptied the tree
+        parent = tier.tree.root(None)
+    for offset in offsets[: tier.free_slots]:
+        slot = tier.stage(now)
+        assert slot is not None
+        outcome = tier.publish(parent, tokens[offset : offset + BLOCK_BYTES], slot, now)
+        if not outcome.created:
+            tier.unstage(slot)
+        parent = outcome.node
+        tier.mark_ready(parent)
+    tier.unpin(match.nodes)

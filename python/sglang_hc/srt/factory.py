@@ -191,7 +191,7 @@ def _tiers(
         disk,
         queue,
         recomputer,
-        read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, disk),
+        read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, queue),
         cost=state.cost,
         side=_side(runner, state, lane, shape, rows),
         retention=Retention(tier, disk, pins, claims),
@@ -215,7 +215,7 @@ def _read_buffer(
     pool: HostPool,
     lane: Lane,
     device: Any,
-    disk: Any,
+    queue: QueueView,
 ) -> ReadBuffer | None:
     size = read_buffer_bytes(config, on_gpu=device.type == "cuda")
     if not size:
@@ -227,8 +227,7 @@ def _read_buffer(
             f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
-    fetching = disk.fetching if disk is not None else None
-    return ReadBuffer(layout, tier, pool, lane, frames, state.cost, fetching)
+    return ReadBuffer(layout, tier, pool, lane, frames, state.cost, queue.fetching)
 
 
 def _open_io(

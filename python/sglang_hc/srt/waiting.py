@@ -84,8 +84,7 @@ class WaitingRequests:
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
-        disk = self._tiers.disk
-        return 0 if disk is None else disk.take_loaded(rid)
+        return self._view.take_loaded(rid)
 
     def gone(self, rid: str) -> None:
         """A request left the queue without being admitted."""

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_hc.policy.ready_first import AdmissionOrder
+from sglang_hc.policy.ready_first import MAX_OVERTAKEN, AdmissionOrder
 from sglang_hc.policy.windows import departed
-
-MAX_OVERTAKEN = 64
-"""Passes in which others are admitted past a request because its state is on the way, or because
-theirs is there. After that it goes first, with the state it has."""
 
 ARRANGED = 128
 """Requests at the head of the queue that ready-first puts in order; those behind stay behind."""
@@ -72,25 +68,29 @@ class Admission:
             order += [rid for rid in head if rid not in chosen]
         return order
 
-    def passed(self, waiting: Sequence[str]) -> None:
-        """A new pass begins, and `waiting` is what the last one left over."""
+    def passed(self, waiting: Sequence[str]) -> list[str]:
+        """A new pass begins, and `waiting` is what the last one left over. Returns whom it has
+        admitted."""
+        admitted: list[str] = []
         if waiting != self._waiting:
-            self._admit(waiting)
+            admitted = self._admit(waiting)
             self._waiting = list(waiting)
         self._queue, self._head = [], set()
         self._left.clear()
+        return admitted
 
-    def _admit(self, waiting: Sequence[str]) -> None:
+    def _admit(self, waiting: Sequence[str]) -> list[str]:
         """Those the scheduler came to in the last pass, and that wait no more, were admitted."""
         if not self._queue:
-            return
+            return []
         gone = departed(self._waiting, waiting)
         if gone is None:
             left = set(self._waiting).difference(waiting)
         else:
             left = {self._waiting[at] for at in gone}
         left -= self._left
-        admitted = [rid for rid in self._queue if rid in left]
+        admitted = [rid for rid in dict.fromkeys(self._queue) if rid in left]
         self._order.admitted(self._queue, admitted)
         for rid in admitted:
             self.tickets.pop(rid, None)
+        return admitted

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_hc.forms import LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.restore_plan import Decision, RestorePlan, Span, plan_restore
+from sglang_hc.policy.fetches import UnknownCosts
+from sglang_hc.policy.restore_plan import LONG_HISTORY, Decision, RestorePlan, Span, plan_restore
 
 NOT_MEASURED = "not_measured"
 """Reason to load everything: there is no cost model."""
@@ -36,7 +37,8 @@ class Choice(NamedTuple):
 
 
 class RestoreChoice:
-    """Decides for one model on one machine.
+    """Decides for one model on one machine. Tells the look at the queue what fetching costs
+    (`policy.fetches.RestoreCosts`).
 
     cost: None when the machine could not be measured; then everything that is stored is restored.
     can_recompute: whether the model's first layers can be run on their own.
@@ -89,29 +91,36 @@ class RestoreChoice:
         """For the order of copies of a pass over so many tokens; see `policy.order`."""
         return 0.0 if self._cost is None else order.kv_per_hidden(self._cost, tokens)
 
-    def worth_reading(self, host: int, disk: int, context: int, new: int, ahead: bool) -> bool:
-        """Whether `disk` tokens should be read from disk for a waiting request.
+    @property
+    def block_seconds(self) -> float:
+        """Reading one block of many from disk; 0 when that is not known."""
+        return BLOCK_TOKENS * self._token_seconds(SourceTier.DISK)
 
-        host: tokens before them that the host tier has. context: tokens that the device has. ahead:
-        others are served first, so that the reads are done before its turn; else it waits for them.
-        """
-        source = SourceTier.HOST if ahead else SourceTier.DISK
-        if self._cost is None or disk == 0 or source not in self._cost.copies:
-            return True
-        spans = [Span(SourceTier.HOST, host)] if host else []
-        spans.append(Span(source, disk))
-        return self._planned(self._cost, spans, context, new).tokens > host
+    @property
+    def host_token_seconds(self) -> float:
+        """Restoring one token of many from host memory."""
+        return self._token_seconds(SourceTier.HOST) or UnknownCosts.host_token_seconds
 
-    def patience(self, host: int, disk: int, context: int, new: int) -> float:
-        """Seconds that a request whose turn has come waits for `disk` tokens from disk at most:
-        what it saves if they are there. So waiting in vain costs no more than recomputing does.
+    @property
+    def disk_token_seconds(self) -> float:
+        """Restoring one token of many from disk."""
+        assumed = self.host_token_seconds * UnknownCosts.disk_token_seconds
+        return self._token_seconds(SourceTier.DISK) or assumed
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        """By how much sooner a request starts with `fetched` more tokens in host memory, behind
+        `host` ones there and `context` ones on the device; infinite when nothing is measured.
+
+        Negative when they would not be restored even then. A fetch is waited for no longer than
+        this: then waiting in vain costs no more than recomputing does.
         """
         if self._cost is None:
             return math.inf
         known = [Span(SourceTier.HOST, host)] if host else []
-        spans = [*known, Span(SourceTier.HOST, disk)]
-        arrived = self._planned(self._cost, spans, context, new).seconds
-        return self._planned(self._cost, known, context, disk + new).seconds - arrived
+        spans = [*known, Span(SourceTier.HOST, fetched)]
+        arrived = self._planned(self._cost, spans, context, new)
+        seconds = arrived.seconds if arrived.tokens > host else arrived.as_stored_seconds
+        return self._planned(self._cost, known, context, fetched + new).seconds - seconds
 
     def _planned(
         self, cost: CostModel, spans: Sequence[Span], context: int, new: int
@@ -139,6 +148,17 @@ class RestoreChoice:
             if tokens and kv:
                 seconds += kv * cost.copy_kv(span.tier, tokens)
         return seconds
+
+    def _token_seconds(self, tier: SourceTier) -> float:
+        """Copies of all stored layers, over a history long enough to hide what a copy costs at
+        least; 0 when it is not known."""
+        cost, stored = self._cost, self._plan
+        if cost is None or tier not in cost.copies:
+            return 0.0
+        seconds = stored.kv * cost.copy_kv(tier, LONG_HISTORY)
+        if stored.hidden:
+            seconds += stored.hidden * cost.copy_hidden(tier, LONG_HISTORY)
+        return seconds / LONG_HISTORY
 
     def _count(self, decision: str, reason: str) -> None:
         self._counters[f"restore_decision_{decision}"] += 1

@@ -73,9 +73,8 @@ class Tiers:
         self.gate = LayerGate()
         self.counters: Counter[str] = Counter()
         self.choice = RestoreChoice(cost, layout.plan, recomputer is not None, self.counters)
-        if disk is not None:
-            disk.worth = self.choice.worth_reading
-            disk.patience = self.choice.patience
+        if queue is not None:
+            queue.use_costs(self.choice)
         self._pool = pool
         self._filing = filing
         self._sink = sink
@@ -201,8 +200,7 @@ class Tiers:
     def clear(self) -> None:
         """Forget what the host tier holds; what is on disk stays. Waits for copies under way."""
         self.restore_now()
-        if self.disk is not None:
-            self.disk.quiesce()
+        self.drain()
         if self.read_buffer is not None:
             self.read_buffer.clear()
         while self._releasing:
@@ -239,6 +237,8 @@ class Tiers:
         disk = self.disk.counts() if self.disk is not None else Counter[str]()
         early = self.read_buffer.counters if self.read_buffer is not None else Counter[str]()
         total = self.counters + self.capture.counters + self._filing.counts() + disk + early
+        if self.queue is not None:
+            total += self.queue.counters
         if self.retention is not None:
             total += self.retention.counters
         total["expired_blocks"] += self.host.expired_blocks

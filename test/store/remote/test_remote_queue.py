@@ -67,12 +67,10 @@ def test_the_first_look_asks_and_a_later_one_reads(shared: FakeStore, clock: Clo
     server = Server(shared, clock)
     server.queue.look(["a"], waiting)
     assert not server.queue.ready("a", waiting)
-    until(
-        lambda: server.disk.reading, lambda: (server.disk.poll(), server.queue.look(["a"], waiting))
-    )
+    until(lambda: server.disk.busy, lambda: (server.disk.poll(), server.queue.look(["a"], waiting)))
     server.admit("a")
     assert server.host.tree.match(None, TOKENS).tokens == 128
-    assert server.disk.take_loaded("a") == 128
+    assert server.queue.take_loaded("a") == 128
     assert [
         int(server.pool.slot(n.slot)[0]) for n in server.host.tree.match(None, TOKENS).nodes
     ] == [1, 2]
@@ -84,11 +82,9 @@ def test_on_arrival_the_read_starts_when_the_answer_is_there(
 ) -> None:
     server = Server(shared, clock, prefetch="on-arrival")
     server.queue.arrived("a", waiting)
-    until(
-        lambda: server.disk.reading, lambda: (server.disk.poll(), server.queue.look(["a"], waiting))
-    )
+    until(lambda: server.disk.busy, lambda: (server.disk.poll(), server.queue.look(["a"], waiting)))
     server.admit("a")
-    assert server.disk.take_loaded("a") == 128
+    assert server.queue.take_loaded("a") == 128
     server.disk.close()
 
 

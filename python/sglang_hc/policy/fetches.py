@@ -1,0 +1,158 @@
+"""What a prefetch is weighed by, and who waits for which block (AttentionStore section 3.3.1).
+
+Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from sglang_hc.forms import BLOCK_TOKENS
+
+K = TypeVar("K", bound=Hashable)
+"""Name of a request."""
+
+
+class FetchCosts(Protocol):
+    """Seconds that are weighed against each other."""
+
+    @property
+    def block_seconds(self) -> float:
+        """Disk to host, for one block of many; 0 when the speed is not known."""
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
+        host memory too: behind `host` ones there and `context` ones on the device. Negative when
+        restoring them would be slower than recomputing them."""
+
+
+class RestoreCosts(FetchCosts, Protocol):
+    """And what ready-first compares requests by."""
+
+    @property
+    def host_token_seconds(self) -> float:
+        """Host to device, for one token of many."""
+
+    @property
+    def disk_token_seconds(self) -> float:
+        """Disk to device."""
+
+
+class UnknownCosts:
+    """Nothing is measured: whatever is on disk is fetched, and waited for within bounds.
+
+    Only the ratio of the two tiers is assumed: a disk is some ten times slower than the link.
+    """
+
+    block_seconds = 0.0
+    host_token_seconds, disk_token_seconds = 1.0, 8.0
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
+
+    path: identities of the whole blocks of its prompt. first: blocks of it in host memory, without
+    a gap. count: those behind them that are on disk, without a gap; 0 when the device has their
+    tokens. on_device: tokens that the device has. tokens: of the prompt.
+    """
+
+    path: Sequence[bytes]
+    first: int
+    count: int
+    on_device: int
+    tokens: int
+
+    def saved(self, costs: FetchCosts, first: int, end: int) -> float:
+        """Seconds by which the request starts sooner when host memory has `end` blocks of the path
+        and not only `first`; negative when it is better off without, or the device has them."""
+        known = max(first * BLOCK_TOKENS, self.on_device)
+        held = end * BLOCK_TOKENS
+        if held <= known:
+            return -math.inf
+        new = max(1, self.tokens - held)
+        return costs.saved_seconds(known - self.on_device, held - known, self.on_device, new)
+
+
+class TurnEstimate:
+    """When a place in the queue will have its turn, from the rate of past admissions."""
+
+    def __init__(self, memory: int = 64) -> None:
+        self._memory = memory
+        self._count = 0
+        self._seconds = 0.0
+        self._last: float | None = None
+
+    def admitted(self, count: int, now: float) -> None:
+        """`count` requests were admitted in the pass at `now`; 0 changes nothing."""
+        if count < 1:
+            return
+        if self._last is not None:
+            self._count = min(self._count + 1, self._memory)
+            self._seconds += ((now - self._last) / count - self._seconds) / self._count
+        self._last = now
+
+    def idle(self) -> None:
+        """The queue has run empty: the time to the next admission says nothing about the rate."""
+        self._last = None
+
+    def turn_in(self, position: int) -> float:
+        """Seconds until the request at this place (0: head) is served; 0 while nothing is known."""
+        return position * self._seconds
+
+
+class Fetches(Generic[K]):
+    """Blocks on their way to host memory, and the requests that wait for each.
+
+    A block stays under way until it has `ended`, whether or not anybody still waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, set[K]] = {}
+        self._awaited: dict[K, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, block_id: bytes) -> bool:
+        return block_id in self._waiting
+
+    def awaited_by(self, request: K) -> bool:
+        """Whether blocks that this request waits for are under way."""
+        return request in self._awaited
+
+    def wait(self, request: K, block_id: bytes) -> None:
+        """The request waits for a block, which is under way from now on if it was not before."""
+        self._waiting.setdefault(block_id, set()).add(request)
+        self._awaited.setdefault(request, set()).add(block_id)
+
+    def ended(self, block_id: bytes) -> set[K]:
+        """A block has come, or will not. Returns who waited for it."""
+        requests = self._waiting.pop(block_id, set())
+        for request in requests:
+            self._release(request, block_id)
+        return requests
+
+    def cancel(self, request: K) -> None:
+        """The request waits no longer. Nothing happens if it did not."""
+        for block_id in self._awaited.pop(request, ()):
+            self._waiting[block_id].discard(request)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless both directions of who-waits-for-what agree."""
+        for block_id, requests in self._waiting.items():
+            assert all(block_id in self._awaited[request] for request in requests)
+        for request, blocks in self._awaited.items():
+            assert blocks and all(request in self._waiting[block_id] for block_id in blocks)
+
+    def _release(self, request: K, block_id: bytes) -> None:
+        blocks = self._awaited[request]
+        blocks.discard(block_id)
+        if not blocks:
+            del self._awaited[request]

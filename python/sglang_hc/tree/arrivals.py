@@ -1,0 +1,166 @@
+"""Blocks on their way into the host tier: which slot each one gets, and when it joins the tree.
+
+    begin -> staged slots -> came (in any order) -> published, parents first
+                          `-> failed             -> its slot and those of the blocks below are free
+
+A block's parent in the tree stays pinned until the block has joined it: what is on its way must not
+lose its place. Metadata only: whoever calls moves the bytes, and says when they are in place. A
+slot is given back only after its own `came` or `failed`, because somebody may write it until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
+from sglang_hc.tree.host_tier import HostTier, Spare
+
+
+@dataclass(eq=False)
+class Arrival:
+    """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
+    tree (None: the namespace's root)."""
+
+    block_id: bytes
+    tokens: bytes
+    namespace: str | None
+    slot: int
+    above: Arrival | None
+    parent: BlockNode | None
+    below: list[Arrival] = field(default_factory=list)
+    here: bool = False
+    lost: bool = False
+
+
+class Arrivals:
+    """Not thread-safe: belongs to whoever owns the host tier.
+
+    on_published, on_lost: told once of every block that began, when it has joined the tree or will
+    not.
+    """
+
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._coming: dict[bytes, Arrival] = {}
+        self.on_published: Callable[[bytes], object] = lambda block_id: None
+        self.on_lost: Callable[[bytes], object] = lambda block_id: None
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def __contains__(self, block_id: bytes) -> bool:
+        return block_id in self._coming
+
+    def begin(
+        self,
+        namespace: str | None,
+        tokens: bytes,
+        path: Sequence[bytes],
+        first: int,
+        count: int,
+        now: float,
+        spare: Spare | None = None,
+    ) -> list[Arrival]:
+        """Slots for blocks [first, first + count) of the path of packed `tokens`: for as many
+        leading ones as find room without evicting what `spare` protects.
+
+        path: identities of the whole blocks. None of these may be on its way. Empty when the block
+        before them is neither in the tree nor on its way to it.
+        """
+        above = parent = None
+        if first:
+            above = self._coming.get(path[first - 1])
+            if above is not None and above.lost:
+                return []
+            if above is None:
+                match = self._host.tree.match(namespace, tokens[: first * BLOCK_BYTES])
+                if match.tokens < first * BLOCK_TOKENS:
+                    return []
+                parent = match.nodes[-1]
+        arrivals: list[Arrival] = []
+        if parent is not None:
+            self._host.pin((parent,))  # making room must not take the path that is extended
+        for index in range(first, first + count):
+            slot = self._host.stage(now, spare)
+            if slot is None:
+                break
+            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            arrival = Arrival(path[index], piece, namespace, slot, above, parent)
+            if above is not None:
+                above.below.append(arrival)
+            self._coming[arrival.block_id] = above = arrival
+            parent = None
+            arrivals.append(arrival)
+        if parent is not None:
+            self._host.unpin((parent,))
+        return arrivals
+
+    def came(self, arrivals: Sequence[Arrival], now: float) -> None:
+        """The bytes of these are in their slots."""
+        tips: dict[BlockNode, None] = {}
+        for arrival in arrivals:
+            arrival.here = True
+            if arrival.lost:
+                self._free(arrival)
+            elif arrival.above is None:
+                self._publish(arrival, tips, now)
+        for tip in tips:
+            self._host.access(tip.path(), now)
+
+    def failed(self, arrival: Arrival) -> None:
+        """The bytes will not come, and nobody writes the slot any more."""
+        arrival.here = True
+        if arrival.lost:
+            self._free(arrival)
+        else:
+            self._lose(arrival)
+
+    def _publish(self, arrival: Arrival, tips: dict[BlockNode, None], now: float) -> None:
+        """A block whose parent is in the tree joins it, and those below it that are here too."""
+        ready = [arrival]
+        while ready:
+            item = ready.pop()
+            parent = item.parent or self._host.tree.root(item.namespace)
+            if parent.parent is None and not parent.is_root:  # dropped in spite of its pin
+                self._lose(item)
+                continue
+            outcome = self._host.publish(parent, item.tokens, item.slot, now)
+            node = outcome.node
+            if outcome.created:
+                self._host.mark_ready(node)
+                tips.pop(parent, None)
+                tips[node] = None
+            else:
+                self._host.unstage(item.slot)
+            for child in item.below:
+                child.above, child.parent = None, node
+                self._host.pin((node,))
+                if child.here:
+                    ready.append(child)
+            self._end(item)
+            self.on_published(item.block_id)
+
+    def _lose(self, arrival: Arrival) -> None:
+        """Neither this block nor those below it can join the tree."""
+        if arrival.above is not None:
+            arrival.above.below.remove(arrival)
+        lost = [arrival]
+        while lost:
+            item = lost.pop()
+            item.lost = True
+            lost += item.below
+            item.below.clear()
+            if item.here:
+                self._free(item)
+
+    def _free(self, arrival: Arrival) -> None:
+        self._host.unstage(arrival.slot)
+        self._end(arrival)
+        self.on_lost(arrival.block_id)
+
+    def _end(self, arrival: Arrival) -> None:
+        del self._coming[arrival.block_id]
+        if arrival.parent is not None:
+            self._host.unpin((arrival.parent,))
