@@ -83,6 +83,13 @@ def test_outside_the_window_age_decides(make: Make) -> None:
     assert leaves_first(subject) == ["a", "c", "d", "b"]
 
 
+@pytest.mark.parametrize(("eviction", "stays"), [("lru", False), ("queue", True)])
+def test_over_a_loop_that_does_not_fit_a_part_stays(make: Make, eviction: str, stays: bool) -> None:
+    subject = make(eviction)
+    hits = [sum(subject.serve(word) for word in "abcdef") for _ in range(30)]
+    assert (sum(hits[-10:]) >= 20) is stays  # 30 to 40 is the best that 4 slots for 6 can do
+
+
 def test_a_shared_block_counts_with_its_earliest_use(make: Make) -> None:
     subject = make()
     subject.serve("sa")

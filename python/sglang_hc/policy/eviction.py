@@ -5,8 +5,8 @@ One interface for the host tier and the simulated tiers; the device (srt/evictio
 block without its parent cannot be reached. A block in use (`pins`) or held for a session
 (policy/pins.py) stays.
 
-    queue  what no waiting request needs leaves first, by age, size and restore cost per byte;
-           then what is needed last
+    queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
+           over a loop the youngest (policy/reuse.py); then what is needed last
     lru    least recently used first         fifo  conversation that was stored first
     lfu    fewest uses first, then lru
 
@@ -21,6 +21,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.reuse import Duels
 
 POLICIES = ("queue", "lru", "fifo", "lfu")
 
@@ -69,7 +70,7 @@ class Entry(Generic[B]):
     grown: it has or had a child. here: it has not left the tier.
     """
 
-    __slots__ = ("block", "born", "grown", "here", "stamp", "used", "worth")
+    __slots__ = ("block", "born", "grown", "here", "since", "stamp", "used", "worth")
 
     def __init__(self, block: B) -> None:
         self.block = block
@@ -79,6 +80,41 @@ class Entry(Generic[B]):
         self.used = 0
         self.born = 0
         self.worth = 0.0
+        self.since = 0
+
+
+class Leaves(Generic[B]):
+    """Leaves by key, least first. An item whose stamp is no longer its entry's is stale."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, int, Entry[B]]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, key: Key, entry: Entry[B], live: int) -> None:
+        """live: entries there are, above which stale items are not let grow much."""
+        heappush(self._heap, (key, entry.stamp, entry))
+        if len(self._heap) > 4 * live + 64:
+            self._heap = [item for item in self._heap if item[2].stamp == item[1]]
+            heapify(self._heap)
+
+    def top(self) -> tuple[Key, Entry[B]] | None:
+        """The first that is not stale."""
+        heap = self._heap
+        while heap:
+            key, stamp, entry = heap[0]
+            if entry.stamp == stamp:
+                return key, entry
+            heappop(heap)
+        return None
+
+    def pop(self) -> Entry[B] | None:
+        found = self.top()
+        if found is None:
+            return None
+        heappop(self._heap)
+        return found[1]
 
 
 class EvictionPolicy(ABC, Generic[B]):
@@ -99,7 +135,7 @@ class EvictionPolicy(ABC, Generic[B]):
         if held is not None:
             held.subscribe(self._hold_changed)
         self._entries: dict[bytes, Entry[B]] = {}
-        self._heap: list[tuple[Key, int, Entry[B]]] = []
+        self._order: Leaves[B] = Leaves()
         self._fresh: list[Entry[B]] = []
         self._ticks = 0
 
@@ -154,28 +190,21 @@ class EvictionPolicy(ABC, Generic[B]):
         in the running too. Blocks that are not taken out stay where they were.
         """
         self._sort_in()
-        aside: list[tuple[Key, int, Entry[B]]] = []
-        heap = self._heap
+        aside: list[Entry[B]] = []
         try:
-            while heap:
-                item = heappop(heap)
-                entry = item[2]
-                if entry.stamp != item[1]:
-                    continue
+            while (entry := self._take()) is not None:
+                entry.stamp = 0
                 block = entry.block
                 if self._held is not None and self._held.holds(block.block_id):
                     self._aside.add(block.block_id)
-                    entry.stamp = 0
                     continue
-                aside.append(item)
-                if block.pins:
-                    continue
-                self._chosen(entry, item[0])
-                yield block
+                aside.append(entry)
+                if not block.pins:
+                    yield block
         finally:
-            for item in aside:
-                if item[2].stamp == item[1]:
-                    heappush(heap, item)
+            for entry in aside:
+                if entry.here and not entry.stamp and entry.block.is_leaf:
+                    self._push(entry)
 
     @abstractmethod
     def _key(self, entry: Entry[B]) -> Key: ...
@@ -185,9 +214,6 @@ class EvictionPolicy(ABC, Generic[B]):
 
     def _used(self, entry: Entry[B]) -> None:
         """A subclass' own note on a use."""
-
-    def _chosen(self, entry: Entry[B], key: Key) -> None:
-        """A subclass' own note on a block offered as victim."""
 
     def _hold_changed(self, block_id: bytes) -> None:
         if block_id in self._aside:
@@ -206,11 +232,11 @@ class EvictionPolicy(ABC, Generic[B]):
     def _push(self, entry: Entry[B]) -> None:
         self._ticks += 1
         entry.stamp = self._ticks
-        heap = self._heap
-        heappush(heap, (self._key(entry), self._ticks, entry))
-        if len(heap) > 4 * len(self._entries) + 64:  # stale items outnumber the blocks
-            heap[:] = [item for item in heap if item[2].stamp == item[1]]
-            heapify(heap)
+        self._order.push(self._key(entry), entry, len(self._entries))
+
+    def _take(self) -> Entry[B] | None:
+        """The leaf that should leave first, taken out of the order."""
+        return self._order.pop()
 
 
 class LruPolicy(EvictionPolicy[B]):
@@ -246,13 +272,22 @@ def filled_share(block: Block) -> float:
     return block.num_tokens / BLOCK_TOKENS
 
 
+def _whole(block: Block) -> bytes:
+    """The identity by which a block is known when it comes back: a tail comes back as another."""
+    parent = block.parent
+    if parent is None or block.num_tokens == BLOCK_TOKENS:
+        return block.block_id
+    return parent.block_id
+
+
 class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
     last first. The others leave by GreedyDual-Size: worth(block) + an inflation that rises to the
     worth of what has left. That is LRU while all blocks are worth the same per byte, and lets a
-    block that is dear to restore outlive a cheap one of the same age, but not for ever.
+    block that is dear to restore outlive a cheap one of the same age, but not for ever. Where
+    blocks as old as the oldest are mostly used before the youngest (`Duels`), the youngest leaves.
     """
 
     by_need = True
@@ -262,23 +297,49 @@ class QueuePolicy(EvictionPolicy[B]):
         window: NextUse,
         worth: Callable[[B], float] = filled_share,
         held: Holds | None = None,
+        by_age: bool = False,
     ) -> None:
-        """`worth`: seconds to restore the block without this tier, per byte; any fixed unit."""
+        """`worth`: seconds to restore the block without this tier, per byte; any fixed unit.
+        `by_age`: the oldest leaves whatever was learned, as on the server's disk."""
         super().__init__(held)
         self._window = window
         self._worth = worth
         self._inflation = 0.0
+        self._duels = Duels()
+        self._by_age = by_age
+        self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
 
     def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        self._used(entry)
+        self._duels.entered(entry.block.block_id, len(self._entries))
+        self._renew(entry)
 
     def _used(self, entry: Entry[B]) -> None:
-        entry.worth = self._inflation + self._worth(entry.block)
+        self._duels.used(entry.block.block_id, entry.since, len(self._entries))
+        self._renew(entry)
 
-    def _chosen(self, entry: Entry[B], key: Key) -> None:
-        if key[0] == 0.0:
-            self._inflation = max(self._inflation, entry.worth)
+    def _renew(self, entry: Entry[B]) -> None:
+        entry.worth = self._inflation + self._worth(entry.block)
+        entry.since = self._duels.clock
+
+    def _push(self, entry: Entry[B]) -> None:
+        super()._push(entry)
+        if self._window.next_use(entry.block.block_id) is None:
+            self._young.push((-entry.used,), entry, len(self._entries))
+
+    def _take(self) -> Entry[B] | None:
+        first = self._order.top()
+        if first is None or first[0][0] != 0.0:
+            return self._order.pop()
+        young = self._young.top()
+        age = self._duels.clock - first[1].since
+        if young is not None and not self._by_age:
+            old_id, young_id = _whole(first[1].block), _whole(young[1].block)
+            self._duels.begin(old_id, age, young_id, len(self._entries))
+            if self._duels.old_wins(age):
+                return self._young.pop()
+        self._inflation = max(self._inflation, first[1].worth)
+        return self._order.pop()
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
@@ -295,10 +356,11 @@ def make_policy(
     window: NextUse,
     worth: Callable[[B], float] = filled_share,
     held: Holds | None = None,
+    by_age: bool = False,
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, worth, held)
+        return QueuePolicy(window, worth, held, by_age)
     if name == "lru":
         return LruPolicy(held)
     if name == "fifo":

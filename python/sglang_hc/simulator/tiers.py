@@ -101,7 +101,8 @@ class TieredCache:
         self.device, _ = nodes("device", sizes.device)
         self.disk: DiskTier | None = None
         if sizes.disk:
-            order = disk_policy() if disk_policy else make_policy(policy, self.window)
+            # The server's disk orders by age outside the window (store/disk/eviction.py).
+            order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
             self.disk = DiskTier(sizes.disk, order)
         self._disk_write_free = 0.0
         self._write_seconds = costs.block_seconds
