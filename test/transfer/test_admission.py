@@ -94,9 +94,8 @@ class Loop:
             self.finish(rid)
         order = list(self.waiting)
         if self.queue.admission.ready_first:
-            head = self.queue.admission.arrange(
-                order[:ARRANGED], lambda rid: self.queue.readiness(rid, self.of)
-            )
+            costs = self.queue.readiness(order[:ARRANGED], self.of)
+            head = self.queue.admission.arrange(order[:ARRANGED], costs)
             order = self.waiting = head + order[ARRANGED:]
         asked: list[str] = []
         self.running = []

@@ -6,7 +6,7 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -122,6 +122,11 @@ class Fetches(Generic[K]):
 
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._waiting
+
+    @property
+    def requests(self) -> KeysView[K]:
+        """Those that wait for blocks under way."""
+        return self._awaited.keys()
 
     def awaited_by(self, request: K) -> bool:
         """Whether blocks that this request waits for are under way."""

@@ -31,6 +31,7 @@ class WaitingRequests:
         self._tiers = tiers
         self._on_device = on_device
         self._requests: dict[str, Any] = {}
+        self._arranged = False
         self._queue: list[Any] = []
         self._order: list[str] = []
         """Names of the known requests of `_queue`, the queue at the last look, in its order."""
@@ -50,7 +51,8 @@ class WaitingRequests:
         if scheduler is None:
             return
         queue = scheduler.waiting_queue
-        if self.admission.ready_first:  # as it was before `arrange`
+        if self._arranged:  # as it was before
+            self._arranged = False
             ticket, last = self.admission.tickets.get, self.admission.arrivals + 1
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
         self._update(queue)
@@ -64,9 +66,12 @@ class WaitingRequests:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
         if len(head) == min(ARRANGED, len(queue)) and head.keys() <= self._requests.keys():
-            cost_of, waiting_of = self._view.readiness, self._waiting_of
-            order = self.admission.arrange(list(head), lambda rid: cost_of(rid, waiting_of))
-            queue[:ARRANGED] = [head[rid] for rid in order]
+            costs = self._view.readiness(head, self._waiting_of)
+            before = list(head)
+            order = self.admission.arrange(before, costs)
+            if order != before:
+                queue[:ARRANGED] = [head[rid] for rid in order]
+                self._arranged = True
 
     def matched(self, req: Any) -> None:
         """A request was matched; it may be queued next."""

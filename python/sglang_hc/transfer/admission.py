@@ -85,11 +85,12 @@ class Admission:
             return []
         gone = departed(self._waiting, waiting)
         if gone is None:
-            left = set(self._waiting).difference(waiting)
+            still = set(waiting)
+            left = [rid for rid in self._waiting if rid not in still]
         else:
-            left = {self._waiting[at] for at in gone}
-        left -= self._left
-        admitted = [rid for rid in dict.fromkeys(self._queue) if rid in left]
+            left = [self._waiting[at] for at in gone]
+        asked = set(self._queue) - self._left
+        admitted = [rid for rid in left if rid in asked]
         self._order.admitted(self._queue, admitted)
         for rid in admitted:
             self.tickets.pop(rid, None)

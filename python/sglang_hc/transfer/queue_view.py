@@ -10,7 +10,7 @@ that came and went.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from sglang_hc.policy.pins import Claims
 from sglang_hc.policy.prefetch import Prefetcher, Spare
 from sglang_hc.policy.ready_first import ON_THE_WAY
 from sglang_hc.policy.windows import LookAhead
-from sglang_hc.transfer.admission import Admission
+from sglang_hc.transfer.admission import Admission, Readiness
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
@@ -135,16 +135,17 @@ class QueueView:
             return True
         return self._prefetcher.ready(rid, self._disk.now())
 
-    def readiness(self, rid: str, waiting_of: WaitingOf) -> float | None:
-        """What it costs to restore a waiting request; None while its blocks are on their way.
-        Looked up once, and again when they have come."""
-        if self.fetching(rid):
-            return ON_THE_WAY
-        cost = self._restore.get(rid)
-        if cost is None:
-            self._waiting_of = waiting_of
-            cost = self._restore[rid] = self._restore_cost(rid)
-        return cost
+    def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness:
+        """What it costs to restore each of these requests; None while blocks are on their way to
+        it. Looked up once, and again when they have come."""
+        self._waiting_of = waiting_of
+        coming, known = self._prefetcher.fetches.requests, self._restore
+        for rid in rids:
+            if rid not in known and rid not in coming:
+                known[rid] = self._restore_cost(rid)
+        if not coming:
+            return known.__getitem__
+        return lambda rid: ON_THE_WAY if rid in coming else known[rid]
 
     def fetching(self, rid: str) -> bool:
         """More of what the request needs is on its way to the host tier."""
