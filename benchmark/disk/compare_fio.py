@@ -38,12 +38,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from lanes import Lanes
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, Striping
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 
 WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
 BATCH = 32
@@ -81,10 +84,19 @@ def in_threads(threads: int, work: Callable[[int], None]) -> float:
         return time.perf_counter() - started
 
 
+def slots(count: int) -> list[npt.NDArray[np.uint8]]:
+    """Slots of a host tier as a server with an I/O process has them."""
+    spec = MemorySpec(LAYOUT, count, 0, 0, 0)
+    descriptor = memory_file(spec)
+    pool = HostMemory(spec, descriptor).pool
+    os.close(descriptor)
+    return [pool.slot(number) for number in range(count)]
+
+
 def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
-    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(threads)]
+    buffers = slots(threads)
     for buffer in buffers:
-        buffer[:] = os.urandom(len(buffer))
+        buffer[:] = np.frombuffer(os.urandom(len(buffer)), np.uint8)
     batches = deque(blocks[start : start + BATCH] for start in range(0, len(blocks), BATCH))
 
     def work(number: int) -> None:
@@ -98,7 +110,7 @@ def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
 
 
 def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
-    buffers = [aligned_buffer(LAYOUT.slot_bytes) for _ in range(threads)]
+    buffers = slots(threads)
     left = deque(blocks)
 
     def work(number: int) -> None:
@@ -238,7 +250,7 @@ def scheduler(root: Path) -> dict[str, object]:
     stop = threading.Event()
 
     def keep_reading() -> None:
-        into = aligned_buffer(LAYOUT.slot_bytes)
+        (into,) = slots(1)
         while not stop.is_set():
             for block in blocks:
                 store.read(block.block_id, into)
@@ -344,6 +356,7 @@ def machine(root: Path) -> dict[str, object]:
         "cores": os.cpu_count(),
         "file_system": found.stdout.strip(),
         "fio": version.stdout.strip(),
+        "huge_pages_for_shared_memory": page_setting(),
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
         "load_average_at_start": os.getloadavg()[0],

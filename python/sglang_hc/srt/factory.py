@@ -26,7 +26,7 @@ from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.weights import model_identity
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
-from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.io_messages import DiskSpec
 from sglang_hc.store.open_io import Io, open_io
@@ -258,4 +258,10 @@ def _open_io(
     if disk is not None:
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
+        if config.io == "process" and page_setting() in ("never", "deny"):
+            logger.info(
+                "sglang-hc: the disk is read and written faster when shared memory may come in "
+                "huge pages: as root, echo advise > %s, and start again",
+                PAGE_SETTING,
+            )
     return io

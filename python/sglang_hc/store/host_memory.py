@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer, whole_pages
+
+PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+"""Whether Linux gives huge pages to memory that processes share: `never` on most systems."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,19 @@ class HostMemory:
     """A host pool and snapshot buffers over one mapping.
 
     descriptor: of a memory file of `spec.bytes` bytes (`memory_file`); None for memory that only
-    this process sees. Pages are taken from the system as they are first written.
+    this process sees. Pages are taken from the system as they are first written; huge ones where
+    the system gives them, because O_DIRECT and CUDA handle memory by the page.
     """
 
     def __init__(self, spec: MemorySpec, descriptor: int | None = None) -> None:
         self.spec = spec
         size = max(spec.bytes, mmap.PAGESIZE)
-        mapping = mmap.mmap(-1, size) if descriptor is None else mmap.mmap(descriptor, size)
+        if descriptor is None:
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+        else:
+            mapping = mmap.mmap(descriptor, size)
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self._rest = memoryview(mapping)
         pool_bytes = spec.num_slots * spec.layout.slot_bytes
         self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))
@@ -72,3 +83,12 @@ def memory_file(spec: MemorySpec) -> int:
     descriptor = os.memfd_create("sglang-hc", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, max(spec.bytes, mmap.PAGESIZE))
     return descriptor
+
+
+def page_setting(path: Path = PAGE_SETTING) -> str:
+    """The setting that is in force, for example `never`; empty where the system has none."""
+    try:
+        _, _, rest = path.read_text().partition("[")
+    except OSError:
+        return ""
+    return rest.partition("]")[0]

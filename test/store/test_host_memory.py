@@ -1,0 +1,44 @@
+"""The memory of host pool and snapshot buffers: shared through its file, or of one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
+
+LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
+SPEC = MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1, 1)
+
+
+def test_what_one_mapping_of_the_file_is_given_another_shows() -> None:
+    descriptor = memory_file(SPEC)
+    one, other = HostMemory(SPEC, descriptor), HostMemory(SPEC, descriptor)
+    os.close(descriptor)
+    one.pool.slot(3)[:] = 7
+    assert (other.pool.slot(3) == 7).all() and not other.pool.slot(2).any()
+
+
+def test_memory_without_a_file_is_its_own() -> None:
+    one, other = HostMemory(SPEC), HostMemory(SPEC)
+    one.pool.slot(0)[:] = 7
+    assert not other.pool.slot(0).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("always within_size advise [never] deny force\n", "never"),
+        ("always within_size [advise] never deny force\n", "advise"),
+        ("nonsense", ""),
+    ],
+)
+def test_the_setting_in_force_is_the_one_in_brackets(
+    tmp_path: Path, text: str, setting: str
+) -> None:
+    (tmp_path / "shmem_enabled").write_text(text)
+    assert page_setting(tmp_path / "shmem_enabled") == setting
+    assert page_setting(tmp_path / "missing") == ""
