@@ -12,6 +12,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.fetches import FetchCosts, Lacking, UnknownCosts
 from sglang_hc.policy.prefetch import (
     LOOKED_AT,
+    MAX_FETCHES,
     PATIENCE,
     QUIET_PASSES,
     Prefetcher,
@@ -230,6 +231,22 @@ def test_the_rest_of_a_wait_is_bounded() -> None:
     assert world.prefetcher.counters["prefetch_late"] == 1
     world.come()
     assert world.prefetcher.ready("a", 200.0) and world.look() == []
+
+
+@pytest.mark.parametrize("mode", ["queue", "on-arrival"])
+def test_a_request_whose_blocks_keep_leaving_is_admitted_nevertheless(mode: str) -> None:
+    """Where a path did not fit at once, every look began to fetch it again: what came and left
+    started the wait anew each time, and with few slots for many requests nobody was ever served."""
+    world = World(UnknownCosts(), mode, slots=2)
+    world.arrive("abc")
+    for fetched in range(MAX_FETCHES):
+        world.look()
+        assert not world.prefetcher.ready("abc", 100.0 + fetched)
+        world.come()
+        world.below.host.clear()  # for others
+    world.look()
+    assert world.prefetcher.ready("abc", 100.0 + MAX_FETCHES)
+    assert world.look() == []
 
 
 def test_an_answer_that_is_not_there_yet_is_asked_for_in_every_pass() -> None:

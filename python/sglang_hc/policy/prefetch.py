@@ -170,6 +170,7 @@ class Prefetcher(Generic[K]):
     def give_up(self, request: K) -> None:
         """Nothing more is fetched for this request: it is served with what is there."""
         self._stop_waiting(request)
+        self._unseen.pop(request, None)
         self._settled.add(request)
 
     def came(self, block_id: bytes) -> set[K]:
@@ -177,8 +178,8 @@ class Prefetcher(Generic[K]):
         self._quiet = 0
         requests = self.fetches.ended(block_id)
         for request in requests:
-            if not self.fetches.awaited_by(request):
-                self._until.pop(request, None)
+            if not self.fetches.awaited_by(request) and self._until.pop(request, None) is not None:
+                self._waits[request] += 1
         return requests
 
     def failed(self, block_id: bytes) -> None:
@@ -243,6 +244,9 @@ class Prefetcher(Generic[K]):
         """
         if self.mode == "off" or request in self._settled:
             return True
+        if self._waits[request] >= MAX_FETCHES:
+            self.give_up(request)
+            return True
         if not self.fetches.awaited_by(request) and self._has_all(request):
             return True
         patience = max(0.0, min(PATIENCE, self._patience.get(request, PATIENCE)))
@@ -254,8 +258,6 @@ class Prefetcher(Generic[K]):
 
     def _has_all(self, request: K) -> bool:
         """Nothing that the request lacks is worth waiting for, or can be had."""
-        if self._waits[request] >= MAX_FETCHES:
-            return True
         lack = self._below.lacking(request)
         if lack is None:
             return False
@@ -263,7 +265,6 @@ class Prefetcher(Generic[K]):
             return True
         wanted = self._start(request, lack, 0.0)
         if self.fetches.awaited_by(request):
-            self._waits[request] += 1
             return False
         if not wanted:
             self.give_up(request)
