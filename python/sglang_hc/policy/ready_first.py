@@ -10,6 +10,7 @@ arrives.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -62,12 +63,12 @@ class AdmissionOrder(Generic[K]):
                 if request not in due and readiness(request) is not ON_THE_WAY:
                     yield request
             return
-        ready = {
-            request: cost
-            for request in queue
-            if request not in due and (cost := readiness(request)) is not ON_THE_WAY
-        }
-        yield from sorted(ready, key=ready.__getitem__)  # stable: queue order among equals
+        others = [request for request in queue if request not in due] if due else queue
+        pairs = zip(map(readiness, others), others, strict=True)
+        ready = [(cost, request) for cost, request in pairs if cost is not ON_THE_WAY]
+        ready.sort(key=itemgetter(0))  # stable: queue order among equals
+        for _, request in ready:
+            yield request
 
     def admitted(self, queue: Sequence[K], chosen: Iterable[K]) -> None:
         """The pass over `queue` has admitted `chosen`, a prefix of its order."""
