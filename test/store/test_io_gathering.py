@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
-from pathlib import Path
 from unittest import mock
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,26 +198,3 @@ def test_a_burst_arrives_in_order() -> None:
     assert io.executor.drain() == [Completion(ticket, True) for ticket in tickets]
     assert (io.memory.pool.hidden == 7).all()
     io.executor.close()
-
-
-def policies_of_zmq() -> list[int]:
-    """Scheduling policies of the threads that ZMQ starts here for an I/O process."""
-    before = set(Path("/proc/self/task").iterdir())
-    io = open_io("process", MEMORY.spec, None)
-    started = set(Path("/proc/self/task").iterdir()) - before
-    senders = [task for task in started if (task / "comm").read_text().startswith("ZMQbg/IO")]
-    policies = [real_policy(int(task.name)) for task in senders]
-    io.executor.close()
-    return policies
-
-
-real_policy = os.sched_getscheduler
-
-
-def test_the_thread_that_sends_does_not_preempt_the_caller() -> None:
-    assert policies_of_zmq() == [os.SCHED_BATCH]
-
-
-def test_a_policy_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_RR)
-    assert policies_of_zmq() == [real_policy(0)]

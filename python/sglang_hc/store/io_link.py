@@ -27,7 +27,6 @@ class IoLink:
         self._folder = tempfile.mkdtemp(prefix="sglang-hc-")  # mode 0700: the socket is private
         endpoint = f"ipc://{self._folder}/io"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        _do_not_preempt(self._context)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
@@ -88,14 +87,6 @@ class IoLink:
         self._socket.close()
         self._context.term()
         self.connected()
-
-
-def _do_not_preempt(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """ZMQ's threads do not preempt the caller when they are woken: with the usual policy a message
-    after a quiet moment stops the scheduler thread until it is sent, and longer. Where somebody
-    chose another policy for the server, that one stays."""
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
 
 
 def _environment() -> dict[str, str]:
