@@ -52,8 +52,8 @@ def undisturbed() -> dict[str, tuple[list[int], list[int]]]:
 
 def meet_faults(folder: str) -> dict[str, tuple]:
     """Per fault: both replies, the reply afterwards, and what was counted."""
+    from sglang_hc.policy import prefetch
     from sglang_hc.store.disk import DiskStore
-    from sglang_hc.transfer import disk_tier
 
     faults = Faults()
     opened = DiskStore.open
@@ -82,7 +82,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
             faults.on_write = faults.on_allocate = faults.on_sync = failing(errno.EROFS)
         elif name == "1 MB/s":
             faults.bytes_per_second = 1e6
-            disk_tier.PATIENCE = 0.1
+            prefetch.PATIENCE = 0.1
         else:
             shutil.rmtree(folder)
 
@@ -98,7 +98,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         after = core.tree.stats()
         vars(faults).update(well)
         core.tree.tiers.disk._io._store._blocks.breaker.succeeded()  # its pause is over
-        disk_tier.PATIENCE = 5.0
+        prefetch.PATIENCE = 5.0
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply
         counted = {key: value - before.get(key, 0) for key, value in after.items()
