@@ -150,13 +150,6 @@ class LookAhead(Generic[K]):
             self._order.remove(request)
             self._leave(request)
 
-    def refresh(self, request: K, blocks: Sequence[bytes]) -> None:
-        """The needs of a request of the window have changed, e.g. its last block has grown."""
-        rank = self._rank[request]
-        self._withdraw(rank, self._blocks[request])
-        self._blocks[request] = blocks
-        self._announce(rank, blocks)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless ranks follow the order and uses are exactly the needs."""
         ranks = [self._rank[request] for request in self._order]

@@ -162,9 +162,6 @@ class Replay:
             event["order"], len(event["order"]), lambda request: self._ids(needs[str(request)])
         )
 
-    def _needs(self, event: dict[str, Any]) -> None:
-        self._window.refresh(event["req"], self._ids(event["blocks"]))
-
     def _discard(self, event: dict[str, Any]) -> None:
         self._window.discard(event["req"])
 

@@ -228,10 +228,6 @@ class RecordingLookAhead(LookAhead[str]):
             self.recorder.note("discard", request)
         super().discard(request)
 
-    def refresh(self, request: str, blocks: Sequence[bytes]) -> None:
-        super().refresh(request, blocks)
-        self.recorder.note("needs", request, blocks)
-
 
 def _noting(spare: Spare | None, spared: list[int]) -> Spare | None:
     """`spare`, with the slots of the blocks it protects noted."""

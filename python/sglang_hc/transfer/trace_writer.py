@@ -81,9 +81,6 @@ class TraceWriter:
         line["needs"] = {self._request(r): self._numbers_of(ids) for r, ids in needs.items()}
         self._line(line)
 
-    def _needs(self, at: float, rid: str, ids: Sequence[bytes]) -> None:
-        self._line({"op": "needs", "req": self._request(rid), "blocks": self._numbers_of(ids)})
-
     def _discard(self, at: float, rid: str) -> None:
         self._line({"op": "discard", "req": self._request(rid)})
 
