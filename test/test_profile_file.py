@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hc import profile_file
-from sglang_hc.options import ConfigError
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import SourceTier
 from support.profiles import cost_model, write
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from sglang_hc import options
+import msgspec
+
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.memory import GIB, available_memory, total_memory
-from sglang_hc.options import ConfigError
 
 CONFIG_ENV = "SGLANG_HC_CONFIG"
 """JSON object with the fields of `HcConfig`; the channel for `sgl.Engine`, which has no flags."""
@@ -129,100 +130,34 @@ def _sum_of_counts(text: str) -> int:
     return sum(int(count) for count in counts if count.isdecimal())
 
 
-@dataclass(frozen=True)
-class HcConfig:
+class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of one server: each field is a flag `--hc-NAME` and a field of CONFIG_ENV.
 
-    Raises ConfigError for a value that cannot be used.
+    Raises ConfigError for a value that cannot be used. What each option means is in `FLAGS`.
     """
 
-    host_size_gb: float | None = options.number(
-        None,
-        f"host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
-        metavar="GIB",
-        check=check_host_size,
-    )
-    forms: str = options.text(
-        "auto",
-        "auto, kv, hidden, or counts per form such as recompute:2,hidden:24,kv:6",
-        metavar="PLAN",
-        check=check_forms,
-    )
-    disable: bool = options.switch("plain SGLang without the tiers, for comparison")
-    disk: tuple[str, ...] = options.texts(
-        "keep blocks in this directory too; repeat for several SSDs",
-        metavar="DIR[:SIZE_GB]",
-        check=check_disk,
-    )
-    eviction: str = options.text(
-        "queue",
-        "what leaves first: what no waiting request needs, or by age or use",
-        choices=("queue", "lru", "fifo", "lfu"),
-    )
-    prefetch: str = options.text(
-        "queue",
-        "when blocks are read from disk: ahead of a request's turn, when it arrives, never",
-        choices=("queue", "on-arrival", "off"),
-    )
-    trace: str | None = options.text(
-        None,
-        "record what the tiers do in this file, for `sglang-hc replay`",
-        metavar="FILE",
-        check=check_trace,
-    )
-    read_buffer_gb: float | None = options.number(
-        None,
-        f"device memory in GiB for chunks of waiting requests, copied before their turn; 0 is off "
-        f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
-        metavar="GIB",
-        check=check_read_buffer,
-    )
-    remote: str | None = options.text(
-        None,
-        "keep blocks in a store that other servers share; one of SGLang's storage back ends",
-        choices=REMOTES,
-    )
-    remote_config: str | None = options.text(
-        None,
-        "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
-        metavar="JSON|FILE",
-        check=check_remote_config,
-    )
-    profile: str | None = options.text(
-        None,
-        "what moving and computing cost here, a file of sglang-hc profile (default: measured at "
-        "the first start, then cached)",
-        metavar="FILE",
-        check=check_profile,
-    )
-    ttl: float | None = options.number(
-        None,
-        "blocks not used for so long leave the host tier and the disk (default: never)",
-        metavar="SECONDS",
-        check=check_ttl,
-    )
-
-    io: str = options.text(
-        "process",
-        "what files snapshots and reads and writes disks: a process of its own, or threads of the "
-        "scheduler's",
-        choices=("process", "thread"),
-    )
-    schedule: str = options.text(
-        "off",
-        "ready-first admits requests whose state is in memory before those that wait for it",
-        choices=("off", "ready-first"),
-    )
-
-    scrub_mb_s: float = options.number(
-        16.0,
-        "how much of what is on disk is read and verified in the background; 0 for nothing",
-        metavar="MB_PER_S",
-        check=check_scrub,
-    )
+    host_size_gb: float | None = None
+    forms: str = "auto"
+    disable: bool = False
+    disk: tuple[str, ...] = ()
+    eviction: str = "queue"
+    prefetch: str = "queue"
+    trace: str | None = None
+    read_buffer_gb: float | None = None
+    remote: str | None = None
+    remote_config: str | None = None
+    profile: str | None = None
+    ttl: float | None = None
+    io: str = "process"
+    schedule: str = "off"
+    scrub_mb_s: float = 16.0
 
     def __post_init__(self) -> None:
-        options.check_values(self)
+        for name, flag in FLAGS.items():
+            value = getattr(self, name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None:
+                    flag.verify(name, one)
         if self.remote_config is not None and self.remote is None:
             raise ConfigError(
                 "remote_config (--hc-remote-config) is for a remote store; name one with "
@@ -230,36 +165,174 @@ class HcConfig:
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, object], where: str) -> HcConfig:
+    def from_mapping(cls, values: object, where: str) -> HcConfig:
         """Config from plain values. Raises ConfigError that names `where` and the field."""
-        return cls(**options.read_mapping(cls, values, where))
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, ConfigError):  # a check of ours, reached by msgspec
+                raise error.__cause__ from None
+            known = f"; known are {', '.join(sorted(FLAGS))}" if "unknown" in str(error) else ""
+            raise ConfigError(f"{where}: {error}{known}") from None
 
     @classmethod
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:
         """Config from a JSON object. Raises ConfigError."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
             raise ConfigError(f"{where} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where} must be a JSON object, got {type(values).__name__}")
         return cls.from_mapping(values, where)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HcConfig:
         """Config from parsed `--hc-*` flags."""
-        return cls(**options.read_args(cls, args))
+        given: dict[str, Any] = {}
+        for name in FLAGS:
+            value = getattr(args, f"hc_{name}")
+            given[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**given)
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types: it travels in SGLang's server arguments and shows in /server_info."""
-        values = asdict(self)
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        plain: dict[str, object] = msgspec.to_builtins(self)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in plain.items()}
+
+
+class Flag(NamedTuple):
+    """How one field of HcConfig appears on the command line.
+
+    check: raises ConfigError for a value that cannot be used; it does not name the option.
+    """
+
+    help: str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    check: Callable[[Any], None] | None = None
+
+    def verify(self, name: str, value: object) -> None:
+        """Raise ConfigError that names the field and the flag."""
+        try:
+            if self.choices is not None and value not in self.choices:
+                raise ConfigError(f"{value!r} is not one of {', '.join(self.choices)}")
+            if self.check is not None:
+                self.check(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name} ({flag_of(name)}): {error}") from None
+
+
+FLAGS: dict[str, Flag] = {
+    "host_size_gb": Flag(
+        f"host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
+        metavar="GIB",
+        check=check_host_size,
+    ),
+    "forms": Flag(
+        "auto, kv, hidden, or counts per form such as recompute:2,hidden:24,kv:6",
+        metavar="PLAN",
+        check=check_forms,
+    ),
+    "disable": Flag("plain SGLang without the tiers, for comparison"),
+    "disk": Flag(
+        "keep blocks in this directory too; repeat for several SSDs",
+        metavar="DIR[:SIZE_GB]",
+        check=check_disk,
+    ),
+    "eviction": Flag(
+        "what leaves first: what no waiting request needs, or by age or use",
+        choices=("queue", "lru", "fifo", "lfu"),
+    ),
+    "prefetch": Flag(
+        "when blocks are read from disk: ahead of a request's turn, when it arrives, never",
+        choices=("queue", "on-arrival", "off"),
+    ),
+    "trace": Flag(
+        "record what the tiers do in this file, for `sglang-hc replay`",
+        metavar="FILE",
+        check=check_trace,
+    ),
+    "read_buffer_gb": Flag(
+        "device memory in GiB for chunks of waiting requests, copied before their turn; 0 is off "
+        f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
+        metavar="GIB",
+        check=check_read_buffer,
+    ),
+    "remote": Flag(
+        "keep blocks in a store that other servers share; one of SGLang's storage back ends",
+        choices=REMOTES,
+    ),
+    "remote_config": Flag(
+        "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
+        metavar="JSON|FILE",
+        check=check_remote_config,
+    ),
+    "profile": Flag(
+        "what moving and computing cost here, a file of sglang-hc profile (default: measured at "
+        "the first start, then cached)",
+        metavar="FILE",
+        check=check_profile,
+    ),
+    "ttl": Flag(
+        "blocks not used for so long leave the host tier and the disk (default: never)",
+        metavar="SECONDS",
+        check=check_ttl,
+    ),
+    "io": Flag(
+        "what files snapshots and reads and writes disks: a process of its own, or threads of the "
+        "scheduler's",
+        choices=("process", "thread"),
+    ),
+    "schedule": Flag(
+        "ready-first admits requests whose state is in memory before those that wait for it",
+        choices=("off", "ready-first"),
+    ),
+    "scrub_mb_s": Flag(
+        "how much of what is on disk is read and verified in the background; 0 for nothing",
+        metavar="MB_PER_S",
+        check=check_scrub,
+    ),
+}
+"""Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return f"--hc-{name.replace('_', '-')}"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the `--hc-*` flags."""
     group = parser.add_argument_group("sglang-hc", "the tiers below the GPU's radix cache")
-    options.add_flags(HcConfig, group)
+    for field in msgspec.structs.fields(HcConfig):
+        flag = FLAGS[field.name]
+        option: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
+        if field.type is bool:
+            option["action"] = "store_true"
+        else:
+            number = field.type in (float, float | None)
+            option |= {"metavar": flag.metavar, "choices": flag.choices, "default": field.default}
+            option["type"] = _reader(flag.check, number)
+            if field.default == ():
+                option |= {"action": "append", "default": []}
+        group.add_argument(flag_of(field.name), **option)
+
+
+def _reader(check: Callable[[Any], None] | None, number: bool) -> Callable[[str], Any]:
+    """An argparse type that reports a failed check in argparse's own way."""
+
+    def read(text: str) -> Any:
+        try:
+            value = float(text) if number else text
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        try:
+            if check is not None:
+                check(value)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return read
 
 
 def host_bytes(config: HcConfig) -> int:

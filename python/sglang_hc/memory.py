@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_hc.options import ConfigError
+from sglang_hc.errors import ConfigError
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from sglang_hc.options import ConfigError
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel, CostModelError, SourceTier
 
 logger = logging.getLogger(__name__)

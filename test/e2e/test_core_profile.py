@@ -83,7 +83,7 @@ def test_auto_follows_the_given_costs(models: None, cache: Path, tmp_path: Path)
 
 
 def refused(path: str) -> str:
-    from sglang_hc.options import ConfigError
+    from sglang_hc.errors import ConfigError
 
     with pytest.raises(ConfigError) as caught:
         Core(*SMALL, profile=path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from sglang_hc import profile_file
 from sglang_hc.cli.main import UsageError
 from sglang_hc.config import check_disk
-from sglang_hc.options import ConfigError
+from sglang_hc.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,13 +1,11 @@
 """Least-squares fits of measured times: lines, and the quadratic of prefill (HybridServe 4.3).
 
 Coefficients are never negative: a negative one would promise that more work takes less time, and
-a plan would believe it. The best non-negative solution is the plain least-squares solution on some
-subset of the columns, so all subsets of the at most three columns are tried.
+a plan would believe it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,47 +113,16 @@ def _check(points: Sequence[tuple[float, ...]], seconds: Sequence[float], needed
 def _nonnegative_least_squares(
     rows: Sequence[tuple[float, ...]], target: Sequence[float]
 ) -> list[float]:
-    width = len(rows[0])
-    # Columns differ by nine orders of magnitude (1 against token pairs); scaled, they do not.
-    scale = [max(row[j] for row in rows) for j in range(width)]
-    scaled = [[row[j] / scale[j] for j in range(width)] for row in rows]
-    best = [0.0] * width
-    best_error = math.fsum(y * y for y in target)
-    for size in range(1, width + 1):
-        for columns in itertools.combinations(range(width), size):
-            found = _least_squares([[row[j] for j in columns] for row in scaled], target)
-            if found is None or min(found) < 0:
-                continue
-            guess = [0.0] * width
-            for j, value in zip(columns, found, strict=True):
-                guess[j] = value
-            error = math.fsum(
-                (y - sum(a * b for a, b in zip(row, guess, strict=True))) ** 2
-                for row, y in zip(scaled, target, strict=True)
-            )
-            if error < best_error:
-                best, best_error = guess, error
-    return [value / factor for value, factor in zip(best, scale, strict=True)]
+    import numpy as np
+    from scipy.optimize import nnls  # takes most of a second to import, and few programs fit
 
-
-def _least_squares(rows: Sequence[Sequence[float]], target: Sequence[float]) -> list[float] | None:
-    """Solution of the normal equations by Gaussian elimination; None when they are singular."""
-    width = len(rows[0])
-    system = [
-        [math.fsum(row[i] * row[j] for row in rows) for j in range(width)]
-        + [math.fsum(row[i] * y for row, y in zip(rows, target, strict=True))]
-        for i in range(width)
-    ]
-    for i in range(width):
-        pivot = max(range(i, width), key=lambda k: abs(system[k][i]))
-        system[i], system[pivot] = system[pivot], system[i]
-        if abs(system[i][i]) < 1e-12:
-            return None
-        for k in range(width):
-            if k != i:
-                factor = system[k][i] / system[i][i]
-                system[k] = [a - factor * b for a, b in zip(system[k], system[i], strict=True)]
-    return [system[i][width] / system[i][i] for i in range(width)]
+    # Columns differ by nine orders of magnitude (1 against token pairs), and scipy's tolerance is
+    # absolute: everything is scaled to at most 1.
+    columns = np.asarray(rows)
+    widths = columns.max(axis=0)
+    largest = max(target)
+    found, _ = nnls(columns / widths, np.asarray(target) / largest)
+    return [float(value) for value in found * largest / widths]
 
 
 def _r2(measured: Sequence[float], fitted: Sequence[float]) -> float:

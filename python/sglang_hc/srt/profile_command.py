@@ -13,7 +13,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
-from sglang_hc.options import ConfigError
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import adapters, plugin, profile
 from sglang_hc.srt.runner import hidden_excluded
