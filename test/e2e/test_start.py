@@ -56,6 +56,12 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--speculative-algorithm", "NGRAM"), ("--speculative-algorithm", "--hc-disable")),
         (("--tp-size", "2"), ("--tp-size", "--hc-disable")),
         (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
+        (
+            ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "full"),
+            ("--cuda-graph-backend-prefill full", "breakable or disabled", "--hc-disable"),
+        ),
+        (("--cpu-offload-gb", "4"), ("--cpu-offload-gb", "--hc-disable")),
+        (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
         (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),

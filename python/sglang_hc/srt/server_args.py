@@ -14,11 +14,16 @@ import torch
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, add_flags
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.srt import cpu
+from sglang_hc.srt.graphs import check_prefill_graphs
 
 logger = logging.getLogger(__name__)
 
 ALWAYS_ENV = "SGLANG_HC_ENABLE"
 """Set by our launcher: the tier is on without any flag. The plain launcher needs a flag for it."""
+
+OFFLOADED = (
+    "weights that are moved for each layer are not where projections and recomputed layers look"
+)
 
 _from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("hc", default=None)
 
@@ -68,7 +73,10 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
             # Has SGLang tell the tree of every queued request; its own back end is not built.
             self.hicache_storage_backend = "file"
         object.__setattr__(self, "_hc_config", config.to_dict())
+    wished = self.cuda_graph_backend_prefill
     original(self)
+    if config is not None and not config.disable:
+        check_prefill_graphs(self, wished)
 
 
 def config_of(args: Any) -> HcConfig | None:
@@ -128,6 +136,8 @@ def _refusals(args: Any) -> list[tuple[bool, str, str]]:
             "--enable-torch-compile",
             "a compiled model skips the taps that capture hidden states",
         ),
+        (args.cpu_offload_gb > 0, "--cpu-offload-gb", OFFLOADED),
+        (args.offload_group_size > 0, "--offload-group-size", OFFLOADED),
         (bool(args.enable_two_batch_overlap), "--enable-two-batch-overlap", "batches are split"),
         (bool(args.enable_hisparse), "--enable-hisparse", "the KV pool is translated"),
         (
