@@ -43,10 +43,11 @@ import numpy.typing as npt
 from lanes import Lanes
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, Striping
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
+from sglang_hc.store.outcome import Outcome
 
 WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
 BATCH = 32
@@ -103,7 +104,7 @@ def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
         with suppress(IndexError):
             while True:
                 batch = [(block, buffers[number]) for block in batches.popleft()]
-                if set(store.write_many(batch)) != {WriteStatus.OK}:
+                if set(store.write_many(batch)) != {Outcome.OK}:
                     raise RuntimeError("a block was not written")
 
     return in_threads(threads, work)
@@ -116,7 +117,7 @@ def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
     def work(number: int) -> None:
         with suppress(IndexError):
             while True:
-                if store.read(left.popleft().block_id, buffers[number]) is not ReadStatus.OK:
+                if store.read(left.popleft().block_id, buffers[number]) is not Outcome.OK:
                     raise RuntimeError("a block was not read")
 
     return in_threads(threads, work)
@@ -321,7 +322,7 @@ def restart(root: Path, rows: int) -> dict[str, object]:
         found = store.contains([real.block_id])
         status = store.read(real.block_id, buffer)
         ended = time.perf_counter()
-        if found != 1 or status is not ReadStatus.OK or len(store.block_ids()) != rows:
+        if found != 1 or status is not Outcome.OK or len(store.block_ids()) != rows:
             raise RuntimeError("the index did not come back whole")
         runs.append(
             {

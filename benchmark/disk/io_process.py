@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import signal
@@ -30,13 +31,13 @@ from typing import Any
 from compare_fio import LAYOUT, add_rows, machine, percentiles
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.block_io import Outcome
 from sglang_hc.store.disk import Block, DirectorySpec
 from sglang_hc.store.disk.format import Chunk, Striping
 from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.io_messages import DiskSpec
 from sglang_hc.store.open_io import Io, open_io
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 SLOTS = 128
@@ -46,6 +47,7 @@ SPANS = tuple(RowSpan(row, row, 0, 1) for row in range(16))
 REST_S = 0.0005
 TURNS = 150
 UNANSWERED = ("touch_16",)
+TICKETS = itertools.count(1)
 
 
 def make_path(count: int) -> list[Block]:
@@ -132,7 +134,7 @@ class Passes:
         while self._owed < self._behind:
             slot = 80 + self._turn % 16
             self._turn += 1
-            self._io.blocks.read(self._names[slot % 64], slot, far())
+            self._io.blocks.read(next(TICKETS), self._names[slot % 64], slot, far())
             self._owed += 1
         self._io.blocks.flush()
 
@@ -173,13 +175,13 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
     blocks = make_path(64)
     names = [block.block_id for block in blocks]
     for slot, block in enumerate(blocks):
-        io.blocks.write(block, slot, far())
+        io.blocks.write(next(TICKETS), block, slot, far())
     drain(io, len(blocks))
     end = time.monotonic() + 600
     calls: dict[str, Callable[[int], object]] = {
         # A block that is there already: the same for the caller, and no disk is worn out.
-        "write": lambda index: io.blocks.write(blocks[index], index, end),
-        "read": lambda index: io.blocks.read(names[index], 64 + index, end),
+        "write": lambda index: io.blocks.write(next(TICKETS), blocks[index], index, end),
+        "read": lambda index: io.blocks.read(next(TICKETS), names[index], 64 + index, end),
         "touch_16": lambda index: io.blocks.touch(names[:16]),
         "file_16_rows": lambda index: io.executor.submit(FileRows(0, SPANS)),
         "copy_rows": lambda index: io.executor.submit(CopyRows(96, 97, 1)),
@@ -211,7 +213,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     disk = DiskSpec((DirectorySpec(str(folder), 400_000_000_000),), FINGERPRINT, "start", 0)
     block = make_path(1)[0]
     io = open_io("process", memory, disk)
-    io.blocks.write(block, 0, far())
+    io.blocks.write(next(TICKETS), block, 0, far())
     drain(io, 1)
     io.blocks.close()
     io.executor.close()
@@ -223,7 +225,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     io = open_io("process", memory, disk)
     ready = time.perf_counter() - started
     assert io.blocks.contains([block.block_id]) == 1
-    io.blocks.read(block.block_id, 1, far())
+    io.blocks.read(next(TICKETS), block.block_id, 1, far())
     assert drain(io, 1)[0].outcome is Outcome.OK
     hit = time.perf_counter() - started
     started = time.perf_counter()

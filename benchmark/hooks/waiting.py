@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from array import array
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from sglang_hc.policy.windows import LookAhead
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.schedule import arrange
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.retention import Retention, pins_for
@@ -37,7 +37,6 @@ class InstantDisk(NoBlocks):
     def __init__(self, *, full: bool) -> None:
         self._full = full
         self._done: list[BlockDone] = []
-        self._tickets = itertools.count(1)
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids) if self._full else 0
@@ -45,10 +44,8 @@ class InstantDisk(NoBlocks):
     def wants(self, block_id: bytes) -> bool:
         return not self._full
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        ticket = next(self._tickets)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
-        return ticket
 
     def poll(self) -> list[BlockDone]:
         done, self._done = self._done, []

@@ -6,8 +6,9 @@ import time
 
 from engine import Stored
 
-from sglang_hc.store.block_io import DiskThreads, Outcome
+from sglang_hc.store.block_io import DiskThreads
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
+from sglang_hc.store.outcome import Outcome
 
 PATIENCE = 600.0
 
@@ -25,7 +26,7 @@ class OnDisk:
         waiting = 0
         for position, node in enumerate(stored.nodes):
             block = Block(node.block_id, parent, "", position, node.tokens)
-            while self._io.write(block, node.slot, time.monotonic() + PATIENCE) is None:
+            while not self._io.write(position, block, node.slot, time.monotonic() + PATIENCE):
                 waiting -= self._answers()
             waiting += 1
             parent = node.block_id
@@ -34,8 +35,8 @@ class OnDisk:
     def read(self, blocks: int) -> None:
         """The first so many blocks into the slots they came from."""
         nodes = self._stored.nodes[:blocks]
-        for node in nodes:
-            self._io.read(node.block_id, node.slot, time.monotonic() + PATIENCE)
+        for ticket, node in enumerate(nodes):
+            self._io.read(ticket, node.block_id, node.slot, time.monotonic() + PATIENCE)
         self._finish(len(nodes))
 
     def close(self) -> None:

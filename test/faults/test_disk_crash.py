@@ -40,9 +40,9 @@ from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 
 Check = Callable[[list[Path], "Workload"], None]
 
@@ -157,7 +157,7 @@ class Workload:
             self.synced |= {
                 block.block_id
                 for block, answer in zip(blocks, answers, strict=True)
-                if answer is WriteStatus.OK
+                if answer is Outcome.OK
             }
 
     def note_removed(self, store: DiskStore) -> None:
@@ -175,14 +175,14 @@ def check_image(image: list[Path], work: Workload) -> None:
         assert not lost, f"{len(lost)} synced blocks are lost"
         for name in present:
             status, got = read_bytes(store, name)
-            if status is ReadStatus.OK:
+            if status is Outcome.OK:
                 assert np.array_equal(got, data_of(name)), "bytes that are not the block's"
             else:
-                assert status is ReadStatus.DAMAGED and name in work.removed
+                assert status is Outcome.DAMAGED and name in work.removed
         store.check_integrity()
         extra = make_path(2, seed=999)
-        assert put(store, extra) == [WriteStatus.OK] * 2
-        assert all(read_bytes(store, b.block_id)[0] is ReadStatus.OK for b in extra)
+        assert put(store, extra) == [Outcome.OK] * 2
+        assert all(read_bytes(store, b.block_id)[0] is Outcome.OK for b in extra)
     finally:
         store.close()
 
@@ -194,7 +194,7 @@ def check_evicting(image: list[Path], work: Workload) -> None:
         found = set(store.block_ids())
         for name in found:
             status, got = read_bytes(store, name)
-            assert status is not ReadStatus.OK or np.array_equal(got, data_of(name))
+            assert status is not Outcome.OK or np.array_equal(got, data_of(name))
         lost = work.synced - found
         assert len(lost) <= 8, "more is gone than one batch could evict"
         store.check_integrity()
@@ -216,7 +216,7 @@ def check_both_models(image: list[Path], work: Workload) -> None:
         found = store.block_ids()
         into = np.zeros(layout.slot_bytes, dtype=np.uint8)
         for name in found:
-            if store.read(name, into) is ReadStatus.OK:
+            if store.read(name, into) is Outcome.OK:
                 assert np.array_equal(into, data_of(name, layout.slot_bytes))
         assert layout is LAYOUT or work.synced <= set(found), "a synced block is lost"
         store.check_integrity()
@@ -278,7 +278,7 @@ def test_after_a_power_cut_while_slabs_pass_to_another_model(
             fingerprint=fingerprint,
         )
         for block in make_path(4, seed=50, fingerprint=fingerprint):
-            assert store.write(block, data_of(block, OTHER.slot_bytes)) is WriteStatus.OK
+            assert store.write(block, data_of(block, OTHER.slot_bytes)) is Outcome.OK
             work.synced.add(block.block_id)
         store.close()
     assert work.cuts.keys() == MOMENTS | {"remove"}

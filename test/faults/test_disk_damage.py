@@ -24,8 +24,8 @@ from disk_support import (
 
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 
 BUFFERED = DirectBackend(direct=False)
 
@@ -33,7 +33,7 @@ BUFFERED = DirectBackend(direct=False)
 def make_pristine(folder: Path, count: int = 12) -> list[Block]:
     store = open_store(folder, backend=BUFFERED)
     blocks = make_path(count)
-    assert set(put(store, blocks)) == {WriteStatus.OK}
+    assert set(put(store, blocks)) == {Outcome.OK}
     store.close()
     return blocks
 
@@ -54,11 +54,11 @@ def serve_all(folder: Path, blocks: list[Block]) -> tuple[int, int]:
         for block in blocks:
             known = store.contains([block.block_id])
             status, got = read_bytes(store, block.block_id)
-            if status is ReadStatus.OK:
+            if status is Outcome.OK:
                 assert np.array_equal(got, data_of(block)), "wrong bytes were served"
                 right += 1
             else:
-                assert known == 0 or status in (ReadStatus.DAMAGED, ReadStatus.MISSING)
+                assert known == 0 or status in (Outcome.DAMAGED, Outcome.MISSING)
                 assert store.contains([block.block_id]) == 0, "a bad block is offered again"
                 refused += 1
         counters = store.stats().counters
@@ -70,9 +70,9 @@ def serve_all(folder: Path, blocks: list[Block]) -> tuple[int, int]:
             served = [read_bytes(store, b.block_id) for b in fresh]
             for answer, block, (status, got) in zip(answers, fresh, served, strict=True):
                 assert (
-                    answer is not WriteStatus.OK
+                    answer is not Outcome.OK
                     or not store.stats().usable
-                    or (status is ReadStatus.OK and np.array_equal(got, data_of(block)))
+                    or (status is Outcome.OK and np.array_equal(got, data_of(block)))
                 )
         return right, refused
     finally:
@@ -210,9 +210,9 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
         answers |= set(put(store, make_path(4, seed=seed)))
         if not store.stats().usable:
             break
-    assert not store.stats().usable and WriteStatus.IO_ERROR in answers
+    assert not store.stats().usable and Outcome.IO_ERROR in answers
     assert store.contains([blocks[0].block_id]) == 0
-    assert read_bytes(store, blocks[0].block_id)[0] is ReadStatus.IO_ERROR
+    assert read_bytes(store, blocks[0].block_id)[0] is Outcome.IO_ERROR
     store.touch([blocks[0].block_id])
     assert store.delete([blocks[0].block_id]) == 0
     store.maintenance.tick()
@@ -232,7 +232,7 @@ def test_a_lost_directory_of_two_is_a_miss(scratch: Path) -> None:
     assert store.contains([block.block_id for block in blocks]) == 0
     assert store.stats().counters["incomplete_blocks"] == 8
     assert store.stats().directories[0].slots_taken == 0, "the halves that are left are freed"
-    assert set(put(store, blocks)) == {WriteStatus.OK}
+    assert set(put(store, blocks)) == {Outcome.OK}
     store.check_integrity()
     store.close()
 
@@ -257,7 +257,7 @@ def test_another_models_slot_is_not_served(scratch: Path) -> None:
         )
     store = open_store(folder, backend=BUFFERED, fingerprint=other)
     assert store.contains([theirs[0].block_id]) == 1
-    assert read_bytes(store, theirs[0].block_id)[0] is ReadStatus.DAMAGED
+    assert read_bytes(store, theirs[0].block_id)[0] is Outcome.DAMAGED
     store.close()
 
 

@@ -27,10 +27,9 @@ from disk_support import (
     total_bytes,
 )
 
-from sglang_hc.store.disk.breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import WriteStatus
+from sglang_hc.store.outcome import Outcome
 
 
 def nothing(path: str) -> None:
@@ -44,14 +43,14 @@ def test_an_unreadable_block_is_a_miss_once(scratch: Path) -> None:
     blocks = make_path(3)
     put(store, blocks)
     faults.on_read = EIO
-    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.IO_ERROR
+    assert read_bytes(store, blocks[1].block_id)[0] is Outcome.IO_ERROR
     faults.on_read = nothing
     assert store.contains([block.block_id for block in blocks]) == 1
-    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.MISSING
+    assert read_bytes(store, blocks[1].block_id)[0] is Outcome.MISSING
     assert store.stats().counters["read_io_error"] == 1
     assert store.stats().directories[0].quarantined == 1
-    assert put(store, [blocks[1]]) == [WriteStatus.OK], "in another slot"
-    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.OK
+    assert put(store, [blocks[1]]) == [Outcome.OK], "in another slot"
+    assert read_bytes(store, blocks[1].block_id)[0] is Outcome.OK
     store.check_integrity()
     store.close()
 
@@ -64,11 +63,11 @@ def test_a_failed_write_or_sync_is_not_visible(scratch: Path) -> None:
     put(store, blocks[:1])
     for hook in ("on_write", "on_sync"):
         setattr(faults, hook, EIO)
-        assert put(store, blocks[1:]) == [WriteStatus.IO_ERROR] * 3
+        assert put(store, blocks[1:]) == [Outcome.IO_ERROR] * 3
         setattr(faults, hook, nothing)
         assert store.contains([block.block_id for block in blocks]) == 1
         store.check_integrity()
-    assert put(store, blocks[1:]) == [WriteStatus.OK] * 3
+    assert put(store, blocks[1:]) == [Outcome.OK] * 3
     store.check_integrity()
     store.close()
 
@@ -83,11 +82,11 @@ def test_one_failed_share_of_two_is_taken_back(scratch: Path) -> None:
             EIO(path)
 
     faults.on_sync = fail_second
-    assert put(store, blocks) == [WriteStatus.IO_ERROR] * 4
+    assert put(store, blocks) == [Outcome.IO_ERROR] * 4
     faults.on_sync = nothing
     store.check_integrity()
     assert all(d.slots_taken == 0 for d in store.stats().directories)
-    assert put(store, blocks) == [WriteStatus.OK] * 4
+    assert put(store, blocks) == [Outcome.OK] * 4
     store.close()
 
 
@@ -98,7 +97,7 @@ def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
     slots = store.stats().directories[0].slots
     faults.on_allocate = ENOSPC
     for seed in range(2, 8):
-        assert set(put(store, make_path(4, seed=seed))) == {WriteStatus.OK}
+        assert set(put(store, make_path(4, seed=seed))) == {Outcome.OK}
     stats = store.stats()
     assert stats.directories[0].slots == slots and stats.counters["evicted_blocks"] > 0
     store.check_integrity()
@@ -108,10 +107,10 @@ def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
 def test_a_disk_full_from_the_start_drops_saves(scratch: Path) -> None:
     faults = Faults(on_allocate=ENOSPC)
     store = open_store(scratch, backend=FaultyBackend(faults))
-    assert put(store, make_path(3)) == [WriteStatus.NO_SPACE] * 3
+    assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
     faults.on_allocate, faults.on_write = nothing, ENOSPC
     store._blocks.directories[0].slabs._growth_resumes = 0.0
-    assert put(store, make_path(3)) == [WriteStatus.NO_SPACE] * 3
+    assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
     assert store.stats().counters["write_no_space"] == 6
     store.check_integrity()
     store.close()
@@ -123,9 +122,9 @@ def test_short_reads_are_damage(scratch: Path) -> None:
     blocks = make_path(2)
     put(store, blocks)
     faults.short = 512
-    assert read_bytes(store, blocks[0].block_id)[0] is ReadStatus.DAMAGED
+    assert read_bytes(store, blocks[0].block_id)[0] is Outcome.DAMAGED
     faults.short = 0
-    assert read_bytes(store, blocks[1].block_id)[0] is ReadStatus.OK
+    assert read_bytes(store, blocks[1].block_id)[0] is Outcome.OK
     store.close()
 
 
@@ -143,20 +142,20 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
 
     faults.on_read = count
     for block in blocks:
-        assert read_bytes(store, block.block_id)[0] is ReadStatus.IO_ERROR
+        assert read_bytes(store, block.block_id)[0] is Outcome.IO_ERROR
     assert len(asked) == FAILURES_TO_OPEN, "not asked any more"
     last = [blocks[-1].block_id]
-    assert store.contains(last) == 0 and put(store, make_path(1, seed=5)) == [WriteStatus.IO_ERROR]
+    assert store.contains(last) == 0 and put(store, make_path(1, seed=5)) == [Outcome.IO_ERROR]
     assert store.stats().pauses == 1
     now[0] += 6
     assert store.contains(last) == 1, "asked again after the pause"
-    assert read_bytes(store, blocks[-2].block_id)[0] is ReadStatus.IO_ERROR
+    assert read_bytes(store, blocks[-2].block_id)[0] is Outcome.IO_ERROR
     assert store.contains(last) == 0, "one failure is enough for the next, longer pause"
     now[0] += 6
     assert store.contains(last) == 0
     now[0] += 6
     faults.on_read = nothing
-    assert read_bytes(store, blocks[-1].block_id)[0] is ReadStatus.OK
+    assert read_bytes(store, blocks[-1].block_id)[0] is Outcome.OK
     assert store.stats().usable
     store.close()
 
@@ -178,9 +177,9 @@ def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
     assert time.monotonic() - started >= 4 * LAYOUT.slot_bytes / 1e6
     into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
     late = time.monotonic() - 1
-    assert store.read(blocks[0].block_id, into, deadline=late) is ReadStatus.TIMED_OUT
+    assert store.read(blocks[0].block_id, into, deadline=late) is Outcome.TIMED_OUT
     assert store.contains([blocks[0].block_id]) == 1, "slow is not damaged"
-    assert store.read(blocks[0].block_id, into) is ReadStatus.OK
+    assert store.read(blocks[0].block_id, into) is Outcome.OK
     assert np.array_equal(into, data_of(blocks[0]))
     assert store.stats().counters["read_timed_out"] == 1
     store.check_integrity()
@@ -218,10 +217,10 @@ def test_a_directory_removed_under_the_store_loses_cache_not_requests(scratch: P
     shutil.rmtree(folder)
     for seed in range(3):
         for answer in put(store, make_path(4, seed=50 + seed)):
-            assert answer in (WriteStatus.OK, WriteStatus.IO_ERROR, WriteStatus.NO_SPACE)
+            assert answer in (Outcome.OK, Outcome.IO_ERROR, Outcome.NO_SPACE)
     for block in blocks:
         status, got = read_bytes(store, block.block_id)
-        assert status is not ReadStatus.OK or np.array_equal(got, data_of(block))
+        assert status is not Outcome.OK or np.array_equal(got, data_of(block))
     store.maintenance.tick()
     store.close()
     open_store(folder).close()

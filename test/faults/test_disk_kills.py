@@ -20,8 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
 from disk_support import copy_index, data_of, make_path, open_store, put, read_bytes
 
-from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import WriteStatus
+from sglang_hc.store.outcome import Outcome
 
 SIZE = 60_000_000
 """Room for about 1,500 blocks: several times as many as one child writes before it is killed."""
@@ -34,7 +33,7 @@ def write_until_killed(folder: Path, turn: int, log: int) -> None:
     def write(number: int) -> None:
         blocks = make_path(8, seed=turn * 100_000 + number)
         for block, answer in zip(blocks, put(store, blocks), strict=True):
-            if answer is WriteStatus.OK:
+            if answer is Outcome.OK:
                 os.write(log, block.block_id)
 
     with ThreadPoolExecutor(2) as threads:
@@ -82,7 +81,7 @@ def kill_and_check(folder: Path, turn: int, rng: random.Random, noted: set[bytes
     assert committed <= present, "a block whose row was committed is lost"
     for name in present:
         status, got = read_bytes(store, name)
-        assert status is ReadStatus.OK, "a block was found that does not verify"
+        assert status is Outcome.OK, "a block was found that does not verify"
         assert np.array_equal(got, data_of(name))
     store.check_integrity()
     store.close()

@@ -13,7 +13,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.windows import LookAhead
-from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.identity import pack_tokens

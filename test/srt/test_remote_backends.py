@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import REMOTES, ConfigError, HcConfig
 from sglang_hc.srt.remote import FramePool, PageBackend, ValueBackend, check_remote, open_remote
-from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
 from support.remote import (
     FINGERPRINT,
@@ -117,7 +117,7 @@ def check_round_trip(backend: RemoteBackend, frames: Frames) -> None:
     fresh = RemoteBlocks(backend, frames, pool, FINGERPRINT)
     assert find(fresh, names) == 5
     for slot, name in enumerate(names, start=5):
-        fresh.read(name, slot, FOREVER)
+        fresh.read(slot, name, slot, FOREVER)
     assert [done.outcome for done in wait(fresh, 5)] == [Outcome.OK] * 5
     for slot, name in enumerate(names, start=5):
         assert np.array_equal(pool.slot(slot), data_of(name))
@@ -156,7 +156,7 @@ def test_a_file_that_lost_its_end_is_a_miss(tmp_path: Path) -> None:
     save(io, pool, path)
     (file,) = (tmp_path / "sglang-hc").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
-    io.read(path[0].block_id, 5, FOREVER)
+    io.read(1, path[0].block_id, 5, FOREVER)
     assert wait(io, 1)[0].outcome is not Outcome.OK
     io.close()
 

@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent / "disk"))
 from disk_support import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
 
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, BlockIo, DiskThreads, Outcome
+from sglang_hc.store.block_io import BlockDone, BlockIo, DiskThreads
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 
 SLOTS = 16
 
@@ -31,7 +32,7 @@ def wait(io: BlockIo, count: int) -> list[BlockDone]:
     return done
 
 
-def wait_for(io: BlockIo, ticket: int | None) -> Outcome:
+def wait_for(io: BlockIo, ticket: int) -> Outcome:
     """The next answer, which must be the ticket's."""
     (done,) = wait(io, 1)
     assert done.ticket == ticket
@@ -63,7 +64,7 @@ def save(io: BlockIo, pool: HostPool, count: int) -> list:
     blocks = make_path(count)
     for slot, block in enumerate(blocks):
         pool.slot(slot)[:] = data_of(block)
-        assert io.write(block, slot, soon()) is not None
+        assert io.write(slot, block, slot, soon())
     assert {done.outcome for done in wait(io, count)} == {Outcome.OK}
     return blocks
 
@@ -73,9 +74,10 @@ def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> 
     names = [block.block_id for block in blocks]
     assert io.contains(names) == 4 and io.contains([bytes(16), *names]) == 0
     assert io.capacity >= 4
-    tickets = [io.read(name, 8 + index, soon()) for index, name in enumerate(names)]
+    for index, name in enumerate(names):
+        io.read(70 + index, name, 8 + index, soon())
     done = wait(io, 4)
-    assert sorted(done) == sorted(BlockDone(ticket, Outcome.OK, "disk") for ticket in tickets)
+    assert sorted(done) == sorted(BlockDone(ticket, Outcome.OK, "disk") for ticket in range(70, 74))
     for index, block in enumerate(blocks):
         assert np.array_equal(pool.slot(8 + index), data_of(block))
     assert io.levels()["disk_blocks"] == 4
@@ -83,21 +85,21 @@ def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> 
 
 def test_a_second_write_says_that_it_is_there(io: DiskThreads, pool: HostPool) -> None:
     blocks = save(io, pool, 1)
-    io.write(blocks[0], 0, soon())
+    io.write(1, blocks[0], 0, soon())
     assert wait(io, 1)[0].outcome is Outcome.DUPLICATE
 
 
 def test_failures_are_answers(io: DiskThreads, pool: HostPool, faults: Faults) -> None:
     blocks = save(io, pool, 2)
-    io.read(bytes(16), 8, soon())
+    io.read(1, bytes(16), 8, soon())
     assert wait(io, 1)[0].outcome is Outcome.MISSING
-    io.read(blocks[0].block_id, 8, time.monotonic())
+    io.read(1, blocks[0].block_id, 8, time.monotonic())
     assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
     faults.on_read = EIO
-    io.read(blocks[0].block_id, 8, soon())
+    io.read(1, blocks[0].block_id, 8, soon())
     assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
     faults.on_write = EIO
-    io.write(make_path(1, seed=9)[0], 0, soon())
+    io.write(1, make_path(1, seed=9)[0], 0, soon())
     assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
 
 
@@ -106,7 +108,7 @@ def test_a_write_that_comes_too_late_is_not_begun(
 ) -> None:
     wrote = []
     faults.on_write = wrote.append
-    io.write(make_path(1)[0], 0, time.monotonic())
+    io.write(1, make_path(1)[0], 0, time.monotonic())
     assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
     assert not wrote
 
@@ -123,11 +125,10 @@ def test_a_full_queue_refuses_writes(
 
     faults.on_write = hold
     blocks = make_path(12)
-    tickets = [io.write(block, slot, soon()) for slot, block in enumerate(blocks)]
-    accepted = [ticket for ticket in tickets if ticket is not None]
+    accepted = [slot for slot, block in enumerate(blocks) if io.write(slot, block, slot, soon())]
     assert 2 <= len(accepted) < 12
     held[0] = False
-    assert len(wait(io, len(accepted))) == len(accepted)
+    assert sorted(done.ticket for done in wait(io, len(accepted))) == accepted
 
 
 def test_one_batch_is_written_while_another_is_held_up(
@@ -144,17 +145,18 @@ def test_one_batch_is_written_while_another_is_held_up(
     save(io, pool, 1)  # a slab is there
     faults.on_write = hold_the_first
     slow, quick = make_path(2, seed=1)
-    ticket = io.write(slow, 0, soon())
+    assert io.write(1, slow, 0, soon())
     assert held.wait(30)
-    assert wait_for(io, io.write(quick, 1, soon())) is Outcome.OK
+    assert io.write(2, quick, 1, soon())
+    assert wait_for(io, 2) is Outcome.OK
     assert io.contains([quick.block_id]) == 1 and io.contains([slow.block_id]) == 0
     go_on.set()
-    assert wait_for(io, ticket) is Outcome.OK
+    assert wait_for(io, 1) is Outcome.OK
 
 
 def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:
     blocks = save(io, pool, 3)
     io.clear()
     assert io.contains([blocks[0].block_id]) == 0
-    io.read(blocks[0].block_id, 8, soon())
+    io.read(1, blocks[0].block_id, 8, soon())
     assert wait(io, 1)[0].outcome is Outcome.MISSING

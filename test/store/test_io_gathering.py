@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store import io_messages as wire
 from sglang_hc.store import io_supervisor
-from sglang_hc.store.block_io import Outcome
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, CopyRows
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
 from sglang_hc.store.io_clients import ProcessBlocks, ProcessExecutor
 from sglang_hc.store.io_supervisor import IoSupervisor, State
 from sglang_hc.store.open_io import open_io
+from sglang_hc.store.outcome import Outcome
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
 MEMORY = HostMemory(MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1, 0))
@@ -156,6 +156,7 @@ def test_every_operation_is_answered_once(events: list[int | str]) -> None:
     open_blocks: dict[int, bool] = {}
     """By ticket: whether a process was lost since."""
     open_copies: list[int] = []
+    tickets = itertools.count(1)
 
     def take() -> None:
         for done in run.blocks.poll():
@@ -167,10 +168,12 @@ def test_every_operation_is_answered_once(events: list[int | str]) -> None:
         if isinstance(event, int):
             run.link.answer(event)
         elif event == "read":
-            open_blocks[run.blocks.read(bytes(16), 0, 1e9)] = False
+            ticket = next(tickets)
+            run.blocks.read(ticket, bytes(16), 0, 1e9)
+            open_blocks[ticket] = False
         elif event == "write":
-            ticket = run.blocks.write(block, 0, 1e9)
-            assert ticket is not None
+            ticket = next(tickets)
+            assert run.blocks.write(ticket, block, 0, 1e9)
             open_blocks[ticket] = False
         elif event == "copy":
             open_copies.append(run.executor.submit(CopyRows(0, 1, 1)))

@@ -21,13 +21,13 @@ from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, make_path, open_st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store import io_supervisor
-from sglang_hc.store.block_io import Outcome
 from sglang_hc.store.disk import Block, DirectoryError, DirectorySpec
 from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.io_messages import DiskSpec
 from sglang_hc.store.io_supervisor import IoSupervisor, State
 from sglang_hc.store.open_io import Io, open_io
+from sglang_hc.store.outcome import Outcome
 
 SLOTS = 64
 MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 2)
@@ -88,14 +88,14 @@ def answers(io: Io, count: int) -> list:
 def save(io: Io, blocks: list[Block], first_slot: int = 0) -> None:
     for slot, block in enumerate(blocks, start=first_slot):
         io.memory.pool.slot(slot)[:] = data_of(block)
-        assert io.blocks.write(block, slot, soon()) is not None
+        assert io.blocks.write(slot, block, slot, soon())
     assert {done.outcome for done in answers(io, len(blocks))} == {Outcome.OK}
 
 
 def check_read(io: Io, blocks: list[Block], first_slot: int = 32) -> None:
     for slot, block in enumerate(blocks, start=first_slot):
         io.memory.pool.slot(slot)[:] = 0
-        io.blocks.read(block.block_id, slot, soon())
+        io.blocks.read(slot, block.block_id, slot, soon())
     assert {done.outcome for done in answers(io, len(blocks))} == {Outcome.OK}
     for slot, block in enumerate(blocks, start=first_slot):
         assert np.array_equal(io.memory.pool.slot(slot), data_of(block))
@@ -125,9 +125,9 @@ def test_blocks_go_to_disk_and_come_back(io: Io) -> None:
     assert io.blocks.contains([*names(blocks), bytes(16)]) == 6
     assert io.blocks.capacity >= 6 and io.blocks.levels() == {"disk_blocks": 6}
     check_read(io, blocks)
-    io.blocks.write(blocks[0], 0, soon())
-    io.blocks.read(bytes(16), 32, soon())
-    io.blocks.read(blocks[0].block_id, 33, time.monotonic())
+    io.blocks.write(70, blocks[0], 0, soon())
+    io.blocks.read(71, bytes(16), 32, soon())
+    io.blocks.read(72, blocks[0].block_id, 33, time.monotonic())
     assert [done.outcome for done in sorted(answers(io, 3))] == [
         Outcome.DUPLICATE, Outcome.MISSING, Outcome.TIMED_OUT,
     ]  # fmt: skip
@@ -164,7 +164,7 @@ def test_what_leaves_the_disk_leaves_the_mirror(io: Io) -> None:
     known = [name for name in written if io.blocks.contains([name])]
     assert 0 < len(known) < len(written)
     for slot, name in enumerate(known[:SLOTS]):
-        io.blocks.read(name, slot, soon())
+        io.blocks.read(slot, name, slot, soon())
     assert {done.outcome for done in answers(io, len(known[:SLOTS]))} == {Outcome.OK}
 
 
@@ -198,8 +198,8 @@ def test_clear_is_at_once(io: Io) -> None:
     save(io, blocks)
     io.blocks.clear()
     assert io.blocks.contains(names(blocks)) == 0
-    assert io.blocks.write(blocks[0], 0, soon()) is None, "until the old ones are gone"
-    until(lambda: io.blocks.write(blocks[0], 0, soon()) is not None, io)
+    assert not io.blocks.write(1, blocks[0], 0, soon()), "until the old ones are gone"
+    until(lambda: io.blocks.write(1, blocks[0], 0, soon()), io)
     assert answers(io, 1)[0].outcome is Outcome.OK
     assert io.blocks.contains(names(blocks)) == 1
 
@@ -220,7 +220,7 @@ def test_an_orderly_end_finishes_writes(tmp_path: Path) -> None:
     blocks = make_path(20)
     for slot, block in enumerate(blocks):
         io.memory.pool.slot(slot)[:] = data_of(block)
-        io.blocks.write(block, slot, soon())
+        io.blocks.write(slot, block, slot, soon())
     close(io)
     assert {done.outcome for done in io.blocks.poll()} == {Outcome.OK}
     store = open_store(tmp_path / "d")
@@ -251,8 +251,8 @@ def test_killed_it_comes_back_with_the_same_blocks(
     save(io, blocks)
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)  # so that what follows is surely under way
-    io.blocks.read(blocks[0].block_id, 32, soon())
-    io.blocks.write(make_path(1, seed=7)[0], 33, soon())
+    io.blocks.read(1, blocks[0].block_id, 32, soon())
+    io.blocks.write(2, make_path(1, seed=7)[0], 33, soon())
     io.executor.submit(CopyRows(0, 1, 4))
     os.kill(first, signal.SIGKILL)
     assert {done.outcome for done in answers(io, 2)} == {Outcome.LOST}
@@ -272,7 +272,7 @@ def test_a_slot_is_not_given_back_while_the_process_may_be_alive(
 ) -> None:
     """A process that was told to die may still write to a slot: no answer before it is dead."""
     os.kill(pid_of(io), signal.SIGSTOP)
-    io.blocks.read(bytes(16), 32, soon())
+    io.blocks.read(1, bytes(16), 32, soon())
     with monkeypatch.context() as patch:
         patch.setattr(io_supervisor.IoLink, "exit_code", None)
         supervisor(io)._end("for the test")
@@ -286,7 +286,7 @@ def test_a_process_that_hangs_is_replaced(io: Io, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(io_supervisor, "HANG_S", 1.0)
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)
-    io.blocks.read(bytes(16), 32, soon())
+    io.blocks.read(1, bytes(16), 32, soon())
     assert answers(io, 1)[0].outcome is Outcome.LOST
     until(lambda: supervisor(io).state is State.UP, io)
     assert pid_of(io) != first
@@ -298,7 +298,7 @@ def test_an_operation_far_behind_its_deadline_counts_as_a_hang(
     monkeypatch.setattr(io_supervisor, "OVERDUE_S", 0.5)
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)
-    io.blocks.read(bytes(16), 32, time.monotonic())
+    io.blocks.read(1, bytes(16), 32, time.monotonic())
     until(lambda: io.executor.counts()["io_losses"] == 1, io)
 
 
@@ -310,8 +310,8 @@ def test_filing_goes_on_without_the_process(io: Io, monkeypatch: pytest.MonkeyPa
     io.executor.submit(CopyRows(0, 1, BLOCK_TOKENS))
     assert [done.ok for done in io.executor.drain()] == [True]
     assert (io.memory.pool.hidden[1] == 5).all()
-    assert io.blocks.write(make_path(1)[0], 0, soon()) is None
-    io.blocks.read(bytes(16), 2, soon())
+    assert not io.blocks.write(1, make_path(1)[0], 0, soon())
+    io.blocks.read(1, bytes(16), 2, soon())
     assert io.blocks.poll()[0].outcome is Outcome.LOST
 
 
@@ -382,7 +382,7 @@ from pathlib import Path
 io = open_io("process", MEMORY, disk_spec(Path({folder!r})))
 for slot, block in enumerate(make_path(20)):
     io.memory.pool.slot(slot)[:] = data_of(block)
-    io.blocks.write(block, slot, soon())
+    io.blocks.write(slot, block, slot, soon())
 print(io.executor._supervisor.pid, flush=True)
 os.kill(os.getpid(), 9)
 """

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 from support.no_blocks import NoBlocks
 
 GARBAGE = 0xEE
@@ -34,7 +35,6 @@ class LossyIo(NoBlocks):
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._tickets = itertools.count(1)
         self._polls = 0
         self._done: list[BlockDone] = []
         self.blocks: dict[bytes, np.ndarray] = {}
@@ -76,16 +76,13 @@ class LossyIo(NoBlocks):
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self.blocks
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        return self._begin(block.block_id, slot, write=True) if self.up else None
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        if self.up:
+            self.moves.append(_Move(ticket, block.block_id, slot, write=True))
+        return self.up
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        return self._begin(block_id, slot, write=False)
-
-    def _begin(self, block_id: bytes, slot: int, write: bool) -> int:
-        move = _Move(next(self._tickets), block_id, slot, write)
-        self.moves.append(move)
-        return move.ticket
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.moves.append(_Move(ticket, block_id, slot, write=False))
 
     def poll(self) -> list[BlockDone]:
         self._polls += 1

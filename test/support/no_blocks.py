@@ -24,10 +24,10 @@ class NoBlocks:
     def wants(self, block_id: bytes) -> bool:
         return True
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        return None
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        return False
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         raise AssertionError("nothing is here")
 
     def flush(self) -> None:

@@ -140,7 +140,7 @@ def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float =
     """Write blocks from the first slots; their outcomes."""
     for slot, block in enumerate(blocks):
         pool.slot(slot)[:] = data_of(block.block_id)
-        assert io.write(block, slot, deadline) is not None
+        assert io.write(slot, block, slot, deadline)
     return [done.outcome for done in wait(io, len(blocks))]
 
 

@@ -17,8 +17,9 @@ from sglang_hc.policy.prefetch import Prefetcher
 from sglang_hc.policy.windows import LookAhead
 from sglang_hc.simulator.jobs import Job, extend_chain
 from sglang_hc.simulator.tiers import Found, TieredCache, TierSizes, Transfer
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
@@ -88,7 +89,6 @@ class MemoryDisk(NoBlocks):
         self.started: list[str] = []
         self._waiting: list[int] = []
         self._done: list[BlockDone] = []
-        self._tickets = 0
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         for index, identity in enumerate(block_ids):
@@ -99,18 +99,15 @@ class MemoryDisk(NoBlocks):
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self.words
 
-    def write(self, block: Block, slot: int, deadline: float) -> int:
-        self._tickets += 1
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         above = self.words.get(block.parent_id, "")
         self.words[block.block_id] = above + chr(block.tokens[3])
-        self._done.append(BlockDone(self._tickets, Outcome.OK, "disk"))
-        return self._tickets
+        self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
+        return True
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        self._tickets += 1
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self.started.append(self.words[block_id])
-        self._waiting.append(self._tickets)
-        return self._tickets
+        self._waiting.append(ticket)
 
     def finish_reads(self) -> None:
         self._done += [BlockDone(ticket, Outcome.OK, "disk") for ticket in self._waiting]

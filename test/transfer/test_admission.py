@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.prefetch import MAX_FETCHES
 from sglang_hc.policy.windows import LookAhead
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.queue_view import QueueView, Waiting
@@ -34,10 +35,8 @@ class SlowDisk(MemoryDisk):
         self._clock = clock
         self.reads: list[tuple[int, float]] = []
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        self._tickets += 1
-        self.reads.append((self._tickets, deadline))
-        return self._tickets
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.reads.append((ticket, deadline))
 
     def end(self, count: int, outcome: Outcome) -> None:
         self._done += [BlockDone(ticket, outcome, "disk") for ticket, _ in self.reads[:count]]

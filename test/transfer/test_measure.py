@@ -12,7 +12,8 @@ import torch
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.auto_plan import auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.store.disk import DiskStore, ReadStatus
+from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.measure import (
     BUDGET_S,
@@ -142,7 +143,7 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     read: list[bytes] = []
     original = DiskStore.read
 
-    def slow_read(self: DiskStore, block_id: bytes, into: memoryview) -> ReadStatus:
+    def slow_read(self: DiskStore, block_id: bytes, into: memoryview) -> Outcome:
         read.append(block_id)
         clock.now += 1e-3
         return original(self, block_id, into)

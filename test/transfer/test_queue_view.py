@@ -89,9 +89,8 @@ class Gathering(NoBlocks):
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids)
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self.asked.append(block_id)
-        return len(self.asked)
 
     def flush(self) -> None:
         self.begun.append(self.asked.copy())

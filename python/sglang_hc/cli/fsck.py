@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 
 from sglang_hc.cli.main import UsageError
-from sglang_hc.store.disk.check import DirectoryReport, check
 from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.fsck import DirectoryReport, check
 
 _SHOWN = 20
 

@@ -6,8 +6,6 @@ look the same to whoever owns the slots. An operation that fails is answered, ne
 
 from __future__ import annotations
 
-import enum
-import itertools
 import logging
 import threading
 import time
@@ -17,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from sglang_hc.store.disk import Block, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.disk import Block, DiskStore
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +36,11 @@ BATCH_BYTES = 64 << 20
 """Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
 
 
-class Outcome(enum.Enum):
-    """How an operation ended. Only after OK does a read's slot hold the block."""
-
-    OK = "ok"
-    MISSING = "missing"
-    DAMAGED = "damaged"
-    IO_ERROR = "io_error"
-    TIMED_OUT = "timed_out"  # the deadline passed before it was through
-    DUPLICATE = "duplicate"  # a write of what is there already
-    NO_SPACE = "no_space"
-    DROPPED = "dropped"  # a write that was not begun: too many wait, or its tier is off
-    LOST = "lost"  # whoever was to do it is gone
-
-
 class BlockDone(NamedTuple):
-    """Answer to one ticket. tier: which tier served or took the block, `disk` or `remote`."""
+    """Answer to one operation, under the ticket that its caller gave it.
+
+    tier: which tier served or took the block, `disk` or `remote`.
+    """
 
     ticket: int
     outcome: Outcome
@@ -70,6 +58,9 @@ def count_write(counts: Counter[str], done: BlockDone) -> None:
 class BlockIo(Protocol):
     """Holds blocks below the host tier. All methods belong to one thread and none waits, except
     `close`.
+
+    The caller names each operation with a ticket, a number that no other operation under way has;
+    the answer carries the same ticket, whatever stands between the caller and the store.
 
     A slot given to `read` or `write` belongs to the operation until its answer was polled: nobody
     else writes it, and after the answer nothing here touches it any more. Deadlines are on
@@ -95,12 +86,12 @@ class BlockIo(Protocol):
     def wants(self, block_id: bytes) -> bool:
         """Whether a write of this block would add anything, as far as known now."""
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        """Store a block from its slot; returns a ticket, or None when it is refused: the queue is
-        full."""
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        """Store a block from its slot. False when it is refused because the queue is full; then
+        there is no answer."""
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        """Fetch a block into a slot and verify it; returns a ticket."""
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        """Fetch a block into a slot and verify it."""
 
     def flush(self) -> None:
         """What was asked for begins now; without this call it may wait for the next `poll`."""
@@ -139,9 +130,6 @@ _COUNTED = (
 )
 """Counters of the store that no answer tells."""
 
-_READ = {status: Outcome(status.value) for status in ReadStatus}
-_WRITTEN = {status: Outcome(status.value) for status in WriteStatus}
-
 
 class DiskThreads:
     """BlockIo on threads of this process: some write in batches, some read.
@@ -160,7 +148,6 @@ class DiskThreads:
         directories = store.stats().directories
         budget = sum(directory.budget_bytes for directory in directories)
         self._capacity = budget // store.slot_bytes
-        self._tickets = itertools.count(1)
         self._done: deque[BlockDone] = deque()
         self._writes: deque[_Write] = deque()
         self._work = threading.Semaphore(0)
@@ -186,18 +173,15 @@ class DiskThreads:
     def wants(self, block_id: bytes) -> bool:
         return not self._store.contains((block_id,))
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if len(self._writes) >= WRITE_QUEUE:
-            return None
-        ticket = next(self._tickets)
+            return False
         self._writes.append(_Write(ticket, block, slot, deadline))
         self._work.release()
-        return ticket
+        return True
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        ticket = next(self._tickets)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self._readers.submit(self._read, ticket, block_id, slot, deadline)
-        return ticket
 
     def flush(self) -> None:
         """Threads begin at once."""
@@ -240,8 +224,7 @@ class DiskThreads:
 
     def _read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         try:
-            status = self._store.read(block_id, self._pool.slot(slot), deadline=deadline)
-            outcome = _READ[status]
+            outcome = self._store.read(block_id, self._pool.slot(slot), deadline=deadline)
         except Exception:
             logger.exception("reading a block from disk failed")
             outcome = Outcome.IO_ERROR
@@ -265,7 +248,7 @@ class DiskThreads:
         fresh = [write for write in batch if now < write.deadline]
         items = [(write.block, self._pool.slot(write.slot)) for write in fresh]
         try:
-            outcomes = [_WRITTEN[status] for status in self._store.write_many(items)]
+            outcomes = self._store.write_many(items)
         except Exception:
             logger.exception("writing %d blocks to disk failed", len(fresh))
             outcomes = [Outcome.IO_ERROR] * len(fresh)

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from sglang_hc.store import block_io
 from sglang_hc.store import io_messages as wire
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.store.io_supervisor import IoSupervisor, State
+from sglang_hc.store.outcome import Outcome
 
 FILE_DEADLINE_S = 10.0
 """Filing only moves memory; the deadline is there to notice a process that hangs."""
@@ -113,7 +114,7 @@ class ProcessExecutor:
 
 
 class _Move(NamedTuple):
-    """An operation under way. written: the identity, for a write."""
+    """An operation under way. written: whether it is a write."""
 
     deadline: float
     block_id: bytes
@@ -131,7 +132,6 @@ class ProcessBlocks:
 
     def __init__(self, supervisor: IoSupervisor) -> None:
         self._supervisor = supervisor
-        self._tickets = itertools.count(1)
         self._known: dict[bytes, None] = {}
         """A dict and no set: the garbage collector visits every element of a set, but passes over a
         dict of plain bytes."""
@@ -163,23 +163,20 @@ class ProcessBlocks:
     def wants(self, block_id: bytes) -> bool:
         return block_id not in self._known
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if not self._open or self._writing >= block_io.WRITE_QUEUE:
-            return None
-        ticket = next(self._tickets)
+            return False
         self._supervisor.send(wire.Write(ticket, block, slot, deadline))
         self._moves[ticket] = _Move(deadline, block.block_id, True)
         self._writing += 1
-        return ticket
+        return True
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        ticket = next(self._tickets)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         if self._open:
             self._supervisor.send(wire.Read(ticket, block_id, slot, deadline))
             self._moves[ticket] = _Move(deadline, block_id, False)
         else:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
-        return ticket
 
     def flush(self) -> None:
         self._supervisor.flush()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_hc.forms import BlockLayout
-from sglang_hc.store.block_io import Outcome
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.executor import CopyRows, FileRows, Operation, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.outcome import Outcome
 
 HEARTBEAT_S = 0.25
 IDS_PER_MESSAGE = 2048

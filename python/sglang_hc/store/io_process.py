@@ -43,7 +43,6 @@ class Worker:
         """Readable when there is something to answer."""
         self._outbox: deque[bytes] = deque()
         self._filing: dict[int, int] = {}
-        self._moving: dict[int, int] = {}
         self._cleared = threading.Event()
         self._counts: dict[str, int] = {}
         self._sent = 0.0
@@ -64,12 +63,10 @@ class Worker:
         if isinstance(request, (wire.File, wire.Copy)):
             self._filing[self._executor.submit(wire.operation_of(request))] = request.ticket
         elif isinstance(request, wire.Write):
-            ticket = self._disk.write(request.block, request.slot, request.deadline)
-            assert ticket is not None, "the parent lets no more than WRITE_QUEUE wait"
-            self._moving[ticket] = request.ticket
+            taken = self._disk.write(request.ticket, request.block, request.slot, request.deadline)
+            assert taken, "the parent lets no more than WRITE_QUEUE wait"
         elif isinstance(request, wire.Read):
-            ticket = self._disk.read(request.block_id, request.slot, request.deadline)
-            self._moving[ticket] = request.ticket
+            self._disk.read(request.ticket, request.block_id, request.slot, request.deadline)
         elif isinstance(request, wire.Touch):
             self._disk.touch(request.block_ids)
         elif isinstance(request, wire.Expect):
@@ -107,7 +104,7 @@ class Worker:
             self._cleared.clear()
         if self._store is None:
             return wire.Answers(filed, [], [], cleared, False, None)
-        blocks = [(self._moving.pop(d.ticket), d.outcome) for d in self._disk.poll()]
+        blocks = [(done.ticket, done.outcome) for done in self._disk.poll()]
         # Asked after the answers were taken: a block that came back meanwhile is not gone.
         gone = [name for name in self._store.drain_removed() if not self._store.contains([name])]
         counts = dict(self._disk.counts())

@@ -13,13 +13,15 @@ methods belong to the scheduler thread and never wait.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from sglang_hc.store.block_io import BlockDone, BlockIo, Outcome, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.arrivals import Arrival, Arrivals
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
@@ -48,6 +50,7 @@ class DiskTier:
         self.now = clock
         self._usable = True
         self.coming = Arrivals(host)
+        self._tickets = itertools.count(1)
         self._reads: dict[int, Arrival] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
@@ -74,8 +77,8 @@ class DiskTier:
         assert parent is not None
         label = "" if node.namespace is None else node.namespace
         block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
-        ticket = self._io.write(block, node.slot, self.now() + WRITE_DEADLINE_S)
-        if ticket is None:
+        ticket = next(self._tickets)
+        if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
             self.counters["disk_save_dropped"] += 1
             return
         self._host.pin([node])
@@ -108,7 +111,8 @@ class DiskTier:
         arrivals = self.coming.begin(namespace, tokens, path, first, count, now, spare)
         for arrival in arrivals:
             self.on_staged(arrival.slot)
-            ticket = self._io.read(arrival.block_id, arrival.slot, now + READ_DEADLINE_S)
+            ticket = next(self._tickets)
+            self._io.read(ticket, arrival.block_id, arrival.slot, now + READ_DEADLINE_S)
             self._reads[ticket] = arrival
         if arrivals:
             self._io.flush()  # the next poll may be a whole forward pass away

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.block_io import READ_THREADS
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, ReadStatus, WriteStatus
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 
 ROUNDS = 3
 """Reads of each size; their median counts."""
@@ -71,7 +72,7 @@ def _write(
             break
         items = [(_block(index), pool.slot(index)) for index in batch]
         statuses = store.write_many(items)
-        if any(status is not WriteStatus.OK for status in statuses):
+        if any(status is not Outcome.OK for status in statuses):
             raise OSError(f"blocks could not be written: {statuses}")
         written += len(batch)
     return written
@@ -84,7 +85,7 @@ def _read(
     directories: int,
     clock: Callable[[], float],
 ) -> list[tuple[int, float]]:
-    def fetch(index: int) -> ReadStatus:
+    def fetch(index: int) -> Outcome:
         return store.read(_identity(index + 1), pool.slot(index))
 
     samples = []
@@ -95,7 +96,7 @@ def _read(
                 began = clock()
                 statuses = list(readers.map(fetch, range(blocks)))
                 times.append(clock() - began)
-                if any(status is not ReadStatus.OK for status in statuses):
+                if any(status is not Outcome.OK for status in statuses):
                     raise OSError(f"blocks could not be read: {statuses}")
             samples.append((tokens, statistics.median(times)))
     return samples

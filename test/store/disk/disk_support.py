@@ -18,7 +18,8 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import DirectBackend, DirectFile, File
 from sglang_hc.store.disk.directory import DirectorySpec
 from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 LAYOUT = BlockLayout(LayerPlan(1, 3, 2), StateShape(6, 64, (64, 64), "float16"))
@@ -64,7 +65,7 @@ def open_store(
     )
 
 
-def put(store: DiskStore, blocks: Sequence[Block]) -> list[WriteStatus]:
+def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
     """Write blocks with their bytes."""
     return store.write_many([(block, data_of(block)) for block in blocks])
 

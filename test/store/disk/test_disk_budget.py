@@ -19,8 +19,7 @@ from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import WriteStatus
+from sglang_hc.store.outcome import Outcome
 
 OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
 PATHS = st.integers(0, 30)
@@ -65,7 +64,7 @@ class RandomWorkload(RuleBasedStateMachine):
             answers = self.store.write_many([(b, data_of(b, OTHER.slot_bytes)) for b in blocks])
         else:
             answers = put(self.store, blocks)
-        assert WriteStatus.IO_ERROR not in answers
+        assert Outcome.IO_ERROR not in answers
 
     @rule(seed=PATHS)
     @precondition(lambda self: not self.other)
@@ -73,7 +72,7 @@ class RandomWorkload(RuleBasedStateMachine):
         for block in self.path(seed):
             known = self.store.contains([block.block_id])
             status, got = read_bytes(self.store, block.block_id)
-            assert status is (ReadStatus.OK if known else ReadStatus.MISSING)
+            assert status is (Outcome.OK if known else Outcome.MISSING)
             assert not known or np.array_equal(got, data_of(block))
 
     @rule(seed=PATHS)
@@ -128,14 +127,14 @@ def test_the_log_stays_in_its_share_while_somebody_reads(scratch: Path) -> None:
     index._connection.execute("SELECT count(*) FROM blocks").fetchall()
     refused = False
     for seed in range(1, 400):
-        refused |= WriteStatus.NO_SPACE in put(store, make_path(4, seed=seed))
+        refused |= Outcome.NO_SPACE in put(store, make_path(4, seed=seed))
         assert total_bytes(scratch) <= 5_300_000
         if refused:
             break
     assert refused and store.stats().counters["index_refused"] > 0
     index._connection.execute("ROLLBACK")
     index.close()
-    assert put(store, make_path(1, seed=999)) == [WriteStatus.OK]
+    assert put(store, make_path(1, seed=999)) == [Outcome.OK]
     store.close()
 
 

@@ -25,7 +25,8 @@ from sglang_hc.store.disk.format import (
     clip_label,
     slot_header_bytes,
 )
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id
 
 IDS = st.binary(min_size=16, max_size=16)
@@ -152,7 +153,7 @@ def test_any_text_is_a_namespace_label(scratch: Path, label: str) -> None:
     """A salt is the user's: whatever it is, it may not turn the tier off."""
     store = open_store(scratch)
     block = Block(b"n" * 16, b"p" * 16, label, 0, b"\0" * 8)
-    assert put(store, [block]) == [WriteStatus.OK]
+    assert put(store, [block]) == [Outcome.OK]
     assert store.stats().usable and store.contains([block.block_id]) == 1
     assert LAYOUT.slot_bytes == store.slot_bytes
     store.close()

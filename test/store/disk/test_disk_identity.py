@@ -16,8 +16,8 @@ from disk_support import data_of, open_store
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.reader import ReadStatus
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -55,7 +55,7 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
             options = {"layout": layout, "fingerprint": fingerprint}
             store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
             data = data_of(block, layout.slot_bytes)
-            assert store.write(block, data) is WriteStatus.OK
+            assert store.write(block, data) is Outcome.OK
             store.close()
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
@@ -64,7 +64,7 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
                 into = np.zeros(layout.slot_bytes, dtype=np.uint8)
                 status = store.read(other.block_id, into)
                 mine = theirs == fingerprint
-                assert status is (ReadStatus.OK if mine else ReadStatus.MISSING)
+                assert status is (Outcome.OK if mine else Outcome.MISSING)
                 assert not mine or np.array_equal(into, data_of(other, layout.slot_bytes))
             assert block.block_id in store.block_ids()
             store.close()

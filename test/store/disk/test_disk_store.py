@@ -28,9 +28,8 @@ from disk_support import (
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
-from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.disk.writer import WriteStatus
+from sglang_hc.store.outcome import Outcome
 
 
 class Clock:
@@ -51,13 +50,13 @@ def folders(root: Path, count: int) -> list[Path]:
 def test_what_is_written_is_read_back_whole_and_by_layer(tmp_path: Path, directories: int) -> None:
     store = open_store(*folders(tmp_path, directories))
     blocks = make_path(7)
-    assert put(store, blocks) == [WriteStatus.OK] * 7
+    assert put(store, blocks) == [Outcome.OK] * 7
     for block in blocks:
         status, got = read_bytes(store, block.block_id)
-        assert status is ReadStatus.OK
+        assert status is Outcome.OK
         assert np.array_equal(got, data_of(block))
     into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
-    assert store.read(blocks[2].block_id, into, layers=[2, 5]) is ReadStatus.OK
+    assert store.read(blocks[2].block_id, into, layers=[2, 5]) is Outcome.OK
     expected = np.zeros_like(into)
     for layer in (2, 5):
         offset, length = LAYOUT.chunk(layer)
@@ -72,9 +71,9 @@ def test_aligned_memory_goes_to_the_disk_directly(tmp_path: Path) -> None:
     block = make_path(1)[0]
     slot = aligned_buffer(LAYOUT.slot_bytes)
     slot[:] = data_of(block).tobytes()
-    assert store.write(block, slot) is WriteStatus.OK
+    assert store.write(block, slot) is Outcome.OK
     into = aligned_buffer(LAYOUT.slot_bytes)
-    assert store.read(block.block_id, into) is ReadStatus.OK
+    assert store.read(block.block_id, into) is Outcome.OK
     assert into == slot
     store.close()
 
@@ -87,7 +86,7 @@ def test_contains_counts_the_leading_blocks(tmp_path: Path) -> None:
     assert store.contains(names) == 2
     assert store.contains(names[3:]) == 2
     assert store.contains([]) == 0
-    assert read_bytes(store, names[2])[0] is ReadStatus.MISSING
+    assert read_bytes(store, names[2])[0] is Outcome.MISSING
     store.close()
 
 
@@ -102,7 +101,7 @@ def test_a_restart_finds_everything_by_identity(tmp_path: Path, directories: int
     assert again.contains([block.block_id for block in blocks]) == 20
     for block in blocks:
         status, got = read_bytes(again, block.block_id)
-        assert status is ReadStatus.OK and np.array_equal(got, data_of(block))
+        assert status is Outcome.OK and np.array_equal(got, data_of(block))
     again.check_integrity()
     again.close()
 
@@ -117,7 +116,7 @@ def test_a_second_disk_does_not_lose_what_the_first_holds(tmp_path: Path) -> Non
     put(store, new)
     for block in old + new:
         status, got = read_bytes(store, block.block_id)
-        assert status is ReadStatus.OK and np.array_equal(got, data_of(block))
+        assert status is Outcome.OK and np.array_equal(got, data_of(block))
     store.check_integrity()
     store.close()
     alone = open_store(first)
@@ -143,8 +142,8 @@ def test_chunks_of_a_layer_lie_in_all_directories(tmp_path: Path) -> None:
 def test_a_duplicate_is_not_written_twice(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     blocks = make_path(2)
-    assert put(store, [blocks[0], blocks[0]]) == [WriteStatus.OK, WriteStatus.DUPLICATE]
-    assert put(store, blocks) == [WriteStatus.DUPLICATE, WriteStatus.OK]
+    assert put(store, [blocks[0], blocks[0]]) == [Outcome.OK, Outcome.DUPLICATE]
+    assert put(store, blocks) == [Outcome.DUPLICATE, Outcome.OK]
     assert store.stats().directories[0].slots_taken == 2
     store.close()
 
@@ -174,7 +173,7 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     while store.stats().counters["evicted_blocks"] == 0:
         clock.now += 60
         store.touch([block.block_id for block in kept])
-        assert set(put(store, make_path(8, seed=seed))) == {WriteStatus.OK}
+        assert set(put(store, make_path(8, seed=seed))) == {Outcome.OK}
         seed += 1
     assert store.contains([block.block_id for block in kept]) == 8
     assert store.contains([old[-1].block_id]) == 0
@@ -220,7 +219,7 @@ def test_when_all_is_needed_what_is_needed_last_goes_first(tmp_path: Path) -> No
     ranks = random.Random(4).sample(range(12), 12)
     for seed, rank in enumerate(ranks):
         store.expect(dict.fromkeys(names(seed), float(rank)))
-        assert put(store, make_path(8, seed=seed)) == [WriteStatus.OK] * 8
+        assert put(store, make_path(8, seed=seed)) == [Outcome.OK] * 8
     left = [rank for seed, rank in enumerate(ranks) if store.contains(names(seed)) == 8]
     assert store.stats().counters["evicted_blocks"] > 0
     newest = ranks[-1]
@@ -237,7 +236,7 @@ def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
         put(store, make_path(8, seed=fitting))
     leases = [store._blocks.acquire(block_id) for block_id in store.block_ids()]
     answers = {status for seed in range(50, 54) for status in put(store, make_path(8, seed=seed))}
-    assert answers == {WriteStatus.NO_SPACE}
+    assert answers == {Outcome.NO_SPACE}
     assert store.stats().counters["write_no_space"] > 0
     for shares in leases:
         store._blocks.release(shares or [])
@@ -303,7 +302,7 @@ def test_models_share_a_directory_one_after_the_other(tmp_path: Path) -> None:
     store = open_store(tmp_path, layout=other, fingerprint=fingerprint, clock=clock)
     blocks = make_path(6, seed=50, fingerprint=fingerprint)
     sized = [(block, data_of(block, other.slot_bytes)) for block in blocks]
-    assert store.write_many(sized) == [WriteStatus.OK] * 6
+    assert store.write_many(sized) == [Outcome.OK] * 6
     assert total_bytes(tmp_path) <= SMALL
     store.check_integrity()
     store.close()
@@ -387,9 +386,9 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
                 put(store, paths[number])
                 for block in paths[(number + turn) % 40]:
                     status, got = read_bytes(store, block.block_id)
-                    if status is ReadStatus.OK and not np.array_equal(got, data_of(block)):
+                    if status is Outcome.OK and not np.array_equal(got, data_of(block)):
                         wrong.append(block.block_id.hex())
-                    if status in (ReadStatus.DAMAGED, ReadStatus.IO_ERROR):
+                    if status in (Outcome.DAMAGED, Outcome.IO_ERROR):
                         wrong.append(status.value)
                 if number % 3 == 0:
                     store.delete([paths[number][-1].block_id])

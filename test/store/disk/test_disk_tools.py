@@ -16,8 +16,8 @@ from disk_support import FINGERPRINT, make_path, open_store, put, read_bytes
 
 from sglang_hc.cli.main import main
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 
 BUFFERED = DirectBackend(direct=False)
 
@@ -76,7 +76,7 @@ def test_inspect_beside_a_running_server(scratch: Path, capsys: pytest.CaptureFi
     assert status == 2 and "stop it first" in text
     status, text = call(capsys, "fsck", scratch, "--repair")
     assert status == 2 and "in use by process" in text
-    assert read_bytes(store, make_path(1)[0].block_id)[0] is ReadStatus.OK
+    assert read_bytes(store, make_path(1)[0].block_id)[0] is Outcome.OK
     store.close()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.store.block_io import DiskThreads, Outcome
+from sglang_hc.store.block_io import DiskThreads
 from sglang_hc.store.disk import DirectorySpec, DiskStore
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from support.no_blocks import NoBlocks
 from support.remote import (
@@ -71,7 +72,7 @@ def test_a_path_may_lie_partly_here_and_partly_there(
     assert find(chain, names) == 6
     tiers = []
     for name in names:
-        chain.read(name, TARGET, FOREVER)
+        chain.read(1, name, TARGET, FOREVER)
         (done,) = wait(chain, 1)
         assert done.outcome is Outcome.OK
         assert np.array_equal(pool.slot(TARGET), data_of(name))
@@ -87,7 +88,7 @@ def test_a_hung_store_does_not_keep_the_disk_from_serving(
     store.open.clear()
     names = [block.block_id for block in path]
     assert chain.contains(names) == 2 and not chain.ask(names)
-    chain.read(names[1], TARGET, FOREVER)
+    chain.read(1, names[1], TARGET, FOREVER)
     assert [done.outcome for done in wait(chain, 1)] == [Outcome.OK]
 
 
@@ -97,12 +98,12 @@ def test_a_slot_is_given_back_when_both_are_through(
     (block,) = make_path(1)
     store.open.clear()
     pool.slot(0)[:] = data_of(block.block_id)
-    ticket = chain.write(block, 0, FOREVER)
+    assert chain.write(41, block, 0, FOREVER)
     until(lambda: bool(near.contains([block.block_id])))
     assert store.entered.wait(60)
     assert chain.poll() == []
     clock.now = FOREVER
-    assert [done.ticket for done in wait(chain, 1)] == [ticket]
+    assert [done.ticket for done in wait(chain, 1)] == [41]
 
 
 def test_only_the_holder_that_lacks_a_block_gets_it(

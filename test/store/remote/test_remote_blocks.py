@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.store.block_io import Outcome
-from sglang_hc.store.disk.breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.store.remote.envelope import HEADER_BYTES, seal, storage_key
-from sglang_hc.store.remote.known import Presence
+from sglang_hc.store.remote.presence_cache import Presence
 from support.remote import (
     FINGERPRINT,
     FOREVER,
@@ -35,12 +36,14 @@ from support.remote import (
     wait,
 )
 
+TICKETS = itertools.count(1)
 TARGET = SLOTS - 1
 """A slot that `save` does not use."""
 
 
 def load(io: RemoteBlocks, name: bytes) -> Outcome:
-    ticket = io.read(name, TARGET, FOREVER)
+    ticket = next(TICKETS)
+    io.read(ticket, name, TARGET, FOREVER)
     done = wait(io, 1)[0]
     assert (done.ticket, done.tier) == (ticket, "remote")
     return done.outcome
@@ -107,7 +110,7 @@ def test_what_is_known_to_be_there_is_not_written_again(io: RemoteBlocks, store,
 def test_close_finishes_what_was_submitted(store, pool, clock) -> None:
     io = make_blocks(store, pool, clock)
     for slot, block in enumerate(make_path(8)):
-        io.write(block, slot, FOREVER)
+        io.write(slot, block, slot, FOREVER)
     io.close()
     assert len(store.values) == 8
     assert {done.outcome for done in io.poll()} == {Outcome.OK}
@@ -301,7 +304,7 @@ def test_a_save_that_finds_the_queue_full_is_dropped(
     io = make_blocks(store, pool, clock)
     store.open.clear()
     for slot, block in enumerate(make_path(5)):
-        io.write(block, slot, FOREVER)
+        io.write(slot, block, slot, FOREVER)
     assert [done.outcome for done in wait(io, 3)] == [Outcome.DROPPED] * 3
     store.open.set()
     assert [done.outcome for done in wait(io, 2)] == [Outcome.OK] * 2
@@ -327,7 +330,7 @@ def test_a_hung_store_is_not_asked_until_it_answers(
     names = names_of(path)
     store.open.clear()
     store.entered.clear()
-    io.read(names[0], TARGET, clock.now + 10)
+    io.read(1, names[0], TARGET, clock.now + 10)
     assert store.entered.wait(60)
     assert io.poll() == []
     clock.now += 11
@@ -351,7 +354,7 @@ def test_a_read_that_comes_too_late_leaves_the_slot_alone(
     save(io, pool, path)
     store.open.clear()
     store.entered.clear()
-    io.read(path[0].block_id, TARGET, clock.now + 10)
+    io.read(1, path[0].block_id, TARGET, clock.now + 10)
     assert store.entered.wait(60)
     clock.now += 11
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
@@ -366,7 +369,7 @@ def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool
     path = make_path(1)
     store.open.clear()
     pool.slot(0)[:] = data_of(path[0].block_id)
-    io.write(path[0], 0, clock.now + 30)
+    io.write(1, path[0], 0, clock.now + 30)
     assert store.entered.wait(60)
     clock.now += 31
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]

@@ -1,16 +1,15 @@
 """The disk tier's store. Format: docs/disk-format.md. Start reading at `store.py`."""
 
 from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
-from sglang_hc.store.disk.reader import ReadStatus
 from sglang_hc.store.disk.store import DiskStore, StoreStats
-from sglang_hc.store.disk.writer import Block, WriteStatus
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
 
 __all__ = [
     "Block",
     "DirectoryError",
     "DirectorySpec",
     "DiskStore",
-    "ReadStatus",
+    "Outcome",
     "StoreStats",
-    "WriteStatus",
 ]

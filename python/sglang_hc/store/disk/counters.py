@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sglang_hc.store.disk.records import IndexFull
+from sglang_hc.store.disk.schema import IndexFull
 
 _NAMES = (
     "written_blocks",

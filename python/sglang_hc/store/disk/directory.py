@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import FILE_MODE
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.records import IndexDamaged, Place
+from sglang_hc.store.disk.schema import IndexDamaged, Place
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)

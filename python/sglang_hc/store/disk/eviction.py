@@ -10,9 +10,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
-from sglang_hc.store.disk.blockset import BlockSet
+from sglang_hc.store.disk.catalog import Catalog
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.records import Resident
+from sglang_hc.store.disk.schema import Resident
 from sglang_hc.store.disk.slabs import Slot
 
 _BATCH_SHARE = 64
@@ -27,7 +27,7 @@ class Evictor:
     once more than `high` are taken, so that writers find free slots without waiting.
     """
 
-    def __init__(self, blocks: BlockSet, high: float, low: float) -> None:
+    def __init__(self, blocks: Catalog, high: float, low: float) -> None:
         self._blocks = blocks
         self._slot_bytes = blocks.striping.slot_bytes
         self._uses: dict[bytes, float] = {}

@@ -13,7 +13,7 @@ from itertools import chain
 
 from sglang_hc.store.disk.format import Chunk
 from sglang_hc.store.disk.index_file import IndexFile, translated
-from sglang_hc.store.disk.records import IndexDamaged, Model, Place, Resident, Row, SlabRow
+from sglang_hc.store.disk.schema import IndexDamaged, Model, Place, Resident, Row, SlabRow
 
 ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglang_hc.store.disk.format import VERSION
-from sglang_hc.store.disk.records import SCHEMA, IndexDamaged, IndexFull, UnknownVersion
+from sglang_hc.store.disk.schema import SCHEMA, IndexDamaged, IndexFull, UnknownVersion
 
 WAL_MAX_BYTES = 4 << 20
 _WAL_TRUNCATE_AT = WAL_MAX_BYTES // 2

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Generator, Iterator
 
 from sglang_hc.forms import CHUNK_ALIGN
-from sglang_hc.store.disk.blockset import BlockSet
+from sglang_hc.store.disk.catalog import Catalog
+from sglang_hc.store.disk.checksums import Damaged, check_slot
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.records import IndexFull, Row
-from sglang_hc.store.disk.verify import Damaged, check_slot
+from sglang_hc.store.disk.schema import IndexFull, Row
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _SCRUB_ROWS = 256
 class Scrubber:
     """Verifies all blocks of all models, round and round, in order of their places."""
 
-    def __init__(self, blocks: BlockSet) -> None:
+    def __init__(self, blocks: Catalog) -> None:
         self._blocks = blocks
         self._work = self._rounds()
 
@@ -102,7 +102,7 @@ class Maintenance:
     """
 
     def __init__(
-        self, blocks: BlockSet, evictor: Evictor, ttl_s: float | None, scrub_bytes_per_s: int
+        self, blocks: Catalog, evictor: Evictor, ttl_s: float | None, scrub_bytes_per_s: int
     ) -> None:
         self._blocks = blocks
         self._evictor = evictor

@@ -37,7 +37,7 @@ from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping, cl
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES, index_bytes
 from sglang_hc.store.disk.rebuild import rebuild_index
-from sglang_hc.store.disk.records import IndexDamaged, IndexFull, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)

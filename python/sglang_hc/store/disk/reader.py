@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Collection, Iterator
 
 from sglang_hc.store.disk.backend import ThreadMemory
-from sglang_hc.store.disk.blockset import BlockSet, Share
+from sglang_hc.store.disk.catalog import Catalog, Share
+from sglang_hc.store.disk.checksums import Damaged, check_chunk, check_header
 from sglang_hc.store.disk.directory import DirectoryFailed
 from sglang_hc.store.disk.format import Chunk, slot_header_bytes
-from sglang_hc.store.disk.verify import Damaged, check_chunk, check_header
+from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -19,25 +19,14 @@ _PIECE_BYTES = 4 << 20
 """Most bytes asked for at once, so that a slow disk is noticed before the whole block is read."""
 
 
-class ReadStatus(enum.Enum):
-    """Answer of a read. Only after OK do the wanted chunks hold the block's state; after anything
-    else they hold nothing that may be used, and the next lookup says no, except after TIMED_OUT."""
-
-    OK = "ok"
-    MISSING = "missing"
-    DAMAGED = "damaged"
-    IO_ERROR = "io_error"
-    TIMED_OUT = "timed_out"
-
-
 class _TimedOut(Exception):
     pass
 
 
 class BlockReader:
-    """Reads blocks of one BlockSet. Thread-safe."""
+    """Reads blocks of one Catalog. Thread-safe."""
 
-    def __init__(self, blocks: BlockSet) -> None:
+    def __init__(self, blocks: Catalog) -> None:
         self._blocks = blocks
         self._pages = ThreadMemory()
 
@@ -47,36 +36,36 @@ class BlockReader:
         into: memoryview,
         layers: Collection[int] | None,
         deadline: float | None,
-    ) -> ReadStatus:
+    ) -> Outcome:
         """See DiskStore.read."""
         blocks = self._blocks
         if not blocks.usable():
-            return self._count(ReadStatus.IO_ERROR)
+            return self._count(Outcome.IO_ERROR)
         shares = blocks.acquire(block_id)
         if shares is None:
             if block_id in blocks:  # its slab is gone: say so once, not at every lookup
                 blocks.drop_damaged(block_id, None)
-            return self._count(ReadStatus.MISSING)
+            return self._count(Outcome.MISSING)
         share: Share | None = None
         try:
             for share in shares:
                 self._read_share(block_id, share, into, layers, deadline)
         except _TimedOut:
-            return self._count(ReadStatus.TIMED_OUT)
+            return self._count(Outcome.TIMED_OUT)
         except Damaged as problem:
             if blocks.drop_damaged(block_id, share):
                 logger.warning("block %s dropped: %s", block_id.hex(), problem)
-            return self._count(ReadStatus.DAMAGED)
+            return self._count(Outcome.DAMAGED)
         except (OSError, KeyError, DirectoryFailed) as error:
             if blocks.drop_damaged(block_id, share):
                 logger.warning("block %s dropped, it cannot be read: %r", block_id.hex(), error)
             if blocks.breaker.failed():
                 logger.error("the disk keeps failing; not asking it for a while")
-            return self._count(ReadStatus.IO_ERROR)
+            return self._count(Outcome.IO_ERROR)
         finally:
             blocks.release(shares)
         blocks.breaker.succeeded()
-        return self._count(ReadStatus.OK)
+        return self._count(Outcome.OK)
 
     def _read_share(
         self,
@@ -111,8 +100,8 @@ class BlockReader:
             self._blocks.hit(block_id, header.position)
         self._blocks.counters.add("read_bytes", sum(share.chunks[i].length for i in wanted))
 
-    def _count(self, status: ReadStatus) -> ReadStatus:
-        name = "read_blocks" if status is ReadStatus.OK else f"read_{status.value}"
+    def _count(self, status: Outcome) -> Outcome:
+        name = "read_blocks" if status is Outcome.OK else f"read_{status.value}"
         self._blocks.counters.add(name)
         return status
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
+from sglang_hc.store.disk.checksums import Damaged, read_header
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.records import Row, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import Row, SlabRow, UnknownVersion
 from sglang_hc.store.disk.slabs import slab_numbers, slab_path
-from sglang_hc.store.disk.verify import Damaged, read_header
 
 logger = logging.getLogger(__name__)
 

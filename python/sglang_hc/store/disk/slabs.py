@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.records import IndexDamaged, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, SlabRow, UnknownVersion
 
 logger = logging.getLogger(__name__)
 

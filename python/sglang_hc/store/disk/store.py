@@ -17,19 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hc.store.disk.backend import Backend
-from sglang_hc.store.disk.blockset import BlockSet
-from sglang_hc.store.disk.directory import (
-    Directory,
-    DirectoryError,
-    DirectorySpec,
-)
+from sglang_hc.store.disk.catalog import Catalog
+from sglang_hc.store.disk.directory import Directory, DirectoryError, DirectorySpec
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import ID_BYTES, MAX_STRIPES, Chunk, Striping
 from sglang_hc.store.disk.maintenance import Maintenance
 from sglang_hc.store.disk.opening import Opening, open_directory
-from sglang_hc.store.disk.reader import BlockReader, ReadStatus
-from sglang_hc.store.disk.records import Row
-from sglang_hc.store.disk.writer import Block, BlockWriter, WriteStatus
+from sglang_hc.store.disk.reader import BlockReader
+from sglang_hc.store.disk.schema import Row
+from sglang_hc.store.disk.writer import Block, BlockWriter
+from sglang_hc.store.outcome import Outcome
 
 SlotBytes = memoryview | npt.NDArray[np.uint8]
 """One block's bytes as `forms.BlockLayout` lays them out. Page-aligned memory is not copied."""
@@ -66,7 +63,7 @@ class DiskStore:
     """See the module. Made by `open`; `close` it, so that the next start is quick."""
 
     def __init__(
-        self, blocks: BlockSet, evictor: Evictor, maintenance: Maintenance, slot_bytes: int
+        self, blocks: Catalog, evictor: Evictor, maintenance: Maintenance, slot_bytes: int
     ) -> None:
         self._blocks = blocks
         self._reader = BlockReader(blocks)
@@ -106,7 +103,7 @@ class DiskStore:
             for spec in directories:
                 opening = Opening(spec, striping, fingerprint, model_label, backend, clock)
                 opened.append(open_directory(opening))
-            blocks = BlockSet(opened, striping, fingerprint, clock)
+            blocks = Catalog(opened, striping, fingerprint, clock)
             blocks.settle()
             evictor = Evictor(blocks, *watermarks)
             maintenance = Maintenance(blocks, evictor, ttl_s, scrub_bytes_per_s)
@@ -166,7 +163,7 @@ class DiskStore:
 
     # -- I/O threads --------------------------------------------------------------------------
 
-    def write_many(self, items: Sequence[tuple[Block, SlotBytes]]) -> list[WriteStatus]:
+    def write_many(self, items: Sequence[tuple[Block, SlotBytes]]) -> list[Outcome]:
         """Store blocks with one sync and one commit for every 32; one answer per item.
 
         The bytes must not change meanwhile. Evicts when there is no room. After OK a block survives
@@ -175,7 +172,7 @@ class DiskStore:
         views = [(block, self._view(data)) for block, data in items]
         return self._writer.write_many(views)
 
-    def write(self, block: Block, data: SlotBytes) -> WriteStatus:
+    def write(self, block: Block, data: SlotBytes) -> Outcome:
         """Store one block. Prefer `write_many`."""
         return self.write_many([(block, data)])[0]
 
@@ -185,7 +182,7 @@ class DiskStore:
         into: SlotBytes,
         layers: Collection[int] | None = None,
         deadline: float | None = None,
-    ) -> ReadStatus:
+    ) -> Outcome:
         """Fetch chunks of a block to their places in `into` and verify them.
 
         layers: which, all by default. deadline: on `time.monotonic`; checked between pieces of at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import errno
 import logging
 import threading
@@ -11,27 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import ThreadMemory
-from sglang_hc.store.disk.blockset import BlockSet, Share
+from sglang_hc.store.disk.catalog import Catalog, Share
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import SlotHeader, clip_label, make_table
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.records import IndexFull, Place, Row
+from sglang_hc.store.disk.schema import IndexFull, Place, Row
+from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
-
-
-class WriteStatus(enum.Enum):
-    """Answer of a write.
-
-    OK: the block survives a power cut from now on. DUPLICATE: it is there, or another thread is
-    writing it. NO_SPACE: nothing could be thrown out for it. IO_ERROR: it was not stored.
-    """
-
-    OK = "ok"
-    DUPLICATE = "duplicate"
-    NO_SPACE = "no_space"
-    IO_ERROR = "io_error"
 
 
 @dataclass(frozen=True)
@@ -60,30 +47,30 @@ class _Claim:
 
 
 class BlockWriter:
-    """Writes blocks of one BlockSet. Thread-safe."""
+    """Writes blocks of one Catalog. Thread-safe."""
 
-    def __init__(self, blocks: BlockSet, evictor: Evictor) -> None:
+    def __init__(self, blocks: Catalog, evictor: Evictor) -> None:
         self._blocks = blocks
         self._evictor = evictor
         self._lock = threading.Lock()
         self._under_way: set[bytes] = set()
         self._pages = ThreadMemory()
 
-    def write_many(self, items: Sequence[tuple[Block, memoryview]]) -> list[WriteStatus]:
+    def write_many(self, items: Sequence[tuple[Block, memoryview]]) -> list[Outcome]:
         """See DiskStore.write_many."""
-        statuses: list[WriteStatus] = []
+        statuses: list[Outcome] = []
         for start in range(0, len(items), ROWS_PER_COMMIT):
             statuses += self._write_batch(items[start : start + ROWS_PER_COMMIT])
         for status, (_, data) in zip(statuses, items, strict=True):
-            if status is WriteStatus.OK:
+            if status is Outcome.OK:
                 self._blocks.counters.add("written_blocks")
                 self._blocks.counters.add("written_bytes", len(data))
             else:
                 self._blocks.counters.add(f"write_{status.value}")
         return statuses
 
-    def _write_batch(self, items: Sequence[tuple[Block, memoryview]]) -> list[WriteStatus]:
-        statuses = [WriteStatus.IO_ERROR] * len(items)
+    def _write_batch(self, items: Sequence[tuple[Block, memoryview]]) -> list[Outcome]:
+        statuses = [Outcome.IO_ERROR] * len(items)
         if not self._blocks.usable():
             return statuses
         claims: list[_Claim] = []
@@ -92,17 +79,17 @@ class BlockWriter:
             for number, (block, data) in enumerate(items):
                 claim = _Claim(number, block, data)
                 if not self._begin(block.block_id):
-                    statuses[number] = WriteStatus.DUPLICATE
+                    statuses[number] = Outcome.DUPLICATE
                     continue
                 claims.append(claim)
                 statuses[number] = self._fill(claim)
-            written = [c for c in claims if statuses[c.number] is WriteStatus.OK]
+            written = [c for c in claims if statuses[c.number] is Outcome.OK]
             for claim in written:
-                statuses[claim.number] = WriteStatus.IO_ERROR
+                statuses[claim.number] = Outcome.IO_ERROR
             outcome = self._publish(written)
             for claim in written:
                 statuses[claim.number] = outcome
-            if outcome is WriteStatus.OK:
+            if outcome is Outcome.OK:
                 kept.update(claim.number for claim in written)
         finally:
             for claim in claims:
@@ -124,14 +111,14 @@ class BlockWriter:
         with self._lock:
             self._under_way.discard(claim.block.block_id)
 
-    def _fill(self, claim: _Claim) -> WriteStatus:
+    def _fill(self, claim: _Claim) -> Outcome:
         """Take slots and write the bytes of every share."""
         striping = self._blocks.striping
         try:
             for number, directory in enumerate(self._blocks.directories):
                 slot = self._evictor.slot(directory)
                 if slot is None:
-                    return WriteStatus.NO_SPACE
+                    return Outcome.NO_SPACE
                 residue = striping.residue(claim.block.position, number)
                 claim.shares.append(
                     Share(directory, Place(*slot, residue), striping.shares[residue])
@@ -141,16 +128,16 @@ class BlockWriter:
         except OSError as error:
             return self._failed(error)
         except DirectoryFailed:
-            return WriteStatus.IO_ERROR
-        return WriteStatus.OK
+            return Outcome.IO_ERROR
+        return Outcome.OK
 
-    def _failed(self, error: OSError) -> WriteStatus:
+    def _failed(self, error: OSError) -> Outcome:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return WriteStatus.NO_SPACE
+            return Outcome.NO_SPACE
         logger.warning("a block could not be written: %s", error)
         if self._blocks.breaker.failed():
             logger.error("the disk keeps failing; not asking it for a while")
-        return WriteStatus.IO_ERROR
+        return Outcome.IO_ERROR
 
     def _write_share(self, claim: _Claim, share: Share) -> None:
         block, fingerprint = claim.block, self._blocks.fingerprint
@@ -171,10 +158,10 @@ class BlockWriter:
         buffers = [page, *_views(share, claim.data)]
         share.directory.slabs.write(share.slot, buffers)
 
-    def _publish(self, claims: Sequence[_Claim]) -> WriteStatus:
+    def _publish(self, claims: Sequence[_Claim]) -> Outcome:
         """Sync the bytes, commit the rows, and only then let lookups see the blocks."""
         if not claims:
-            return WriteStatus.OK
+            return Outcome.OK
         committed: list[Directory] = []
         try:
             for number, directory in enumerate(self._blocks.directories):
@@ -192,15 +179,15 @@ class BlockWriter:
             logger.warning("the index takes no more blocks: %s", error)
             self._blocks.counters.add("index_refused")
             self._take_back(committed, claims)
-            return WriteStatus.NO_SPACE
+            return Outcome.NO_SPACE
         except DirectoryFailed:
             self._take_back(committed, claims)
-            return WriteStatus.IO_ERROR
+            return Outcome.IO_ERROR
         for claim in claims:
-            for share in reversed(claim.shares):  # the first directory last, see BlockSet.remove
+            for share in reversed(claim.shares):  # the first directory last, see Catalog.remove
                 share.directory.catalog[claim.block.block_id] = share.place.pack()
         self._blocks.breaker.succeeded()
-        return WriteStatus.OK
+        return Outcome.OK
 
     def _row(self, directory: Directory, claim: _Claim, share: Share) -> Row:
         block = claim.block

@@ -12,7 +12,6 @@ that keeps failing, or hangs, is left alone for a while; the log says so.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -21,14 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from sglang_hc.store.block_io import BlockDone, Outcome
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
-from sglang_hc.store.disk.breaker import Breaker
+from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
 from sglang_hc.store.remote.envelope import Verdict, inspect, seal, storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
-from sglang_hc.store.remote.known import Known, Presence
+from sglang_hc.store.remote.presence_cache import Presence, PresenceCache
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,12 @@ class RemoteBlocks:
         self._pool = pool
         self._fingerprint = fingerprint
         self._clock = clock
-        self._tickets = itertools.count(1)
-        self._known = Known(clock)
+        self._presence = PresenceCache(clock)
         self._asked: set[bytes] = set()
         self._answers: list[BlockDone] = []
         self._cleared = True
         self._hangs = False
-        self._reads, self._writes = Breaker(clock), Breaker(clock)
+        self._reads, self._writes = CircuitBreaker(clock), CircuitBreaker(clock)
         self._counters: Counter[str] = Counter()
         loads, saves = len(frames.for_loads), len(frames.for_saves)
         self._lookups: JobThread[_Lookup] = JobThread(
@@ -120,41 +119,41 @@ class RemoteBlocks:
     # -- BlockIo ---------------------------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
-        return self._known.leading(block_ids) if self._readable else 0
+        return self._presence.leading(block_ids) if self._readable else 0
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         """As in BlockIo; an answer is on its way for at most LOOKUP_S."""
         if not self._readable:
             return False
-        found = self._known.leading(block_ids)
+        found = self._presence.leading(block_ids)
         if found == len(block_ids):
             return False
         first = block_ids[found]
-        if self._known.look(first) is None and first not in self._asked:
+        if self._presence.state(first) is None and first not in self._asked:
             self._look_up(block_ids[found:])
         return first in self._asked
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        job = _Transfer(deadline, next(self._tickets), block_id, slot)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        job = _Transfer(deadline, ticket, block_id, slot)
         if self._readable:
             self._loads.submit(job)
         else:
             self._at_once(job, Outcome.MISSING)
-        return job.ticket
 
     def wants(self, block_id: bytes) -> bool:
-        return self._known.look(block_id) not in (Presence.PRESENT, Presence.USELESS)
+        return self._presence.state(block_id) not in (Presence.PRESENT, Presence.USELESS)
 
-    def write(self, block: Block, slot: int, deadline: float) -> int:
-        """As in BlockIo; what would have to wait too long is answered DROPPED."""
-        job = _Transfer(deadline, next(self._tickets), block.block_id, slot)
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        """As in BlockIo, but never refused: a write that would wait too long is answered DROPPED,
+        so that the reason is counted."""
+        job = _Transfer(deadline, ticket, block.block_id, slot)
         if not self.wants(job.identity):
             self._at_once(job, Outcome.DUPLICATE)
         elif self._saves.full or not self._writable:
             self._at_once(job, Outcome.DROPPED)
         else:
             self._saves.submit(job)
-        return job.ticket
+        return True
 
     def flush(self) -> None:
         """The threads begin at once."""
@@ -214,7 +213,7 @@ class RemoteBlocks:
     def _look_up(self, identities: Sequence[bytes]) -> None:
         if self._lookups.full:
             self._counters["remote_lookup_dropped"] += 1
-            self._known.note(identities[0], Presence.ABSENT)
+            self._presence.note(identities[0], Presence.ABSENT)
             return
         self._asked.update(identities)
         self._lookups.submit(_Lookup(self._clock() + LOOKUP_S, identities))
@@ -223,7 +222,7 @@ class RemoteBlocks:
     def _answered(self, lookup: _Lookup) -> None:
         good = lookup.outcome is Outcome.OK
         if isinstance(lookup, _Clear):
-            self._known.clear()
+            self._presence.clear()
             self._cleared = good
             return
         self._asked.difference_update(lookup.identities)
@@ -232,15 +231,15 @@ class RemoteBlocks:
             self._counters[f"remote_lookup_{lookup.outcome.value}"] += 1
         count = lookup.count if good else 0
         for identity in lookup.identities[:count]:
-            self._known.note(identity, Presence.PRESENT)
+            self._presence.note(identity, Presence.PRESENT)
         for identity in lookup.identities[count : count + 1]:
-            self._known.note(identity, Presence.ABSENT)
+            self._presence.note(identity, Presence.ABSENT)
 
     def _loaded(self, job: _Transfer) -> BlockDone:
         outcome = job.outcome
         assert outcome is not None
         if outcome is not Outcome.OK:
-            self._known.note(job.identity, _AFTER[outcome])
+            self._presence.note(job.identity, _AFTER[outcome])
         if job.verdict in (Verdict.FOREIGN, Verdict.UNKNOWN_VERSION):
             self._counters[f"remote_{job.verdict.value}"] += 1
         self._judge(self._reads, outcome, "lookups and reads")
@@ -250,11 +249,11 @@ class RemoteBlocks:
         outcome = job.outcome
         assert outcome is not None
         if outcome is Outcome.OK:
-            self._known.note(job.identity, Presence.PRESENT)
+            self._presence.note(job.identity, Presence.PRESENT)
         self._judge(self._writes, outcome, "saves")
         return BlockDone(job.ticket, outcome, TIER)
 
-    def _judge(self, breaker: Breaker, outcome: Outcome | None, what: str) -> None:
+    def _judge(self, breaker: CircuitBreaker, outcome: Outcome | None, what: str) -> None:
         """Note what an answer says about the store's health; make a pause when it keeps failing."""
         if outcome in (Outcome.OK, Outcome.MISSING):
             breaker.succeeded()

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
 from sglang_hc.store.remote.blocks import RemoteBlocks
-
-
-@dataclass(eq=False)
-class _Link:
-    """One holder, and which of the chain's operations its tickets belong to."""
-
-    io: BlockIo
-    reads: dict[int, int] = field(default_factory=dict)
-    writes: dict[int, _Write] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Write:
-    """A block on its way to one or both holders."""
-
-    ticket: int
-    open: int = 0
 
 
 class Chain:
@@ -38,94 +19,90 @@ class Chain:
     """
 
     def __init__(self, near: BlockIo, far: BlockIo) -> None:
-        self._near, self._far = _Link(near), _Link(far)
-        self._tickets = itertools.count(1)
+        self._near, self._far = near, far
+        self._written_twice: set[int] = set()
+        """Tickets of writes that both holders took and neither has answered."""
         self._counters: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
-        return f"{self._near.io.name}+{self._far.io.name}"
+        return f"{self._near.name}+{self._far.name}"
 
     @property
     def capacity(self) -> int:
-        return self._near.io.capacity
+        return self._near.capacity
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         """The path may change between the holders, and back."""
         found = 0
         while found < len(block_ids):
-            found += self._near.io.contains(block_ids[found:])
-            more = self._far.io.contains(block_ids[found:])
+            found += self._near.contains(block_ids[found:])
+            more = self._far.contains(block_ids[found:])
             if not more:
                 break
             found += more
         return found
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return self._far.io.ask(block_ids[self.contains(block_ids) :])
+        return self._far.ask(block_ids[self.contains(block_ids) :])
 
     def wants(self, block_id: bytes) -> bool:
-        return self._near.io.wants(block_id) or self._far.io.wants(block_id)
+        return self._near.wants(block_id) or self._far.wants(block_id)
 
-    def write(self, block: Block, slot: int, deadline: float) -> int | None:
-        write = _Write(next(self._tickets))
-        for link in (self._near, self._far):
-            if not link.io.wants(block.block_id):
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        holders = 0
+        for holder in (self._near, self._far):
+            if not holder.wants(block.block_id):
                 continue
-            ticket = link.io.write(block, slot, deadline)
-            if ticket is None:
-                self._counters["disk_save_dropped"] += 1
+            if holder.write(ticket, block, slot, deadline):
+                holders += 1
             else:
-                link.writes[ticket] = write
-                write.open += 1
-        return write.ticket if write.open else None
+                self._counters["disk_save_dropped"] += 1
+        if holders == 2:
+            self._written_twice.add(ticket)
+        return holders > 0
 
-    def read(self, block_id: bytes, slot: int, deadline: float) -> int:
-        link = self._near if self._near.io.contains((block_id,)) else self._far
-        ticket = next(self._tickets)
-        link.reads[link.io.read(block_id, slot, deadline)] = ticket
-        return ticket
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        holder = self._near if self._near.contains((block_id,)) else self._far
+        holder.read(ticket, block_id, slot, deadline)
 
     def flush(self) -> None:
-        self._near.io.flush()
-        self._far.io.flush()
+        self._near.flush()
+        self._far.flush()
 
     def poll(self) -> list[BlockDone]:
+        """Of a write to both holders only the last answer is passed on: until then the slot is in
+        use. The first is counted here."""
         done = []
-        for link in (self._near, self._far):
-            for answer in link.io.poll():
-                ticket = link.reads.pop(answer.ticket, None)
-                if ticket is None:
-                    write = link.writes.pop(answer.ticket)
-                    write.open -= 1
-                    if write.open:  # of the other holder's answer, the owner of the slot learns
-                        count_write(self._counters, answer)
-                        continue
-                    ticket = write.ticket
-                done.append(answer._replace(ticket=ticket))
+        for answer in (*self._near.poll(), *self._far.poll()):
+            if answer.ticket in self._written_twice:
+                self._written_twice.remove(answer.ticket)
+                count_write(self._counters, answer)
+            else:
+                done.append(answer)
         return done
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
-        self._near.io.touch(block_ids)
-        self._far.io.touch(block_ids)
+        self._near.touch(block_ids)
+        self._far.touch(block_ids)
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        self._near.io.expect(uses)
-        self._far.io.expect(uses)
+        self._near.expect(uses)
+        self._far.expect(uses)
 
     def clear(self) -> None:
-        self._near.io.clear()
-        self._far.io.clear()
+        self._near.clear()
+        self._far.clear()
 
     def levels(self) -> dict[str, int]:
-        return {**self._near.io.levels(), **self._far.io.levels()}
+        return {**self._near.levels(), **self._far.levels()}
 
     def counts(self) -> Counter[str]:
-        return self._counters + self._near.io.counts() + self._far.io.counts()
+        return self._counters + self._near.counts() + self._far.counts()
 
     def close(self) -> None:
-        self._near.io.close()
-        self._far.io.close()
+        self._near.close()
+        self._far.close()
 
 
 def behind(

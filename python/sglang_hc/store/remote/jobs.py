@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from sglang_hc.store.block_io import Outcome
+from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 

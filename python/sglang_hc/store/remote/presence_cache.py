@@ -6,7 +6,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-MOST_KNOWN = 1 << 18
+MOST_REMEMBERED = 1 << 18
 
 
 class Presence(enum.Enum):
@@ -24,14 +24,14 @@ class Presence(enum.Enum):
 _NOTHING = (None, 0.0)
 
 
-class Known:
+class PresenceCache:
     """Identities seen or missed lately, each for a while; the oldest are forgotten first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: OrderedDict[bytes, tuple[Presence, float]] = OrderedDict()
 
-    def look(self, identity: bytes) -> Presence | None:
+    def state(self, identity: bytes) -> Presence | None:
         """None: not known, or no longer."""
         found = self._found.get(identity)
         return None if found is None or self._clock() >= found[1] else found[0]
@@ -47,11 +47,11 @@ class Known:
 
     def note(self, identity: bytes, presence: Presence) -> None:
         """Remember an answer in place of an earlier one; a useless block stays useless."""
-        if self.look(identity) is Presence.USELESS:
+        if self.state(identity) is Presence.USELESS:
             return
         self._found.pop(identity, None)
         self._found[identity] = presence, self._clock() + presence.value
-        if len(self._found) > MOST_KNOWN:
+        if len(self._found) > MOST_REMEMBERED:
             self._found.popitem(last=False)
 
     def clear(self) -> None:

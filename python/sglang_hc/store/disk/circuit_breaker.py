@@ -10,7 +10,7 @@ _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 
 
-class Breaker:
+class CircuitBreaker:
     """After FAILURES_TO_OPEN failures in a row nothing is let through for a while.
 
     The pause doubles each time the first attempt after it fails too. Thread-safe.

@@ -15,12 +15,12 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-from sglang_hc.store.disk.breaker import Breaker
+from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.counters import Counters
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.format import Chunk, Striping
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.records import IndexFull, Place
+from sglang_hc.store.disk.schema import IndexFull, Place
 from sglang_hc.store.disk.slabs import Slot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Share(NamedTuple):
         return self.place.slab, self.place.slot
 
 
-class BlockSet:
+class Catalog:
     """All blocks of one model over its directories. Thread-safe once `settle` has returned."""
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockSet:
         self.fingerprint = fingerprint
         self.clock = clock
         self.counters = Counters()
-        self.breaker = Breaker(clock)
+        self.breaker = CircuitBreaker(clock)
         self.removed: deque[bytes] = deque()
         self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
         self._legacy: dict[bytes, tuple[int, tuple[tuple[int, int], ...]]] = {}

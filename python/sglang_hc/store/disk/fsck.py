@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.checksums import Damaged, check_slot
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
-from sglang_hc.store.disk.records import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
 from sglang_hc.store.disk.slabs import slab_numbers, slab_path
 from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
-from sglang_hc.store.disk.verify import Damaged, check_slot
 
 
 @dataclass(frozen=True)

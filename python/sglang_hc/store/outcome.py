@@ -1,0 +1,23 @@
+"""How a read or a write of a block ended. One enum for every store: disk, I/O process, remote."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Outcome(enum.Enum):
+    """The answer to a read or a write of one block. The value is the end of the metric's name.
+
+    Only after OK does a read's slot hold the block; after any other answer the slot holds nothing
+    that may be used. Only after OK does a written block survive a crash.
+    """
+
+    OK = "ok"
+    MISSING = "missing"  # a read of a block that is not there
+    DAMAGED = "damaged"  # the bytes are not the block that was asked for; it is removed
+    IO_ERROR = "io_error"  # the store could not read or write it
+    TIMED_OUT = "timed_out"  # the deadline passed before the operation was finished
+    DUPLICATE = "duplicate"  # a write of a block that is there, or that another thread is writing
+    NO_SPACE = "no_space"  # a write for which nothing could be evicted
+    DROPPED = "dropped"  # a write that was not begun: too many wait, or its store is out of use
+    LOST = "lost"  # the process that was to do it is gone
