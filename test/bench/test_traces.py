@@ -148,16 +148,20 @@ def test_burstgpt_sessions(tmp_path: Path) -> None:
         ("sharegpt", "[]", "no usable conversation"),
         ("vllm", '{"filetype": "other"}', "filetype"),
         ("vllm", '{"filetype": "generate_conversations"}', "prompt_input"),
-        ("mooncake", "no json", "line 1 is not JSON"),
-        ("mooncake", '{"timestamp": 1}', "input_length"),
+        ("mooncake", "no json", ":1: not JSON"),
+        ("mooncake", '{"timestamp": 1}', "has no hash_ids"),
         (
             "mooncake",
             '{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
-            "exceeds",
+            "does not fit 1 hash_ids",
         ),
-        ("bailian", '{"timestamp": 1}', "chat_id"),
+        ("bailian", '{"timestamp": 1}', "has no chat_id"),
         ("burstgpt", "a,b\n1,2\n", "no column"),
-        ("burstgpt", "Timestamp,Request tokens,Response tokens\nx,1,2\n", "line 2"),
+        (
+            "burstgpt",
+            "Timestamp,Request tokens,Response tokens\nx,1,2\n",
+            ":2: Timestamp must be a number",
+        ),
     ],
 )
 def test_a_damaged_file_is_one_clear_error(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.simulator.traces import Timing, TraceError, read_trace
+from sglang_hc.simulator.traces import Timing, read_trace
+from sglang_hc.workloads.traces import TraceError
 
 SAMPLES = Path(__file__).parents[2] / "benchmark" / "simulator" / "samples"
 MOONCAKE = {"timestamp": 2000, "input_length": 700, "output_length": 9, "hash_ids": [4, 7]}
@@ -100,9 +101,9 @@ def test_sharegpt_lengths_are_estimated_and_arrivals_drawn(tmp_path):
         (lines({"timestamp": 1}), "has no hash_ids"),
         (lines({**BAILIAN, "parent_chat_id": None}), "has no parent_chat_id"),
         ("Timestamp,Request tokens,Response tokens\n1,x,2\n", r":2: Request tokens must be"),
-        ("Timestamp,Request tokens\n1,2\n", "has no Response tokens"),
+        ("Timestamp,Request tokens\n1,2\n", "no column Response tokens"),
         ("Timestamp,Request tokens,Response tokens\n1,-2,2\n", "must not be negative"),
-        ("[1]", "conversation 0: expected"),
+        ("[1]", "conversation 0: expected a JSON object"),
         ('[{"conversations": [{"from": "human"}]}]', 'expected {"from"'),
         ("[", "not JSON"),
         ("[]", "holds no request"),

@@ -15,10 +15,10 @@ from sglang_hc.cli.main import main
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
 from sglang_hc.simulator.recorded import replay_record
-from sglang_hc.simulator.traces import TraceError
 from sglang_hc.transfer.recording import Recorder, host_tier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.workloads.traces import TraceError
 
 SLOTS = 12
 FINGERPRINT = b"f" * 16

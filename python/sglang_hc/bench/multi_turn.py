@@ -11,7 +11,7 @@ from sglang_hc.bench import harness, metrics, options
 from sglang_hc.bench.driver import Pace
 from sglang_hc.bench.options import Setup
 from sglang_hc.bench.suite import Point
-from sglang_hc.bench.traces import FORMATS, TraceReader, parse_dataset
+from sglang_hc.bench.traces import NAMES, TraceReader, parse_dataset
 from sglang_hc.bench.workload import (
     ChatSpec,
     Distribution,
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     chat.add_argument(
         "--dataset",
         metavar="FORMAT:PATH",
-        help=f"conversations from a file instead; FORMAT is {', '.join(FORMATS)}",
+        help=f"conversations from a file instead; FORMAT is {', '.join(NAMES)}",
     )
     chat.add_argument("--max-len", type=int, help="drop requests of more tokens, and what follows")
     pace = parser.add_argument_group("pace")

@@ -1,4 +1,4 @@
-"""Readers of the field's public trace formats.
+"""Replayed traces: the public formats as requests with token ids, and vLLM's multi-turn input.
 
 Every reader returns a Trace and raises UsageError with the file, the place in it and what was
 expected there. Reading stops after `limit` sessions.
@@ -6,10 +6,9 @@ expected there. Reading stops after `limit` sessions.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,16 @@ from sglang_hc.bench.workload import (
     from_zero,
 )
 from sglang_hc.cli.main import UsageError
+from sglang_hc.workloads.traces import READERS, HashedPrompt, TraceError, TraceSession, TraceTurn
 
-MOONCAKE_BLOCK = 512
-BAILIAN_BLOCK = 16
-"""Tokens that one hash id of these traces stands for."""
+NAMES = {
+    "sharegpt": "ShareGPT",
+    "mooncake": "Mooncake",
+    "bailian": "Bailian",
+    "burstgpt": "BurstGPT",
+    "vllm": "vLLM multi-turn",
+}
+"""`FORMAT` of `--dataset FORMAT:PATH`, and what a report calls it."""
 
 
 class TraceReader:
@@ -49,125 +54,76 @@ class TraceReader:
         self._limit = limit
 
     def read(self, kind: str) -> Trace:
-        """`kind` is a key of FORMATS."""
+        """`kind` is a key of NAMES."""
         try:
-            trace = FORMATS[kind](self)
+            trace = self._vllm() if kind == "vllm" else self._public(kind)
         except OSError as error:
             raise UsageError(f"--dataset {kind}:{self._path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise UsageError(f"--dataset {kind}:{self._path}: not a UTF-8 text file") from None
+        except TraceError as error:
+            raise UsageError(f"--dataset {kind}:{error}") from None
         if not trace.sessions:
             raise UsageError(f"--dataset {kind}:{self._path}: holds no usable conversation")
         return from_zero(trace)
 
-    def sharegpt(self) -> Trace:
-        """List of {"conversations": [{"from": "human"|"gpt", "value": str}, ...]}."""
-        sessions = []
-        for number, item in enumerate(self._json_list()):
-            talk = _get(item, "conversations", list, f"item {number}", self._path)
-            pairs = _pairs(talk, "from", "value", ("human", "user"), ("gpt", "assistant"))
-            if pairs:
-                sessions.append(self._text_session(str(item.get("id", number)), pairs))
-            if len(sessions) == self._limit:
-                break
-        return Trace(f"ShareGPT {self._path.name}", tuple(sessions))
+    def _public(self, kind: str) -> Trace:
+        usable = (s for found in READERS[kind](self._path) if (s := self._session(found)).turns)
+        sessions = tuple(itertools.islice(usable, self._limit))
+        return Trace(f"{NAMES[kind]} {self._path.name}", sessions)
 
-    def vllm(self) -> Trace:
-        """vLLM's multi-turn input: a list of conversations in OpenAI roles, or a generator file."""
-        value = self._json()
+    def _session(self, found: TraceSession) -> Session:
+        """A replayed session. Requests without an answer failed, and are left out."""
+        turns: list[Turn] = []
+        so_far = 0
+        for turn in found.turns:
+            asked, answered = turn.asked, turn.answered
+            if isinstance(answered, str):
+                if "".join(texts_of(turn)) and answered:
+                    turns.append(self._text_turn("\n".join(texts_of(turn)), answered))
+            elif isinstance(asked, HashedPrompt):
+                turns.append(self._hashed_turn(asked, answered, turn.at))
+            elif isinstance(asked, int) and answered:
+                # A prompt that covers the session so far contains it; any other is new in whole.
+                new = asked - so_far if asked > so_far else asked
+                rng = np.random.default_rng([self._seed, *found.name.encode(), len(turns)])
+                turns.append(Turn(self._vocabulary.sample(rng, new), answered, at_s=turn.at))
+                so_far += new + answered
+        arrival = turns[0].at_s if turns else None
+        return Session(found.name, tuple(turns), arrival_s=arrival or 0.0)
+
+    def _text_turn(self, question: str, answer: str) -> Turn:
+        tokenizer = self._tokenizer()
+        output = max(1, len(tokenizer.encode(answer)))
+        return Turn(tuple(tokenizer.encode(question)), output, text=question)
+
+    def _hashed_turn(self, prompt: HashedPrompt, answered: int, at: float | None) -> Turn:
+        ids: list[int] = []
+        for value in prompt.ids:
+            rng = np.random.default_rng([self._seed, value])
+            ids += self._vocabulary.sample(rng, prompt.tokens_per_id)
+        return Turn(tuple(ids[: max(1, prompt.tokens)]), max(1, answered), at_s=at, whole=True)
+
+    def _vllm(self) -> Trace:
+        """A list of conversations in OpenAI roles, or a generator file."""
+        try:
+            value = json.loads(self._path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise UsageError(f"--dataset vllm:{self._path}: not JSON ({error})") from None
         if isinstance(value, dict):
             return self._vllm_generated(value)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise UsageError(f"--dataset vllm:{self._path}: expected a JSON list of objects")
         sessions = []
-        for number, item in enumerate(self._json_list()[: self._limit]):
+        for number, item in enumerate(value[: self._limit]):
             talk = _get(item, "messages", list, f"item {number}", self._path)
             system = "".join(str(m.get("content", "")) for m in talk if m.get("role") == "system")
-            pairs = _pairs(talk, "role", "content", ("user",), ("assistant",))
-            if pairs:
-                sessions.append(self._text_session(str(item.get("id", number)), pairs, system))
-        return Trace(f"vLLM multi-turn {self._path.name}", tuple(sessions))
-
-    def mooncake(self) -> Trace:
-        """JSONL {"timestamp": ms, "input_length", "output_length", "hash_ids"}, 512 tokens an id.
-
-        Every line is a session of one request: the trace has no links between turns, prefixes
-        are shared through equal hash ids.
-        """
-        sessions = []
-        for where, row in self._json_lines():
-            at = _get(row, "timestamp", (int, float), where, self._path) / 1000.0
-            turn = self._hashed_turn(row, where, MOONCAKE_BLOCK, at)
-            sessions.append(Session(where, (turn,), arrival_s=at))
-            if len(sessions) == self._limit:
-                break
-        return Trace(f"Mooncake {self._path.name}", tuple(sessions))
-
-    def bailian(self) -> Trace:
-        """JSONL with chat_id, parent_chat_id (-1 for a root), timestamp (s) and hash_ids of 16.
-
-        A session is a root and all its descendants, by time; a turn waits for the one before it.
-        """
-        root_of: dict[Any, Any] = {}
-        turns: dict[Any, list[Turn]] = {}
-        for where, row in self._json_lines():
-            chat = _get(row, "chat_id", (int, str), where, self._path)
-            parent = _get(row, "parent_chat_id", (int, str), where, self._path)
-            root = chat if parent in (-1, "-1") else root_of.get(parent, parent)
-            root_of[chat] = root
-            if root not in turns and len(turns) == self._limit:
-                continue
-            at = float(_get(row, "timestamp", (int, float), where, self._path))
-            turns.setdefault(root, []).append(self._hashed_turn(row, where, BAILIAN_BLOCK, at))
-        sessions = []
-        for root, talk in turns.items():
-            talk.sort(key=lambda turn: turn.at_s or 0.0)
-            sessions.append(Session(str(root), tuple(talk), arrival_s=talk[0].at_s or 0.0))
-        return Trace(f"Bailian {self._path.name}", tuple(sessions))
-
-    def burstgpt(self) -> Trace:
-        """CSV of BurstGPT; sessions need the Session ID column of version 1.2 and later.
-
-        A row's request tokens are taken as the whole prompt when they cover the session so far,
-        and as new tokens otherwise. Rows without a response (failures) are left out.
-        """
-        rows: dict[str, list[tuple[float, int, int]]] = {}
-        with open(self._path, newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            needed = ("Timestamp", "Request tokens", "Response tokens")
-            missing = [name for name in needed if name not in (table.fieldnames or ())]
-            if missing:
-                raise UsageError(
-                    f"--dataset burstgpt:{self._path}: no column {', '.join(missing)} "
-                    f"in the header; expected {', '.join(needed)} and Session ID"
-                )
-            for number, row in enumerate(table, 2):
-                name = row.get("Session ID") or f"line {number}"
-                if name not in rows and len(rows) == self._limit:
-                    continue
-                try:
-                    entry = (
-                        float(row["Timestamp"]),
-                        int(float(row["Request tokens"])),
-                        int(float(row["Response tokens"])),
-                    )
-                except (TypeError, ValueError):
-                    raise UsageError(
-                        f"--dataset burstgpt:{self._path}: line {number} holds no numbers in "
-                        f"{', '.join(needed)}"
-                    ) from None
-                if entry[1] > 0 and entry[2] > 0:
-                    rows.setdefault(name, []).append(entry)
-        sessions = [self._burst_session(name, talk) for name, talk in rows.items()]
-        return Trace(f"BurstGPT {self._path.name}", tuple(sessions))
-
-    def _burst_session(self, name: str, talk: list[tuple[float, int, int]]) -> Session:
-        talk.sort()
-        rng = np.random.default_rng([self._seed, *name.encode()])
-        turns, so_far = [], 0
-        for at, asked, answered in talk:
-            new = asked - so_far if asked > so_far else asked
-            turns.append(Turn(self._vocabulary.sample(rng, new), answered, at_s=at))
-            so_far += new + answered
-        return Session(name, tuple(turns), arrival_s=talk[0][0])
+            turns = tuple(self._text_turn(*pair) for pair in _pairs(talk))
+            if turns:
+                ids = tuple(self._tokenizer().encode(system))
+                name = str(item.get("id", number))
+                sessions.append(Session(name, turns, system_ids=ids, system_text=system))
+        return Trace(f"{NAMES['vllm']} {self._path.name}", tuple(sessions))
 
     def _vllm_generated(self, value: dict[str, Any]) -> Trace:
         if value.get("filetype") != "generate_conversations":
@@ -226,77 +182,19 @@ class TraceReader:
             raise UsageError(f"{where}: {kind} needs {', '.join(names)} ({error})") from None
         return Distribution.parse(":".join([kind, *(repr(value) for value in params)]), where)
 
-    def _text_session(self, name: str, pairs: list[tuple[str, str]], system: str = "") -> Session:
-        tokenizer = self._tokenizer()
-        turns = tuple(
-            Turn(
-                tuple(tokenizer.encode(question)),
-                max(1, len(tokenizer.encode(answer))),
-                text=question,
-            )
-            for question, answer in pairs
-        )
-        return Session(name, turns, system_ids=tuple(tokenizer.encode(system)), system_text=system)
 
-    def _hashed_turn(self, row: dict[str, Any], where: str, block: int, at: float) -> Turn:
-        length = _get(row, "input_length", int, where, self._path)
-        output = _get(row, "output_length", int, where, self._path)
-        hashes = _get(row, "hash_ids", list, where, self._path)
-        if length > len(hashes) * block:
-            raise UsageError(
-                f"--dataset {self._path}: {where}: input_length {length} exceeds "
-                f"{len(hashes)} hash_ids of {block} tokens"
-            )
-        ids: list[int] = []
-        for value in hashes:
-            rng = np.random.default_rng([self._seed, abs(int(value))])
-            ids += self._vocabulary.sample(rng, block)
-        return Turn(tuple(ids[: max(1, length)]), max(1, output), at_s=at, whole=True)
-
-    def _json(self) -> Any:
-        try:
-            return json.loads(self._path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise UsageError(f"--dataset {self._path}: not JSON ({error})") from None
-
-    def _json_list(self) -> list[dict[str, Any]]:
-        value = self._json()
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise UsageError(f"--dataset {self._path}: expected a JSON list of objects")
-        return value
-
-    def _json_lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        with open(self._path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"line {number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UsageError(
-                        f"--dataset {self._path}: {where} is not JSON ({error})"
-                    ) from None
-                if not isinstance(row, dict):
-                    raise UsageError(f"--dataset {self._path}: {where} is not a JSON object")
-                yield where, row
-
-
-FORMATS: dict[str, Callable[[TraceReader], Trace]] = {
-    "sharegpt": TraceReader.sharegpt,
-    "vllm": TraceReader.vllm,
-    "mooncake": TraceReader.mooncake,
-    "bailian": TraceReader.bailian,
-    "burstgpt": TraceReader.burstgpt,
-}
+def texts_of(turn: TraceTurn) -> Sequence[str]:
+    """The messages of a turn; none where the file gives lengths or hashes."""
+    asked = turn.asked
+    return asked if isinstance(asked, tuple) and not isinstance(asked, HashedPrompt) else ()
 
 
 def parse_dataset(text: str) -> tuple[str, Path]:
     """(format, path) of `FORMAT:PATH`. Raises UsageError."""
     kind, colon, path = text.partition(":")
-    if kind not in FORMATS or not colon or not path:
+    if kind not in NAMES or not colon or not path:
         raise UsageError(
-            f"--dataset {text!r}: give FORMAT:PATH with FORMAT one of {', '.join(FORMATS)}"
+            f"--dataset {text!r}: give FORMAT:PATH with FORMAT one of {', '.join(NAMES)}"
         )
     return kind, Path(path)
 
@@ -309,15 +207,14 @@ def _get(row: Any, key: str, kind: Any, where: str, path: Path) -> Any:
     return value
 
 
-def _pairs(
-    talk: list[Any], role: str, content: str, ask: tuple[str, ...], answer: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    """(question, answer) of neighbouring messages with the right roles, empty ones left out."""
+def _pairs(talk: list[Any]) -> list[tuple[str, str]]:
+    """(question, answer) of neighbouring messages of user and assistant, empty ones left out."""
     pairs = []
     for first, second in itertools.pairwise(talk):
         if not (isinstance(first, dict) and isinstance(second, dict)):
             continue
-        question, reply = first.get(content), second.get(content)
-        if first.get(role) in ask and second.get(role) in answer and question and reply:
+        question, reply = first.get("content"), second.get("content")
+        roles = (first.get("role"), second.get("role"))
+        if roles == ("user", "assistant") and question and reply:
             pairs.append((str(question), str(reply)))
     return pairs

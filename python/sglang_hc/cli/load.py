@@ -18,8 +18,9 @@ from sglang_hc.simulator.models import (
     SimulatedModel,
     load_model,
 )
-from sglang_hc.simulator.traces import Timing, TraceError, read_trace
+from sglang_hc.simulator.traces import Timing, read_trace
 from sglang_hc.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+from sglang_hc.workloads.traces import TraceError
 
 WORKLOADS = ("attentionstore", "sharegpt4", "l-eval")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_hc.cli.main import UsageError
 from sglang_hc.simulator.recorded import Comparison, replay_record
-from sglang_hc.simulator.traces import TraceError
+from sglang_hc.workloads.traces import TraceError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

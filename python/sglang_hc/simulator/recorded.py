@@ -9,7 +9,6 @@ server's ends the replay, because all that follows would differ too.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 
 from sglang_hc.policy.eviction import POLICIES, EvictionPolicy, make_policy
 from sglang_hc.policy.windows import LookAhead
-from sglang_hc.simulator.traces import TraceError
 from sglang_hc.trace import TRACE_VERSION
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier, Spare
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+from sglang_hc.workloads.traces import TraceError, json_object
 
 FINGERPRINT = b"sglang-hc replay"
 
@@ -298,13 +297,7 @@ def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
                     return
-                try:
-                    event = json.loads(line)
-                except ValueError as error:
-                    raise TraceError(f"{path}:{number}: not JSON ({error})") from error
-                if not isinstance(event, dict):
-                    raise TraceError(f"{path}:{number}: expected a JSON object")
-                yield number, event
+                yield number, json_object(line, f"{path}:{number}")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

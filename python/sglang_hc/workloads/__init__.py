@@ -1,0 +1,1 @@
+"""What users ask of a server, as recorded in the field's public trace formats."""
