@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from sglang_hc.bench import page, plots, report, results
 from sglang_hc.bench.arms import Arm
@@ -16,6 +17,9 @@ from sglang_hc.bench.options import Setup
 from sglang_hc.bench.suite import Cell, Point, Suite
 from sglang_hc.cli.main import UsageError
 
+Show: TypeAlias = "Callable[[dict[str, Any], Sequence[Path], Path], str]"
+"""(result, plots, output folder) to what is printed at the end."""
+
 
 def execute(
     experiment: str,
@@ -25,10 +29,12 @@ def execute(
     *,
     extra: dict[str, Any] | None = None,
     cxs: tuple[dict[str, int], float] | None = None,
+    show: Show | None = None,
 ) -> int:
-    """Run, compare, write results, plots and the report, and print the tables.
+    """Run, compare, write results, plots and the report, and print what `show` makes of them.
 
     extra: further settings for the result. cxs: (concurrent users by point, bound in seconds).
+    show: every table by default.
     Returns the exit status: 1 when a request failed or a disagreement is not explained.
     """
     _terminate_like_interrupt()
@@ -59,9 +65,13 @@ def execute(
     results.write(result, cells, setup.args.tag, output)
     drawn = plots.draw(result, cells, output)
     page.write(result, drawn, output / "report.html")
-    print(report.console(result))
-    print(f"\nresults in {output}: result.json, report.html, {', '.join(p.name for p in drawn)}")
+    print((show or _everything)(result, drawn, output))
     return _status(cells, agreements)
+
+
+def _everything(result: dict[str, Any], plots: Sequence[Path], output: Path) -> str:
+    names = ", ".join(path.name for path in plots)
+    return f"{report.console(result)}\n\nresults in {output}: result.json, report.html, {names}"
 
 
 def _finder(points: Sequence[Point]) -> Any:

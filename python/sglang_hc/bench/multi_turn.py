@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sglang_hc.bench import harness, metrics, options
 from sglang_hc.bench.driver import Pace
+from sglang_hc.bench.harness import Show
 from sglang_hc.bench.options import Setup
 from sglang_hc.bench.suite import Point
 from sglang_hc.bench.traces import NAMES, TraceReader, parse_dataset
@@ -98,16 +99,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. Returns the exit status."""
+def run(args: argparse.Namespace, show: Show | None = None) -> int:
+    """Run the benchmark. Returns the exit status. `show`: see harness.execute."""
     options.apply_preset(args, _DEFAULTS, _QUICK)
     _check(args)
     setup = options.prepare(args)
     points, users = _points(args, setup)
     cxs = (users, args.ttft_bound) if users else None
     words = "concurrent users" if users else "session arrivals per second"
+    extra = {"sweep": words}
     return harness.execute(
-        "multi-turn", setup, points, metrics.by_turn, extra={"sweep": words}, cxs=cxs
+        "multi-turn", setup, points, metrics.by_turn, extra=extra, cxs=cxs, show=show
     )
 
 

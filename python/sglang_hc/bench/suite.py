@@ -104,7 +104,7 @@ class Suite:
             if arm.url:
                 self._live[arm.name] = arm.url
             else:
-                print(f"starting {arm.name}: {arm.command}", flush=True)
+                print(f"starting {arm.name}", flush=True)
                 server = ServerProcess(
                     arm.module,
                     arm.args,
