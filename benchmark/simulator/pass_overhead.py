@@ -36,7 +36,7 @@ def main() -> None:
         for block in needs[request]:
             tier.write(parent, block, 0.0, 0.0)
             parent = block
-    order: AdmissionOrder[str] = AdmissionOrder(32)
+    order: AdmissionOrder[str] = AdmissionOrder(window.requests, 32)
     window.update(queue, WAITING, needs.__getitem__)
     seconds = []
     for number in range(PASSES):

@@ -4,22 +4,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.ready_first import ON_THE_WAY, AdmissionOrder
+from sglang_hc.policy.requests import WaitingTable
 
 
 def test_a_request_on_the_way_does_not_block_those_behind():
-    order: AdmissionOrder[str] = AdmissionOrder(max_passes=2)
+    requests: WaitingTable[str] = WaitingTable()
+    order: AdmissionOrder[str] = AdmissionOrder(requests, max_passes=2)
     ready = {"a": ON_THE_WAY, "b": 5.0, "c": 0.0}
     assert list(order.order(["a", "b", "c"], ready.get)) == ["b", "c"], "queue order by default"
     order.admitted(["a", "b", "c"], ["b"])
-    assert order.passed_over("a") == 1 and order.passed_over("c") == 0
+    assert requests["a"].bypassed == 1 and requests["c"].bypassed == 0
     order.admitted(["a", "c"], ["c"])
     assert list(order.order(["a", "d"], lambda r: ready.get(r, 0.0))) == ["a", "d"], "a is due"
     order.admitted(["a", "d"], ["a", "d"])
-    assert order.passed_over("a") == 0
+    assert not order.is_due("a")
 
 
 def test_ready_first_weighs_tiers_by_their_restore_cost():
-    order: AdmissionOrder[str] = AdmissionOrder(max_passes=8, ready_first=True)
+    order: AdmissionOrder[str] = AdmissionOrder(WaitingTable(), max_passes=8, ready_first=True)
     cost = {"disk": 0.9, "host": 0.1, "new": 0.0, "device": 0.0, "coming": ON_THE_WAY}
     assert list(order.order(["disk", "coming", "host", "new", "device"], cost.get)) == [
         "new",
@@ -30,7 +32,7 @@ def test_ready_first_weighs_tiers_by_their_restore_cost():
 
 
 def test_a_pass_without_admissions_counts_for_nobody():
-    order: AdmissionOrder[str] = AdmissionOrder(max_passes=1)
+    order: AdmissionOrder[str] = AdmissionOrder(WaitingTable(), max_passes=1)
     for _ in range(5):
         order.admitted(["a", "b"], [])
     assert not order.is_due("a")
@@ -54,7 +56,8 @@ passes = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(passes, st.integers(0, 4), st.booleans())
 def test_nobody_starves(history, bound, ready_first):
-    order: AdmissionOrder[int] = AdmissionOrder(bound, ready_first=ready_first)
+    requests: WaitingTable[int] = WaitingTable()
+    order: AdmissionOrder[int] = AdmissionOrder(requests, bound, ready_first=ready_first)
     queue: list[int] = []
     passed: dict[int, int] = {}
     newest = 0
@@ -71,5 +74,5 @@ def test_nobody_starves(history, bound, ready_first):
             if request not in chosen and any(later in chosen for later in queue[place + 1 :]):
                 passed[request] = passed.get(request, 0) + 1
                 assert passed[request] <= bound
-                assert order.passed_over(request) == passed[request]
+                assert requests[request].bypassed == passed[request]
         queue = [request for request in queue if request not in chosen]

@@ -74,7 +74,7 @@ class DiskMachine(TiersMachine):
         self.count += 1
         rid = f"f{self.count}"
         self.fetching[rid] = Waiting(salt, pack_tokens(tokens[:cut]), 0)
-        self.view.arrived(rid, self.fetching.__getitem__)
+        self.view.arrived(rid, rid, self.fetching.__getitem__)
         self.look()
         self.work(steps)
 
@@ -116,7 +116,7 @@ class DiskMachine(TiersMachine):
         rid = list(self.fetching)[which % len(self.fetching)]
         self.now += later
         if cancel:
-            self.view.gone(rid)
+            self.view.left(rid)
         elif self.view.ready(rid, self.fetching.__getitem__):
             self.view.finished(rid, 3)
         else:

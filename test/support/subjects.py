@@ -178,11 +178,11 @@ class ServerSubject:
 
     def enqueue(self, word: str) -> None:
         self.order.append(word)
-        self.queue.arrived(word, self._waiting)
+        self.queue.arrived(word, word, self._waiting)
 
     def abort(self, word: str) -> None:
         self.order.remove(word)
-        self.queue.gone(word)
+        self.queue.left(word)
 
     def admit(self) -> int:
         return self.serve(self.order[0])

@@ -65,7 +65,7 @@ class Loop:
         self.queue = QueueView(
             self.host, self.disk, window, (HOST_SLOTS, 1000), prefetch, ready_first=ready_first
         )
-        self.queue.admission = Admission(ready_first=ready_first, bound=BOUND)
+        self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
 
     def of(self, rid: str) -> Waiting:
         return Waiting(None, tokens_of(self.words[rid]), 0)
@@ -75,18 +75,18 @@ class Loop:
         self.words[rid] = word
         self.arrivals.append(rid)
         self.waiting.append(rid)
-        self.queue.arrived(rid, self.of)
+        self.queue.arrived(rid, rid, self.of)
 
     def abort(self, rid: str) -> None:
         self.waiting.remove(rid)
-        self.queue.gone(rid)
+        self.queue.left(rid)
         assert not self.queue.fetching(rid)
 
     def run(self, fits: int) -> list[str]:
         """One pass that has room for so many requests. Returns whom it admitted, in order."""
         self.disk.poll()
         if self.queue.admission.ready_first:
-            ticket = self.queue.admission.tickets.__getitem__
+            ticket = self.queue.requests.arrival
             self.waiting[:ARRANGED] = sorted(self.waiting[:ARRANGED], key=ticket)
         self.queue.look(self.waiting, self.of)
         for rid in self.running:

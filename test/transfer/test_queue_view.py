@@ -65,8 +65,8 @@ def test_the_disk_is_told_what_changed_and_only_then() -> None:
     queue.look(["a2", "b1"], waiting)
     assert below.uses[ids("a1")[1]] is None
     assert below.uses[shared] == second, "it is now needed by the next one"
-    queue.gone("a2")
-    queue.gone("b1")
+    queue.left("a2")
+    queue.left("b1")
     queue.look([], waiting)
     assert set(below.uses.values()) == {None}
 
@@ -104,6 +104,6 @@ def test_reads_begin_at_once_and_together() -> None:
     queue = QueueView(host, DiskTier(below, host), window, (100, 100), "queue")
     queue.look(["a1"], waiting)
     assert below.begun == [ids("a1")]
-    queue.arrived("b1", waiting)
+    queue.arrived("b1", "b1", waiting)
     queue.ready("b1", waiting)  # its turn has come, and nobody looked at the queue since
     assert below.begun[1:] == [ids("a1") + ids("b1")]

@@ -93,6 +93,7 @@ class Prefetcher(Generic[K]):
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one)."""
         self.window = window
+        self._requests = window.requests
         self.costs = costs
         self.mode = mode
         self.turns = TurnEstimate()
@@ -103,11 +104,6 @@ class Prefetcher(Generic[K]):
         self._stretch = stretch
         self._mean = RunningMean()
         self._unseen: dict[K, None] = {}  # to be looked at, in the order they came
-        self._ends: dict[K, bytes] = {}  # last block that is in host memory, or on its way
-        self._patience: dict[K, float] = {}  # seconds that what is on its way saves
-        self._until: dict[K, float] = {}  # end of the wait of a request whose turn has come
-        self._waits: Counter[K] = Counter()  # fetches that it waited for
-        self._settled: set[K] = set()  # nothing more is fetched for these
         self._quiet = 0
 
     # -- windows ---------------------------------------------------------------------------------
@@ -148,6 +144,7 @@ class Prefetcher(Generic[K]):
     def arrived(self, request: K) -> None:
         """A request was queued, or queued again."""
         self._forget(request)
+        self._requests.arrived(request)
         if self.mode != "off":
             self._unseen[request] = None
 
@@ -171,21 +168,23 @@ class Prefetcher(Generic[K]):
         """Nothing more is fetched for this request: it is served with what is there."""
         self._stop_waiting(request)
         self._unseen.pop(request, None)
-        self._settled.add(request)
+        self._requests[request].settled = True
 
     def came(self, block_id: bytes) -> set[K]:
         """A block is in host memory. Returns the requests that waited for it."""
         self._quiet = 0
         requests = self.fetches.ended(block_id)
         for request in requests:
-            if not self.fetches.awaited_by(request) and self._until.pop(request, None) is not None:
-                self._waits[request] += 1
+            record = self._requests[request]
+            if not self.fetches.awaited_by(request) and record.wait_until is not None:
+                record.wait_until = None
+                record.fetches += 1
         return requests
 
     def failed(self, block_id: bytes) -> None:
         """A block will not come. Who waited for it is looked at again at its turn."""
         for request in self.came(block_id):
-            self._ends.pop(request, None)
+            self._requests[request].last_block = None
 
     # -- ahead of the turn -----------------------------------------------------------------------
 
@@ -230,10 +229,10 @@ class Prefetcher(Generic[K]):
 
     def _is_missed(self, request: K) -> bool:
         """What was in host memory for the request, or came, has left again."""
-        end = self._ends.get(request)
-        if end is None or self._below.in_host(end):
+        record = self._requests[request]
+        if record.last_block is None or self._below.in_host(record.last_block):
             return False
-        return not self.fetches.awaited_by(request) and request not in self._settled
+        return not self.fetches.awaited_by(request) and not record.settled
 
     # -- at the turn -----------------------------------------------------------------------------
 
@@ -242,15 +241,18 @@ class Prefetcher(Generic[K]):
 
         False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
         """
-        if self.mode == "off" or request in self._settled:
+        record = self._requests[request]
+        if self.mode == "off" or record.settled:
             return True
-        if self._waits[request] >= MAX_FETCHES:
+        if record.fetches >= MAX_FETCHES:
             self.give_up(request)
             return True
         if not self.fetches.awaited_by(request) and self._has_all(request):
             return True
-        patience = max(0.0, min(PATIENCE, self._patience.get(request, PATIENCE)))
-        if now < self._until.setdefault(request, now + patience):
+        if record.wait_until is None:
+            patience = PATIENCE if record.patience is None else record.patience
+            record.wait_until = now + max(0.0, min(PATIENCE, patience))
+        if now < record.wait_until:
             return False
         self.counters["prefetch_late"] += 1
         self.give_up(request)
@@ -296,7 +298,8 @@ class Prefetcher(Generic[K]):
         if started < wanted:
             self._unseen[request] = None
         self._reached(request, lack, first + started)
-        self._patience[request] = lack.saved(self.costs, lack.first, first + wanted)
+        saved = lack.saved(self.costs, lack.first, first + wanted)
+        self._requests[request].patience = saved
         return wanted
 
     def _worth(self, lack: Lacking, first: int, end: int, turn_in: float) -> int:
@@ -315,10 +318,7 @@ class Prefetcher(Generic[K]):
 
     def _reached(self, request: K, lack: Lacking, end: int) -> None:
         """Host memory has, or gets, the first `end` blocks of the path."""
-        if end:
-            self._ends[request] = lack.path[end - 1]
-        else:
-            self._ends.pop(request, None)
+        self._requests[request].last_block = lack.path[end - 1] if end else None
 
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None
@@ -341,13 +341,12 @@ class Prefetcher(Generic[K]):
 
     def _stop_waiting(self, request: K) -> None:
         self.fetches.cancel(request)
-        self._patience.pop(request, None)
-        self._until.pop(request, None)
+        record = self._requests[request]
+        record.patience = record.wait_until = None
 
     def _forget(self, request: K) -> None:
+        """The request has left the queue: its record ends here, whoever admitted it."""
         self._quiet = 0
-        self._stop_waiting(request)
+        self.fetches.cancel(request)
         self._unseen.pop(request, None)
-        self._ends.pop(request, None)
-        self._waits.pop(request, None)
-        self._settled.discard(request)
+        self._requests.left(request)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
+from sglang_hc.policy.requests import WaitingTable
+
 K = TypeVar("K", bound=Hashable)
 
-MAX_OVERTAKEN = 64
+MAX_BYPASSED = 64
 """Passes in which others are admitted past a request because its state is on the way, or because
 theirs is there. After that it goes first, with the state it has."""
 
@@ -30,19 +32,18 @@ class AdmissionOrder(Generic[K]):
     fit), then reports it with `admitted`. The bound holds under exactly this rule.
     """
 
-    def __init__(self, max_passes: int, *, ready_first: bool = False) -> None:
+    def __init__(
+        self, requests: WaitingTable[K], max_passes: int, *, ready_first: bool = False
+    ) -> None:
         if max_passes < 0:
             raise ValueError(f"max_passes must not be negative, got {max_passes}")
         self._max_passes = max_passes
         self._ready_first = ready_first
-        self._passed: dict[K, int] = {}
+        self._requests = requests
         self._due: set[K] = set()
 
-    def passed_over(self, request: K) -> int:
-        """Passes so far in which a request behind this one was admitted before it."""
-        return self._passed.get(request, 0)
-
     def is_due(self, request: K) -> bool:
+        """It was bypassed so often that it goes next."""
         return not self._max_passes or request in self._due
 
     def order(self, queue: Sequence[K], readiness: Callable[[K], float | None]) -> Iterator[K]:
@@ -79,14 +80,13 @@ class AdmissionOrder(Generic[K]):
                 break
             if request in gone:
                 remaining -= 1
-                self.forget(request)
+                self._due.discard(request)
             else:
-                count = self._passed.get(request, 0) + 1
-                self._passed[request] = count
-                if count >= self._max_passes:
+                record = self._requests[request]
+                record.bypassed += 1
+                if record.bypassed >= self._max_passes:
                     self._due.add(request)
 
     def forget(self, request: K) -> None:
-        """The request was aborted. Nothing happens if it is unknown."""
-        self._passed.pop(request, None)
+        """The request left the queue. Nothing happens if it is unknown."""
         self._due.discard(request)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Generic, TypeVar
 
+from sglang_hc.policy.requests import WaitingTable
+
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
 
@@ -78,6 +80,7 @@ class LookAhead(Generic[K]):
     """
 
     def __init__(self) -> None:
+        self.requests: WaitingTable[K] = WaitingTable()
         self._order: list[K] = []
         self._rank: dict[K, float] = {}
         self._blocks: dict[K, Sequence[bytes]] = {}

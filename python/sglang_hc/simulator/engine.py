@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
-from sglang_hc.policy.ready_first import MAX_OVERTAKEN, ON_THE_WAY, AdmissionOrder
+from sglang_hc.policy.ready_first import MAX_BYPASSED, ON_THE_WAY, AdmissionOrder
 from sglang_hc.simulator.jobs import Conversation, Job
 from sglang_hc.simulator.measures import Measures
 from sglang_hc.simulator.models import GpuCosts
@@ -67,7 +67,7 @@ class Engine:
         context = self.costs.model.context
         self._talks = [Conversation(i, s, context) for i, s in enumerate(self.workload.sessions)]
         self._order: AdmissionOrder[int] = AdmissionOrder(
-            MAX_OVERTAKEN, ready_first=self.ready_first
+            self.cache.window.requests, MAX_BYPASSED, ready_first=self.ready_first
         )
         self._agenda: list[tuple[float, int, int | Transfer]] = []
         self._ticket = 0

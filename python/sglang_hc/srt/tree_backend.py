@@ -230,7 +230,7 @@ class HcRadixCache(RadixCache):
 
     def release_aborted_request(self, rid: str) -> None:
         """A request left the queue."""
-        self.waiting.gone(rid)
+        self.waiting.left(rid)
 
     def terminate_prefetch(self, rid: str) -> None:
         """Waiting for this request's prefetch has ended."""

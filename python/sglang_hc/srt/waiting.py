@@ -30,7 +30,6 @@ class WaitingRequests:
         """on_device: tokens of a key that the device has now."""
         self._tiers = tiers
         self._on_device = on_device
-        self._requests: dict[str, Any] = {}
         self._arranged = False
         self._queue: list[Any] = []
         self._order: list[str] = []
@@ -53,8 +52,8 @@ class WaitingRequests:
         queue = scheduler.waiting_queue
         if self._arranged:  # as it was before
             self._arranged = False
-            ticket, last = self.admission.tickets.get, self.admission.arrivals + 1
-            queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: ticket(req.rid, last))
+            arrival = self._view.requests.arrival
+            queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(req.rid))
         self._update(queue)
         self._view.look(self._order, self._waiting_of)
         if self._tiers.read_buffer is not None:
@@ -65,7 +64,8 @@ class WaitingRequests:
         if not self.admission.ready_first:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
-        if len(head) == min(ARRANGED, len(queue)) and head.keys() <= self._requests.keys():
+        known = all(rid in self._view.requests for rid in head)
+        if known and len(head) == min(ARRANGED, len(queue)):
             costs = self._view.readiness(head, self._waiting_of)
             before = list(head)
             order = self.admission.arrange(before, costs)
@@ -80,40 +80,39 @@ class WaitingRequests:
     def queued(self, rid: str) -> None:
         """A request was queued, perhaps not for the first time."""
         if self.last_matched is not None and self.last_matched.rid == rid:
-            self._requests[rid] = self.last_matched
-            self._view.arrived(rid, self._waiting_of)
+            self._view.arrived(rid, self.last_matched, self._waiting_of)
 
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""
-        return rid not in self._requests or self._view.ready(rid, self._waiting_of)
+        return rid not in self._view.requests or self._view.ready(rid, self._waiting_of)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
         return self._view.take_loaded(rid)
 
-    def gone(self, rid: str) -> None:
+    def left(self, rid: str) -> None:
         """A request left the queue without being admitted."""
-        self._forget(rid)
-        self._view.gone(rid)
+        self._order_is_stale(rid)
+        self._view.left(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over."""
-        self._forget(rid)
+        self._order_is_stale(rid)
         self._view.finished(rid, blocks)
 
     def _update(self, queue: list[Any]) -> None:
         """Bring `_order` up to the queue. Only requests that are new in it are touched."""
         if queue == self._queue:
             return
-        gone = departed(self._queue, queue) if len(self._order) == len(self._queue) else None
-        stayed = without(self._order, gone) if gone is not None else []
+        left = departed(self._queue, queue) if len(self._order) == len(self._queue) else None
+        stayed = without(self._order, left) if left is not None else []
         new = queue[len(stayed) :]
-        self._order = stayed + [req.rid for req in new if req.rid in self._requests]
+        self._order = stayed + [req.rid for req in new if req.rid in self._view.requests]
         self._queue = queue.copy()
 
-    def _forget(self, rid: str) -> None:
-        self._requests.pop(rid, None)
-        if rid in self.admission.tickets:  # another of this name may still be in the queue
+    def _order_is_stale(self, rid: str) -> None:
+        """A known request leaves. Another of its name may still be in the queue, unknown now."""
+        if rid in self._view.requests:
             self._queue, self._order = [], []
 
     @property
@@ -123,6 +122,6 @@ class WaitingRequests:
         return queue
 
     def _waiting_of(self, rid: str) -> Waiting:
-        req = self._requests[rid]
+        req = self._view.requests[rid].source
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
         return Waiting(req.extra_key, pack_tokens(key.token_ids), self._on_device(key))

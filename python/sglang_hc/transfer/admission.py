@@ -1,15 +1,17 @@
-"""Nobody is overtaken for long: which requests are passed over, and how often (AdmissionOrder).
+"""No request is bypassed for long: who is passed over, and how often (AdmissionOrder).
 
-The scheduler asks for each waiting request, in its order, whether it may be admitted. What it has
-admitted is seen at the top of the next pass: who is gone from the queue without having left it.
-With ready-first the queue is put in order before it is asked for. Belongs to the scheduler thread.
+The scheduler asks for each waiting request, in its order, whether it may be admitted. It does not
+say whom it admits; that shows at the top of the next pass, in who is no longer in the queue and was
+not aborted. With ready-first the queue is put in order before the scheduler asks. Belongs to the
+scheduler thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_hc.policy.ready_first import MAX_OVERTAKEN, AdmissionOrder
+from sglang_hc.policy.ready_first import MAX_BYPASSED, AdmissionOrder
+from sglang_hc.policy.requests import WaitingTable
 from sglang_hc.policy.windows import departed
 
 ARRANGED = 128
@@ -21,36 +23,29 @@ Readiness = Callable[[str], float | None]
 class Admission:
     """Order and bound of one scheduler's admissions."""
 
-    def __init__(self, *, ready_first: bool = False, bound: int = MAX_OVERTAKEN) -> None:
+    def __init__(
+        self,
+        requests: WaitingTable[str],
+        *,
+        ready_first: bool = False,
+        bound: int = MAX_BYPASSED,
+    ) -> None:
         """bound: passes in which others are admitted past a request."""
         self.ready_first = ready_first
-        self._order: AdmissionOrder[str] = AdmissionOrder(bound, ready_first=ready_first)
+        self._order: AdmissionOrder[str] = AdmissionOrder(requests, bound, ready_first=ready_first)
         self._queue: list[str] = []
         self._waiting: list[str] = []
         self._left: set[str] = set()
         self._head: set[str] = set()
-        self.arrivals = 0
-        self.tickets: dict[str, int] = {}
-        """Places in the order of arrival of the requests that wait."""
 
     def is_due(self, rid: str) -> bool:
         """The request may not be passed over any more."""
         return self._order.is_due(rid)
 
-    def arrived(self, rid: str) -> None:
-        """A request came to the end of the queue, perhaps not for the first time."""
-        self.arrivals += 1
-        self.tickets[rid] = self.arrivals
-
     def left(self, rid: str) -> None:
-        """A request left the queue without being admitted."""
+        """A request left the queue without being admitted, or is over."""
         self._left.add(rid)
-        self.forget(rid)
-
-    def forget(self, rid: str) -> None:
-        """Nothing is to be remembered of this request. Nothing happens if it is unknown."""
         self._order.forget(rid)
-        self.tickets.pop(rid, None)
 
     def asked(self, rid: str) -> None:
         """The scheduler comes to this request, which waited when the pass began."""
@@ -80,7 +75,7 @@ class Admission:
         return admitted
 
     def _admit(self, waiting: Sequence[str]) -> list[str]:
-        """Those the scheduler came to in the last pass, and that wait no more, were admitted."""
+        """The requests that the scheduler asked for in the last pass and that no longer wait."""
         if not self._queue:
             return []
         gone = departed(self._waiting, waiting)
@@ -89,9 +84,8 @@ class Admission:
             left = [rid for rid in self._waiting if rid not in still]
         else:
             left = [self._waiting[at] for at in gone]
-        asked = set(self._queue) - self._left
-        admitted = [rid for rid in left if rid in asked]
-        self._order.admitted(self._queue, admitted)
-        for rid in admitted:
-            self.tickets.pop(rid, None)
+        asked = [rid for rid in self._queue if rid not in self._left]
+        candidates = set(asked)
+        admitted = [rid for rid in left if rid in candidates]
+        self._order.admitted(asked, admitted)
         return admitted

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.fetches import Lacking, RestoreCosts, UnknownCosts
@@ -32,16 +32,6 @@ class Waiting(NamedTuple):
     namespace: str | None
     tokens: bytes
     on_device: int
-
-
-class Needs(NamedTuple):
-    """Identities of the blocks of a prompt, worked out once per request.
-
-    all: those it can use, wherever they are or will be. path: its whole blocks.
-    """
-
-    all: Sequence[bytes]
-    path: Sequence[bytes]
 
 
 WaitingOf = Callable[[str], Waiting]
@@ -75,10 +65,8 @@ class QueueView:
         mode = prefetch if disk is not None else "off"
         self._prefetcher = Prefetcher(window, self, self._costs, slots, mode)
         self._waiting_of: WaitingOf | None = None
-        self._needs: dict[str, Needs] = {}
-        self._restore: dict[str, float] = {}
-        self._loaded: Counter[str] = Counter()
-        self.admission = Admission(ready_first=ready_first)
+        self.requests = window.requests
+        self.admission = Admission(self.requests, ready_first=ready_first)
         self._changed: set[bytes] = set()
         self._claims = claims
         if disk is not None:
@@ -105,24 +93,21 @@ class QueueView:
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
         self._waiting_of = waiting_of
-        if self._disk is not None:
-            self._prefetcher.admitted(admitted, self._disk.now())
-        self._prefetcher.look(queue, lambda rid: self._needs_of(rid).all)
+        self._prefetcher.admitted(admitted, self._now())
+        self._prefetcher.look(queue, self._needs_of)
         self._tell_disk()
         self._prefetcher.fetch()
 
-    def arrived(self, rid: str, waiting_of: WaitingOf) -> None:
-        """A request was queued, or queued again."""
+    def arrived(self, rid: str, source: Any, waiting_of: WaitingOf) -> None:
+        """A request was queued, or queued again. source: the scheduler's own object for it."""
         self._waiting_of = waiting_of
-        self.admission.arrived(rid)
-        self._restore.pop(rid, None)
-        self._needs.pop(rid, None)
         self._prefetcher.arrived(rid)
+        self.requests[rid].source = source
 
     def ready(self, rid: str, waiting_of: WaitingOf) -> bool:
         """Whether the request may be admitted now. Its turn has come: what it needs is started.
 
-        False for at most MAX_OVERTAKEN passes in which a request asked for after it was admitted.
+        False for at most MAX_BYPASSED passes in which a request asked for after it was admitted.
         While nobody is, for no longer than `Prefetcher.ready` says.
         """
         self._waiting_of = waiting_of
@@ -139,13 +124,11 @@ class QueueView:
         """What it costs to restore each of these requests; None while blocks are on their way to
         it. Looked up once, and again when they have come."""
         self._waiting_of = waiting_of
-        coming, known = self._prefetcher.fetches.requests, self._restore
+        coming = self._prefetcher.fetches.requests
+        costs: dict[str, float | None] = {}
         for rid in rids:
-            if rid not in known and rid not in coming:
-                known[rid] = self._restore_cost(rid)
-        if not coming:
-            return known.__getitem__
-        return lambda rid: ON_THE_WAY if rid in coming else known[rid]
+            costs[rid] = ON_THE_WAY if rid in coming else self._restore_cost(rid)
+        return costs.__getitem__
 
     def fetching(self, rid: str) -> bool:
         """More of what the request needs is on its way to the host tier."""
@@ -153,26 +136,28 @@ class QueueView:
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk while this request waited for them; asked once."""
-        return self._loaded.pop(rid, 0)
+        if rid not in self.requests:
+            return 0
+        record = self.requests[rid]
+        tokens, record.loaded_tokens = record.loaded_tokens, 0
+        return tokens
 
-    def gone(self, rid: str) -> None:
+    def left(self, rid: str) -> None:
         """The request left the queue without being admitted."""
         self.admission.left(rid)
         self._prefetcher.cancel(rid)
-        self._forget(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
-        self.admission.forget(rid)
+        self.admission.left(rid)
         self._prefetcher.finished(rid, blocks)
-        self._forget(rid)
 
     # -- what the prefetcher asks ----------------------------------------------------------------
 
     def lacking(self, request: str) -> Lacking | None:
         """Blocks that are on disk and not in host memory; see `policy.prefetch.Below`."""
         assert self._disk is not None
-        path = self._needs_of(request).path
+        path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path))
         count = self._disk.find(path[first:])
         if count is None:
@@ -199,7 +184,7 @@ class QueueView:
             waiting.namespace, waiting.tokens, lack.path, first, count, spare
         )
         if started:
-            self._restore.pop(request, None)
+            self.requests[request].restore_seconds = None
         return started
 
     def keep_free(self, slots: int, spare: Spare) -> None:
@@ -212,37 +197,45 @@ class QueueView:
 
     def _came(self, block_id: bytes) -> None:
         for rid in self._prefetcher.came(block_id):
-            self._loaded[rid] += BLOCK_TOKENS
-            self._restore.pop(rid, None)
+            record = self.requests[rid]
+            record.loaded_tokens += BLOCK_TOKENS
+            record.restore_seconds = None
 
     def _of(self, rid: str) -> Waiting:
         assert self._waiting_of is not None
         return self._waiting_of(rid)
 
-    def _needs_of(self, rid: str) -> Needs:
-        needs = self._needs.get(rid)
-        if needs is None:
+    def _needs_of(self, rid: str) -> Sequence[bytes]:
+        """Blocks that the request can use, wherever they are; worked out once per request."""
+        record = self.requests[rid]
+        if record.needs is None:
             namespace, tokens, _ = self._of(rid)
-            needs = self._needs[rid] = Needs(*self._host.tree.path_ids(namespace, tokens))
-        return needs
+            record.needs, record.path = self._host.tree.path_ids(namespace, tokens)
+        return record.needs
+
+    def _path_of(self, rid: str) -> Sequence[bytes]:
+        self._needs_of(rid)
+        return self.requests[rid].path
 
     def _restore_cost(self, rid: str) -> float:
-        waiting = self._of(rid)
-        match = self._host.tree.match(waiting.namespace, waiting.tokens)
-        known = max(match.tokens, waiting.on_device)
-        cost = self._costs.host_token_seconds * (known - waiting.on_device)
-        if self._disk is not None:
-            beyond = self._needs_of(rid).path[known // BLOCK_TOKENS :]
-            held = sum(1 for _ in takewhile(self._disk.holds, beyond))
-            cost += self._costs.disk_token_seconds * held * BLOCK_TOKENS
-        return cost
+        """Cost to restore what the request has in the tiers, in the units of `use_costs`."""
+        record = self.requests[rid]
+        if record.restore_seconds is None:
+            waiting = self._of(rid)
+            match = self._host.tree.match(waiting.namespace, waiting.tokens)
+            known = max(match.tokens, waiting.on_device)
+            cost = self._costs.host_token_seconds * (known - waiting.on_device)
+            if self._disk is not None:
+                beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
+                on_disk = sum(1 for _ in takewhile(self._disk.holds, beyond))
+                cost += self._costs.disk_token_seconds * on_disk * BLOCK_TOKENS
+            record.restore_seconds = cost
+        return record.restore_seconds
+
+    def _now(self) -> float:
+        return self._disk.now() if self._disk is not None else 0.0
 
     def _tell_disk(self) -> None:
         if self._changed and self._disk is not None and self._claims is not None:
             self._disk.expect(self._claims.next_uses(self._changed))
             self._changed.clear()
-
-    def _forget(self, rid: str) -> None:
-        self._restore.pop(rid, None)
-        self._needs.pop(rid, None)
-        self._loaded.pop(rid, None)

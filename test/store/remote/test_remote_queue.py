@@ -81,7 +81,7 @@ def test_on_arrival_the_read_starts_when_the_answer_is_there(
     shared: FakeStore, clock: Clock
 ) -> None:
     server = Server(shared, clock, prefetch="on-arrival")
-    server.queue.arrived("a", waiting)
+    server.queue.arrived("a", "a", waiting)
     until(lambda: server.disk.busy, lambda: (server.disk.poll(), server.queue.look(["a"], waiting)))
     server.admit("a")
     assert server.queue.take_loaded("a") == 128
@@ -131,8 +131,8 @@ def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> No
 def test_a_request_that_leaves_stops_asking(store: FakeStore, clock: Clock) -> None:
     server = Server(store, clock, prefetch="on-arrival")
     store.open.clear()
-    server.queue.arrived("a", waiting)
-    server.queue.gone("a")
+    server.queue.arrived("a", "a", waiting)
+    server.queue.left("a")
     looked: list[str] = []
     server.queue.look(["b"], lambda rid: looked.append(rid) or waiting(rid))  # type: ignore[func-returns-value]
     assert "a" not in looked
