@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +67,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.count = 0
         self.waiting: dict[str, tuple[str | None, list[int], int]] = {}
 
-    def run(self, restoration: Restoration) -> None:
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         """The model's first layers, from the tokens the blocks hold."""
         salt, tokens = restoration.nodes[0].namespace, restoration.tokens().tolist()
         positions = torch.arange(len(tokens))

@@ -31,7 +31,7 @@ def filled_pool(plan: LayerPlan, slots: int) -> HostPool:
 def nodes_in(slots: Sequence[int]) -> tuple[BlockNode, ...]:
     nodes = []
     for number, slot in enumerate(slots):
-        node = BlockNode(None, b"\0" * 4 * BLOCK_TOKENS, bytes([number]), None)
+        node = BlockNode(None, b"\0" * 4 * BLOCK_TOKENS, number.to_bytes(2, "big"), None)
         node.slot = slot
         nodes.append(node)
     return tuple(nodes)

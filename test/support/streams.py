@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_hc.transfer.lanes import Side
+from sglang_hc.transfer.ranges import Ranges, each_range
 from support.tiers import ToyPool
 
-COMPUTE, COPIES, SIDE = 0, 1, 2
+COMPUTE, COPIES, SIDE, BACK = 0, 1, 2, 3
 
 
 @dataclass
@@ -49,13 +51,15 @@ class StreamMark:
 
 
 class StreamDevice:
-    """Three queues. `bias` weighs the computation when others can move too.
+    """Four queues: the computation, one beside it, and copies either way.
+
+    bias: weighs the computation when others can move too.
 
     current: the queue that is "compute" now, as the current stream is on a GPU.
     """
 
     def __init__(self, seed: int, bias: float = 0.5) -> None:
-        self.queues = (_Queue(), _Queue(), _Queue())
+        self.queues = (_Queue(), _Queue(), _Queue(), _Queue())
         self.current = COMPUTE
         self._random = random.Random(seed)
         self._bias = bias
@@ -67,10 +71,10 @@ class StreamDevice:
         self.queues[queue].submitted += 1
 
     def step(self) -> None:
-        """One piece of work of either queue, if any. AssertionError: the fences form a ring."""
+        """One piece of work of any queue, if any. AssertionError: the fences form a ring."""
         if not any(queue.waiting for queue in self.queues):
             return
-        able = [queue for queue in (COMPUTE, COPIES, SIDE) if self._able(queue)]
+        able = [queue for queue in (COMPUTE, COPIES, SIDE, BACK) if self._able(queue)]
         assert able, "nothing can move: the fences wait for each other, or for nothing submitted"
         weights = [self._bias if queue == COMPUTE else 1 - self._bias for queue in able]
         self._move(self._random.choices(able, weights)[0])
@@ -107,25 +111,34 @@ class StreamDevice:
 
 
 class StreamLane:
-    """The device's copies."""
+    """The device's copies in one direction. `calls` counts what was asked to be copied."""
 
     own_memory = True
+    batches = True
 
-    def __init__(self, device: StreamDevice) -> None:
+    def __init__(self, device: StreamDevice, queue: int = COPIES) -> None:
         self._device = device
+        self._queue = queue
+        self.calls = 0
 
     def computed(self) -> StreamMark:
         return StreamMark(self._device, self._device.current)
 
     def after(self, computed: Any) -> None:
-        self._device.submit(COPIES, None, (computed.queue, computed.at))
+        self._device.submit(self._queue, None, (computed.queue, computed.at))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.shape == source.shape
-        self._device.submit(COPIES, lambda: target.copy_(source))
+        self.calls += 1
+        self._device.submit(self._queue, lambda: target.copy_(source))
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        self.calls += 1
+        for into, out_of in each_range(target, source, ranges):
+            self._device.submit(self._queue, partial(into.copy_, out_of))
 
     def mark(self) -> StreamMark:
-        return StreamMark(self._device, COPIES)
+        return StreamMark(self._device, self._queue)
 
     def before_compute(self, mark: Any) -> None:
         self._device.submit(self._device.current, None, (mark.queue, mark.at))
@@ -133,8 +146,14 @@ class StreamLane:
     def side(self) -> Side | None:
         return self._device.beside
 
-    def pin(self, buffer: Any) -> None:
+    def opposite(self) -> StreamLane:
+        return StreamLane(self._device, COPIES if self._queue == BACK else BACK)
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
         return None
+
+    def close(self) -> None:
+        self._device.run()
 
 
 class StreamPool:

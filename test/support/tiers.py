@@ -15,6 +15,7 @@ from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import HostLane, Lane
+from sglang_hc.transfer.ranges import Ranges, each_range
 from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import Recomputer
 from sglang_hc.transfer.rows import gather, scatter
@@ -48,6 +49,7 @@ class LateLane:
     """
 
     own_memory = False
+    batches = True
 
     def __init__(self) -> None:
         self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
@@ -64,6 +66,10 @@ class LateLane:
         self.queue.append((target, source))
         self.enqueued += 1
 
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        for into, out_of in each_range(target, source, ranges):
+            self.copy(into, out_of)
+
     def mark(self) -> LateMark:
         return LateMark(self, self.enqueued)
 
@@ -73,8 +79,14 @@ class LateLane:
     def side(self) -> None:
         return None
 
-    def pin(self, buffer: Any) -> None:
+    def opposite(self) -> LateLane:
+        return LateLane()
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
         return None
+
+    def close(self) -> None:
+        self.advance_to(self.enqueued)
 
     def advance_to(self, count: int) -> None:
         while self.performed < count:
@@ -174,15 +186,16 @@ def build(
     tier = HostTier(BlockTree(layout.fingerprint("toy")), slots, LruPolicy())
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
     lane = lane or HostLane()
+    back = lane.opposite()
     hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
     filing = Filing(executor)
     hidden = kv = None
     if plan.hidden:
-        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", CPU, lane, filing)
+        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", CPU, back, filing)
     if plan.kv:
-        kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, lane, filing)
+        kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, back, filing)
     capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
     early = None
     if frames:

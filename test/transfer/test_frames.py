@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +12,19 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.transfer.restore import LayerGate, Restoration, RestorePass
-from sglang_hc.transfer.staging import HostSpan, Piece, Run, StagingRing, cut
+from sglang_hc.transfer.lanes import HostLane
+from sglang_hc.transfer.restore import SIDE_LAYERS, LayerGate, Restoration, RestorePass
+from sglang_hc.transfer.staging import (
+    FEW_RUNS,
+    HostSpan,
+    Piece,
+    Run,
+    StagingRing,
+    copy_piece,
+    cut,
+)
 from support.restores import FRAME, expected, filled_pool, nodes_in
-from support.streams import COMPUTE, COPIES, StreamDevice, StreamLane, StreamPool
+from support.streams import COMPUTE, COPIES, SIDE, StreamDevice, StreamLane, StreamPool
 from support.tiers import CPU
 
 SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
@@ -156,6 +168,41 @@ def test_adjacent_slots_travel_as_one_copy() -> None:
     assert piece == Piece(0, 330, (Run(3, 3, 0, 64), Run(7, 2, 0, 64), Run(9, 1, 0, 10)))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
+    start=st.integers(0, BLOCK_TOKENS - 1), tail=st.integers(1, BLOCK_TOKENS),
+)  # fmt: skip
+def test_a_piece_as_ranges_is_the_same_rows(slots: list[int], start: int, tail: int) -> None:
+    """The slots of its runs, one range each, at the addresses that the host pool gives them."""
+    spans = [HostSpan(slots[0], start, BLOCK_TOKENS - start)]
+    spans += [HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots[1:]] + [HostSpan(9, 0, tail)]
+    source = torch.randint(0, 256, (10, 3, BLOCK_TOKENS, 5), dtype=torch.uint8)[:, 1]
+    (piece,) = cut(spans, 2000)
+    target = torch.zeros((piece.rows, 5), dtype=torch.uint8)
+    ranges = piece.ranges(source.stride(0), 5)
+    assert len(ranges.sizes) == len(spans)
+    HostLane().copy_ranges(target, source, ranges)
+    assert torch.equal(target, torch.cat([source[s, row : row + n] for s, row, n in spans]))
+
+
+@pytest.mark.parametrize(("gaps", "calls"), [(FEW_RUNS - 1, FEW_RUNS), (FEW_RUNS, 1)])
+def test_many_runs_are_one_batch_and_few_are_a_copy_each(gaps: int, calls: int) -> None:
+    slots = [2 * n for n in range(gaps)] + [20, 21, 22]
+    (piece,) = cut([HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots], 2000)
+    source = torch.randint(0, 256, (23, 2, BLOCK_TOKENS, 4), dtype=torch.uint8)[:, 1]
+    wanted = source[slots].reshape(-1, 4)
+    for batches in (True, False):
+        device = StreamDevice(0)
+        lane = StreamLane(device)
+        lane.batches = batches
+        target = torch.zeros((piece.rows, 4), dtype=torch.uint8)
+        copy_piece(lane, piece, source, target)
+        device.run()
+        assert torch.equal(target, wanted)
+        assert lane.calls == (calls if batches else len(piece.runs))
+
+
 def test_a_limit_below_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="one block"):
         list(cut([HostSpan(0, 0, 64)], 63))
@@ -187,6 +234,51 @@ def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
     device.run()
     for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
         assert torch.equal(got, rows)
+
+
+def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for() -> None:
+    """The launch of the batch waits for this thread, so what is not needed yet comes later."""
+    layers = SIDE_LAYERS + 3
+    plan = LayerPlan(0, layers, 0)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, layers)
+    written: list[int] = []
+    write = target.write_hidden
+
+    def note(layer: int, *rest: torch.Tensor) -> None:
+        written.append(layer)
+        assert device.current == SIDE
+        write(layer, *rest)
+
+    target.write_hidden = note  # type: ignore[method-assign]
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
+    ring = StagingRing(2, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    assert written == list(range(SIDE_LAYERS))
+    restore.wait(0)
+    assert written == list(range(SIDE_LAYERS))
+    restore.wait(1)
+    assert written == list(range(SIDE_LAYERS + 1))
+    restore.finish()
+    assert written == list(range(layers))
+
+
+def test_frames_are_gone_when_the_last_pass_over_them_is() -> None:
+    """Without a run of the garbage collector, which may not come for minutes."""
+    restore, _, device, _, _ = run_of(130)
+    restore.finish()
+    device.run()
+    ring = restore._staging
+    frames = [weakref.ref(frame) for frame, _ in ring._free]
+    assert len(frames) == 2
+    gc.disable()
+    try:
+        del ring, restore
+        assert [frame() for frame in frames] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(20))

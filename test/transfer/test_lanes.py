@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+import itertools
+import mmap
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from sglang_hc.transfer import lanes
+from sglang_hc.transfer import cuda_copies, lanes, pinning
+from support.cuda import STREAM, HostRuntime, fake_cuda
 from support.streams import COMPUTE, StreamDevice, StreamLane
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-Lane2d = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class HostRuntime:
-    """Stands in for the CUDA runtime: does in host memory what cudaMemcpy2DAsync is told."""
-
-    def __init__(self, status: int = 0) -> None:
-        self.status = status
-
-    def cudaMemcpy2DAsync(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int,
-        height: int, kind: int, stream: int,
-    ) -> int:  # fmt: skip
-        assert kind == lanes.MEMCPY_DEFAULT and stream == 77
-        assert target_pitch >= width and source_pitch >= width, "CUDA refuses such pitches"
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
-        return self.status
 
 
 def strided(rows: int, width: int, stride: int) -> torch.Tensor:
@@ -41,14 +26,14 @@ def strided(rows: int, width: int, stride: int) -> torch.Tensor:
 def test_strided_rows_are_copied_with_the_pitch_of_each_side(rows: int) -> None:
     source = strided(rows, 24, 40)
     target = torch.zeros(rows, 32, dtype=torch.uint8)[:, :24]
-    lanes.copy_2d(HostRuntime(), target, source, 77)
+    cuda_copies.copy_2d(HostRuntime(), target, source, STREAM)
     assert torch.equal(target, source)
 
 
 def test_a_failed_copy_raises() -> None:
     target, source = torch.zeros(2, 4, dtype=torch.uint8), strided(2, 4, 9)
     with pytest.raises(RuntimeError, match="2 rows of 4 bytes: CUDA error 1"):
-        lanes.copy_2d(HostRuntime(status=1), target, source, 77)
+        cuda_copies.copy_2d(HostRuntime(status=1), target, source, STREAM)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +44,7 @@ def test_what_is_not_rows_of_one_shape_is_refused(
     target: torch.Tensor, source: torch.Tensor
 ) -> None:
     with pytest.raises(ValueError, match="contiguous rows and one shape"):
-        lanes.copy_2d(HostRuntime(), target, source, 77)
-
-
-def test_the_runtime_of_this_torch_has_the_call() -> None:
-    if torch.version.cuda is None:
-        pytest.skip("torch without CUDA")
-    assert lanes.cuda_runtime().cudaMemcpy2DAsync.argtypes is not None
+        cuda_copies.copy_2d(HostRuntime(), target, source, STREAM)
 
 
 def test_a_host_lane_is_never_late() -> None:
@@ -77,8 +56,9 @@ def test_a_host_lane_is_never_late() -> None:
     assert mark.done() and bool(target.all())
     mark.wait()
     lane.before_compute(mark)
-    lane.pin(bytearray(1))
-    assert not lane.own_memory
+    lane.pin(bytearray(1), 1)
+    assert not lane.own_memory and lane.opposite() is lane
+    lane.close()
 
 
 def test_the_late_device_keeps_the_order_that_fences_ask_for() -> None:
@@ -105,6 +85,77 @@ def test_the_late_device_finds_fences_that_wait_for_each_other() -> None:
     device.submit(COMPUTE, None, (1, 1))
     with pytest.raises(AssertionError, match="nothing can move"):
         device.run()
+
+
+def test_streams_are_drawn_until_one_is_new() -> None:
+    """torch hands out a fixed number of streams in turn; two of its objects may be one stream."""
+    drawn = itertools.cycle([SimpleNamespace(cuda_stream=handle) for handle in range(32)])
+    taken = [SimpleNamespace(cuda_stream=handle) for handle in (0, 1, 2, 5)]
+    assert [s.cuda_stream for s in taken].count(3) == 0
+    assert lanes.distinct_stream(lambda: next(drawn), taken).cuda_stream == 3
+    assert lanes.distinct_stream(lambda: next(drawn), taken).cuda_stream == 4
+    assert lanes.distinct_stream(lambda: next(drawn), taken).cuda_stream == 6
+
+
+def test_drawing_ends_when_every_stream_is_taken() -> None:
+    draws = []
+
+    def draw() -> SimpleNamespace:
+        draws.append(1)
+        return SimpleNamespace(cuda_stream=len(draws) % 32)
+
+    everything = [SimpleNamespace(cuda_stream=handle) for handle in range(32)]
+    with pytest.raises(RuntimeError, match="no CUDA stream left beside 32 others"):
+        lanes.distinct_stream(draw, everything)
+    assert len(draws) == lanes.DRAWS
+
+
+def test_both_directions_the_side_and_the_model_have_a_stream_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often torch comes round to streams that it handed out before."""
+    handles = itertools.chain([9, 1, 9, 10, 10, 9, 11, 1, 11], itertools.count(12))
+    fake_cuda(monkeypatch, HostRuntime(), lambda: next(handles))
+    forward = SimpleNamespace(cuda_stream=10)
+    lane = lanes.lane_for(torch.device("cuda"), [forward])
+    back = lane.opposite()
+    assert isinstance(lane, lanes.CudaLane) and isinstance(back, lanes.CudaLane)
+    assert back.opposite() is lane and lane.opposite() is back
+    side = lane.side()
+    assert side is not None
+    streams = [lane._stream, back._stream, side.args[0], back.side().args[0]]  # type: ignore[attr-defined, union-attr]
+    assert [stream.cuda_stream for stream in streams] == [9, 11, 12, 13]
+
+
+def test_copies_across_registrations_are_cut_and_pages_given_back_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both lanes of a device know what is registered, whichever was asked to."""
+    runtime = HostRuntime()
+    fake_cuda(monkeypatch, runtime)
+    shared = lanes.CudaDevice(torch.device("cuda"), [])
+    lane = lanes.CudaLane(shared)
+    monkeypatch.setattr(lanes, "distinct_stream", lambda draw, taken: draw())
+    back = lane.opposite()
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 2 * page)
+    buffer = mmap.mmap(-1, 6 * page)
+    back.pin(buffer, page)
+    assert len(runtime.registered) == 3
+    pool = torch.frombuffer(buffer, dtype=torch.uint8).view(6, page)
+    pool.copy_(torch.randint(0, 256, pool.shape, dtype=torch.uint8))
+    target = torch.zeros(4, 100, dtype=torch.uint8)
+    lane.copy(target, pool[1:5, 8:108])
+    assert runtime.calls == ["2d"]  # rows 2 and 3; a single row before and after is contiguous
+    assert torch.equal(target, pool[1:5, 8:108])
+    assert lane.batches
+    ranges = cuda_copies.Ranges(*(np.array(n) for n in ([5 * page, 0], [0, 200], [200, 200])))
+    lane.copy_ranges(target, pool, ranges)
+    assert runtime.calls[1:] == ["batch"]
+    assert torch.equal(target.view(2, 200), pool[[5, 0], :200])
+    lane.close()
+    assert not runtime.registered
+    lane.close()
 
 
 @needs_cuda

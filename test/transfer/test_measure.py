@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from sglang_hc.transfer.measure import (
     sample_sizes,
 )
 from sglang_hc.transfer.measure_disk import disk_samples
+from sglang_hc.transfer.staging import StagingRing
 from support.throttled import ThrottledLane
 
 CPU = torch.device("cpu")
@@ -186,3 +190,26 @@ def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
     assert plans[1e9] == LayerPlan(0, 0, 8)
     assert plans[9e6].hidden > 0 and plans[9e6].kv > 0
     assert plans[1e6] == LayerPlan(0, 8, 0)
+
+
+def test_nothing_of_a_measurement_is_left_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is 0.6 GB of frames and scratch rows; without a run of the garbage collector."""
+    left: list[weakref.ref[object]] = []
+
+    class Ring(StagingRing):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            left.extend(weakref.ref(frame) for frame, _ in self._free)
+
+    monkeypatch.setattr("sglang_hc.transfer.measure.StagingRing", Ring)
+    clock = Clock()
+    measured = subject(clock, HostLane())
+    left += [weakref.ref(measured.sink), weakref.ref(measured.sink.parts[0])]  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        measure(measured, clock=clock)
+        del measured
+        assert len(left) == FRAMES[0] + 2
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()

@@ -6,7 +6,7 @@ Copies happen as late as the fences allow (`LateLane`), so a missing wait shows 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ class ToyRecomputer:
         self.fail = False
         self.ran = 0
 
-    def run(self, restoration: Restoration) -> None:
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         if self.fail:
             raise RuntimeError("the model's layers failed")
         tokens = restoration.tokens()
@@ -64,6 +64,7 @@ class ToyRecomputer:
             rows = truth(layer, tokens.tolist())
             for part, wanted in zip(self.pool.rows(layer), rows, strict=True):
                 part[restoration.device_slots] = wanted
+            between()
 
 
 def span(restoration: Restoration) -> tuple[int, int]:

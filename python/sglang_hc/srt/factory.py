@@ -152,16 +152,17 @@ def _tiers(
     claims = Claims(window, pins)
     io = _open_io(config, runner, layout, num_slots, fingerprint)
     pool = io.memory.pool
-    lane = lane_for(rows.device)
-    lane.pin(pool.buffer)
+    lane = lane_for(rows.device, [runner.forward_stream])
+    saving = lane.opposite()
+    lane.pin(pool.buffer, layout.slot_bytes)
     hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
     filing = Filing(io.executor)
     hidden = kv = None
     if hidden_buffers:
-        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", rows.device, lane, filing)
+        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", rows.device, saving, filing)
     if kv_buffers:
         first = len(hidden_buffers)
-        kv = Snapshots(layout, kv_buffers, first, "kv", rows.device, lane, filing)
+        kv = Snapshots(layout, kv_buffers, first, "kv", rows.device, saving, filing)
     capture = Capture(layout, tier, filing, hidden, kv, rows, time.monotonic)
     logger.info(
         "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",

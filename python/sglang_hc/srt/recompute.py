@@ -14,7 +14,7 @@ it runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -82,18 +82,20 @@ class LayerRecomputer:
             if isinstance(module, RadixAttention):
                 self._attention.setdefault(module.layer_id, []).append(module)
 
-    def run(self, restoration: Restoration) -> None:
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         assert restoration.prefix_slots is not None, "layers cannot attend to what came before"
         slots = torch.cat([restoration.prefix_slots, restoration.device_slots])
-        self.recompute(torch.from_numpy(restoration.tokens()), slots, restoration.recompute)
+        tokens = torch.from_numpy(restoration.tokens())
+        self.recompute(tokens, slots, restoration.recompute, between=between)
 
     def recompute(
-        self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None
-    ) -> None:
+        self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence.
 
         tokens: (n,) int64 ids. slots: (m,) int64 device slots of the sequence, m >= n; the layers
-        read the first m - n. chunk: tokens per pass.
+        read the first m - n. chunk: tokens per pass. between: called from one pass to the next.
         """
         row = self._table[ROW, : slots.numel()]
         tokens = _on_device(tokens, slots.device)
@@ -103,6 +105,8 @@ class LayerRecomputer:
             row.copy_(slots)
             with torch.no_grad(), self._taps_paused(), self._leaving_after(layers - 1):
                 for start in range(first, stop, chunk):
+                    if start > first:
+                        between()
                     end = min(start + chunk, stop)
                     self._pass(tokens[start - first : end - first], slots[start:end], start)
         finally:

@@ -7,13 +7,16 @@ always answer "done", which would hide every ordering mistake from tests.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from sglang_hc.transfer.cuda_copies import BATCHED, chosen_copies, copy_2d, cuda_runtime
+from sglang_hc.transfer.pinning import PinnedMemory
+from sglang_hc.transfer.ranges import Ranges, each_range
 
 
 class Mark(Protocol):
@@ -37,6 +40,9 @@ class Lane(Protocol):
     own_memory: bool
     """The device has memory of its own, so what goes to the host is staged there."""
 
+    batches: bool
+    """`copy_ranges` costs this thread about as much as one `copy`, however many ranges."""
+
     def computed(self) -> Mark:
         """A point behind the compute work submitted so far."""
 
@@ -50,6 +56,11 @@ class Lane(Protocol):
         stride apart.
         """
 
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        """Copy many ranges of bytes of `source` to places in `target`, as `copy` does, in no
+        particular order. Both uint8 of any shape and stride; each range lies within the bytes
+        from a tensor's first element to its last one."""
+
     def mark(self) -> Mark:
         """A point behind the copies enqueued so far."""
 
@@ -59,8 +70,19 @@ class Lane(Protocol):
     def side(self) -> Side | None:
         """A new stream for compute work beside the compute stream; None where nothing overlaps."""
 
-    def pin(self, buffer: Any) -> None:
-        """Make host memory (any object with the buffer protocol) fit for copies beside compute."""
+    def opposite(self) -> Lane:
+        """A lane whose copies are in no order with this one's: for the other direction, which a
+        GPU moves at the same time. The same lane where copies happen at once anyway."""
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        """Make host memory (any object with the buffer protocol) fit for copies beside compute.
+
+        unit: bytes, counted from the first one, that a range or a contiguous row of a copy never
+        reaches over; None where it may. Raises ConfigError when the memory cannot be had.
+        """
+
+    def close(self) -> None:
+        """Wait for the copies and give pinned memory back. Ends the opposite lane too."""
 
 
 class _Done:
@@ -75,6 +97,7 @@ class HostLane:
     """Lane of a machine without an accelerator: every copy happens at once."""
 
     own_memory = False
+    batches = True
     _mark = _Done()
 
     def computed(self) -> Mark:
@@ -86,6 +109,10 @@ class HostLane:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        for into, out_of in each_range(target, source, ranges):
+            self.copy(into, out_of)
+
     def mark(self) -> Mark:
         return self._mark
 
@@ -95,7 +122,13 @@ class HostLane:
     def side(self) -> Side | None:
         return None
 
-    def pin(self, buffer: Any) -> None:
+    def opposite(self) -> Lane:
+        return self
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        return None
+
+    def close(self) -> None:
         return None
 
 
@@ -119,10 +152,12 @@ class CudaLane:
 
     own_memory = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-        self._pinned: list[Any] = []
-        self._runtime = cuda_runtime()
+    def __init__(self, shared: CudaDevice) -> None:
+        self._shared = shared
+        self._stream = shared.new_stream()
+        self._opposite: CudaLane | None = None
+        name, self._copy_ranges = chosen_copies(shared.device)
+        self.batches = name == BATCHED
 
     def computed(self) -> Mark:
         return _CudaMark(torch.cuda.current_stream())
@@ -132,12 +167,15 @@ class CudaLane:
         self._stream.wait_event(computed.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # torch would gather strided rows on the host first; the copy engine takes them as they are.
-        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
-            copy_2d(self._runtime, target, source, self._stream.cuda_stream)
+        host = target if source.is_cuda else source
+        if host.dim() != 2:
+            self._copy_whole(target, source)
             return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+        for rows in self._shared.pinned.whole(host):
+            self._copy_whole(target[rows], source[rows])
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        self._copy_ranges(target, source, ranges, self._stream.cuda_stream)
 
     def mark(self) -> Mark:
         return _CudaMark(self._stream)
@@ -147,51 +185,70 @@ class CudaLane:
         torch.cuda.current_stream().wait_event(mark.event)
 
     def side(self) -> Side | None:
-        return partial(torch.cuda.stream, torch.cuda.Stream(device=self._stream.device))  # type: ignore[no-untyped-call]
+        return partial(torch.cuda.stream, self._shared.new_stream())
 
-    def pin(self, buffer: Any) -> None:
-        """Register host memory with CUDA. Raises RuntimeError when the driver refuses."""
-        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cudaHostRegister of {tensor.numel()} bytes: {status}")
-        self._pinned.append(tensor)
+    def opposite(self) -> Lane:
+        if self._opposite is None:
+            self._opposite = CudaLane(self._shared)
+            self._opposite._opposite = self
+        return self._opposite
 
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        self._shared.pinned.pin(buffer, unit)
 
-def cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded. Raises OSError when torch has none."""
-    major = (torch.version.cuda or "0").partition(".")[0]
-    runtime = ctypes.CDLL(f"libcudart.so.{major}")
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    runtime.cudaMemcpy2DAsync.argtypes = [
-        pointer, size, pointer, size, size, size, ctypes.c_int, pointer
-    ]  # fmt: skip
-    return runtime
+    def close(self) -> None:
+        torch.cuda.synchronize(self._shared.device)
+        self._shared.pinned.release()
 
-
-MEMCPY_DEFAULT = 4
-"""cudaMemcpyDefault: the direction follows from the addresses."""
+    def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch would gather strided rows on the host first; the copy engine takes them as they are.
+        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
+            copy_2d(self._shared.runtime, target, source, self._stream.cuda_stream)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
 
 
-def copy_2d(runtime: ctypes.CDLL, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-    """Enqueue a copy of (rows, bytes) uint8 with contiguous rows on a CUDA stream handle.
+class CudaDevice:
+    """What the lanes of one device share: the runtime, pinned memory, and who has which stream."""
 
-    Host memory must be pinned, or the call waits for the copy. Raises RuntimeError.
+    def __init__(self, device: torch.device, others: Sequence[Any]) -> None:
+        """others: streams that work beside these lanes must not share."""
+        self.device = device
+        self.runtime = cuda_runtime()
+        self.pinned = PinnedMemory(self.runtime)
+        self._streams = list(others)
+
+    def new_stream(self) -> Any:
+        """A stream that is none of the others and none handed out before. RuntimeError."""
+        stream = distinct_stream(partial(torch.cuda.Stream, device=self.device), self._streams)
+        self._streams.append(stream)
+        return stream
+
+
+DRAWS = 64
+"""torch hands out 32 streams of a device in turn: after so many draws each came up twice."""
+
+
+def distinct_stream(draw: Callable[[], Any], taken: Sequence[Any]) -> Any:
+    """A stream whose handle none of `taken` has. Raises RuntimeError when `DRAWS` draws bring none.
+
+    Two torch streams may be one CUDA stream, because torch hands out a fixed number in turn; what
+    is meant to run side by side would then run in turn.
     """
-    rows, width = source.shape
-    if source.stride(1) != 1 or target.stride(1) != 1 or target.shape != source.shape:
-        raise ValueError("a copy of rows needs contiguous rows and one shape on both sides")
-    status = runtime.cudaMemcpy2DAsync(
-        target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0),
-        width, rows, MEMCPY_DEFAULT, stream,
-    )  # fmt: skip
-    if status != 0:
-        raise RuntimeError(
-            f"cudaMemcpy2DAsync of {rows} rows of {width} bytes: CUDA error {status}"
-        )
+    handles = {stream.cuda_stream for stream in taken}
+    for _ in range(DRAWS):
+        stream = draw()
+        if stream.cuda_stream not in handles:
+            return stream
+    raise RuntimeError(f"torch has no CUDA stream left beside {len(handles)} others")
 
 
-def lane_for(device: torch.device) -> Lane:
-    """The lane of a device: CUDA stream, or at once on a CPU."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+def lane_for(device: torch.device, others: Sequence[Any] = ()) -> Lane:
+    """The lane of a device: CUDA stream, or at once on a CPU.
+
+    others: CUDA streams beside which its copies are to run, the model's for example.
+    """
+    if device.type != "cuda":
+        return HostLane()
+    return CudaLane(CudaDevice(device, [torch.cuda.current_stream(device), *others]))

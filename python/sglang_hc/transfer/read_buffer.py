@@ -35,7 +35,7 @@ from sglang_hc.transfer.staging import (
     LayerSource,
     StagingRing,
     carve,
-    copy_runs,
+    copy_piece,
     cut,
 )
 from sglang_hc.tree.block_tree import BlockNode
@@ -230,7 +230,7 @@ class ReadBuffer:
         parts = carve(frame, rows, self._source.widths(layer))
         (piece,) = cut([HostSpan(node.slot, 0, BLOCK_TOKENS) for node in nodes], rows)
         for source, target in zip(self._source.parts(layer), parts, strict=True):
-            copy_runs(self._lane, piece.runs, source, target)
+            copy_piece(self._lane, piece, source, target)
         mark = self._lane.mark()
         self._host.pin(nodes)
         self._pinned.append((mark, nodes))

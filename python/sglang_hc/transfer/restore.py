@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -37,7 +37,7 @@ from sglang_hc.transfer.staging import (
     Piece,
     StagingRing,
     carve,
-    copy_runs,
+    copy_piece,
     cut,
 )
 from sglang_hc.tree.block_tree import BlockNode
@@ -98,12 +98,18 @@ class Restoration:
 class Recomputer(Protocol):
     """The model's own first layers."""
 
-    def run(self, restoration: Restoration) -> None:
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         """Write K/V of layers [0, restoration.recompute) of its tokens to its device slots.
 
-        Submits compute work. The prefix is valid in the layers it reads once the layer gate was
-        asked for them. Raises what a forward pass may raise; then nothing may be served.
+        Submits compute work, in one or several passes over the model's layers, and calls `between`
+        after each pass but the last. The prefix is valid in the layers it reads once the layer
+        gate was asked for them. Raises what a forward pass may raise; then nothing may be served.
         """
+
+
+SIDE_LAYERS = 4
+"""Layers that are submitted beside the compute stream ahead of the one that is waited for. With
+all of them the batch's launch would wait for this thread to submit the whole restoration."""
 
 
 class _Load(NamedTuple):
@@ -147,8 +153,8 @@ class RestorePass:
         """`recomputer` may be left out where no restoration recomputes. kv_per_hidden: KV layers
         that are copied between two HIDDEN layers (see `policy.order`).
 
-        side: submit the whole restoration at once to a stream beside the compute stream; None: each
-        layer's when it is waited for, in the compute stream.
+        side: submit the work to a stream beside the compute stream, `SIDE_LAYERS` layers ahead of
+        the one that is waited for; None: when it is waited for, in the compute stream.
         """
         self.restorations = tuple(restorations)
         self._plan = layout.plan
@@ -167,12 +173,15 @@ class RestorePass:
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
+        self._side = side
+        self._before_side = lane.computed() if side is not None else None
+        """What the side has to wait for before it writes: the batch that runs now may still use
+        the slots for the request that had them before. None once it was told to."""
         self._beside: dict[int, Mark] = {}
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         staging.claim(self.finish)
         self._run_ahead()
-        if side is not None:
-            self._submit_beside(side)
+        self._submit_beside(min(self._open, default=0))
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -183,24 +192,26 @@ class RestorePass:
         for restoration in self.restorations:
             if restoration.recompute:
                 assert self._recomputer is not None
-                self._recomputer.run(restoration)
+                self._recomputer.run(restoration, self._make_room)
 
     def wait(self, layer: int) -> None:
         """Make layer `layer`'s loaded K/V valid for compute work submitted after.
 
         Pieces copied before its own, of whichever layer, become valid with it.
         """
-        if layer in self._beside:
-            self._lane.before_compute(self._beside.pop(layer))
+        self._submit_beside(layer)
         while self._open[layer]:
             self._advance()
+        if layer in self._beside:
+            self._lane.before_compute(self._beside.pop(layer))
 
     def finish(self) -> None:
         """Do what no attention asked for, so that the slots are valid whatever was run."""
-        for layer in list(self._beside):
-            self.wait(layer)
         while self._staged:
             self._advance()
+        for layer in list(self._beside):
+            self.wait(layer)
+        self._staging.release(self.finish)
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads as they are copied; each form's in the order the model needs them."""
@@ -213,16 +224,19 @@ class RestorePass:
             shares[self._plan.form(load.layer)].append((part, load))
         return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
 
-    def _submit_beside(self, side: Side) -> None:
-        computed = self._lane.computed()
-        with side():
-            # What runs now may still use the slots for the request that had them before.
-            self._lane.before_compute(computed)
-            while self._staged:
-                layer = self._staged[0].layer
+    def _submit_beside(self, layer: int) -> None:
+        """With a side, bring what the layers up to a few behind `layer` need into the pool."""
+        if self._side is None:
+            return
+        for near in range(layer, layer + SIDE_LAYERS):
+            while self._open[near]:
                 self._advance()
-                if not self._open[layer]:
-                    self._beside[layer] = self._lane.computed()
+
+    def _make_room(self) -> None:
+        """Bring the pieces whose copies are over into the pool, so that copies go on. The thread
+        waits for the device between two passes of a recomputation, while all frames fill up."""
+        while self._staged and self._staged[0].mark.done():
+            self._advance()
 
     def _loads(self) -> Iterator[_Load]:
         """All that is to be loaded, in the order the model needs it."""
@@ -262,7 +276,7 @@ class RestorePass:
         def copies() -> Iterator[_Load]:
             nonlocal first
             for piece in cut(spans, limit):
-                yield _Load(layer, piece._replace(first=first))
+                yield _Load(layer, replace(piece, first=first))
                 first += piece.rows
             spans.clear()
 
@@ -292,12 +306,26 @@ class RestorePass:
             frame = self._staging.take()
             parts = carve(frame, piece.rows, self._source.widths(layer))
             for source, target in zip(self._source.parts(layer), parts, strict=True):
-                copy_runs(self._lane, piece.runs, source, target)
+                copy_piece(self._lane, piece, source, target)
             done = partial(self._staging.give_back, frame)
             self._staged.append(_Staged(layer, piece.first, parts, self._lane.mark(), done))
 
     def _advance(self) -> None:
-        """Bring the oldest staged piece into the pool, and reuse its frame."""
+        """Bring the oldest staged piece into the pool, in the stream that restorations run in."""
+        if self._side is None:
+            self._write()
+            return
+        with self._side():
+            if self._before_side is not None:
+                self._lane.before_compute(self._before_side)
+                self._before_side = None
+            layer = self._staged[0].layer
+            self._write()
+            if not self._open[layer]:
+                self._beside[layer] = self._lane.computed()
+
+    def _write(self) -> None:
+        """The oldest staged piece to the pool; its frame is used again."""
         layer, first, parts, mark, done = self._staged.popleft()
         self._lane.before_compute(mark)
         rows = slice(first, first + parts[0].shape[0])

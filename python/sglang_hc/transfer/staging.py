@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane, Mark
+from sglang_hc.transfer.ranges import Ranges
 
 CUDA_FRAMES = (8, 32 << 20)
 """Frames and bytes of each: two layers of 16K tokens of a 7B multi-head model as hidden states,
 which is what double buffering holds for the longest histories of HCache's evaluation."""
+
+FEW_RUNS = 3
+"""So many runs of a piece travel as a copy each, more of them as one batch of all their slots: a
+history in adjacent slots has up to three, its first and last blocks being parts of one."""
 
 CPU_FRAMES = (2, 4 << 20)
 """Copies do not run beside the computation there: two frames small enough for the caches."""
@@ -44,12 +51,31 @@ class Run(NamedTuple):
     rows: int
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """Rows [first, first + rows) of a sequence of spans, as copies."""
 
     first: int
     rows: int
     runs: tuple[Run, ...]
+    _ranges: dict[tuple[int, int], Ranges] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def ranges(self, slot_bytes: int, row_bytes: int) -> Ranges:
+        """One range per host slot, to consecutive rows of a target. slot_bytes: from one slot to
+        the next. Made once for all layers, which differ in the first byte only."""
+        key = slot_bytes, row_bytes
+        if key not in self._ranges:
+            slot, slots, row, rows = np.array(self.runs, dtype=np.int64).T
+            first = np.repeat(np.cumsum(slots) - slots, slots)
+            index = np.arange(first.size) - first
+            sources = (np.repeat(slot, slots) + index) * slot_bytes
+            sizes = np.repeat(rows, slots) * row_bytes
+            targets = np.cumsum(sizes) - sizes
+            made = Ranges(sources + np.repeat(row, slots) * row_bytes, targets, sizes)
+            self._ranges[key] = made
+        return self._ranges[key]
 
 
 def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
@@ -94,14 +120,19 @@ class LayerSource:
         return self._hidden_widths if self._plan.form(layer) is Form.HIDDEN else self._kv_widths
 
 
-def copy_runs(lane: Lane, runs: Sequence[Run], source: torch.Tensor, target: torch.Tensor) -> None:
-    """Enqueue the rows of `runs` from one layer of the host pool to consecutive rows of `target`.
+def copy_piece(lane: Lane, piece: Piece, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Enqueue the rows of a piece from one layer of the host pool to consecutive rows of `target`.
 
+    Few runs are a two-dimensional copy each. Many, of slots that lie scattered, are one batch where
+    the lane has that, so the time of this thread does not grow with their number.
     source: (slots, BLOCK_TOKENS, row bytes) uint8. target: (rows, row bytes) uint8, contiguous.
     """
     width = target.shape[1]
+    if lane.batches and len(piece.runs) > FEW_RUNS:
+        lane.copy_ranges(target, source, piece.ranges(source.stride(0), width))
+        return
     at = 0
-    for run in runs:
+    for run in piece.runs:
         count = run.slots * run.rows
         rows = source[run.slot : run.slot + run.slots, run.row : run.row + run.rows]
         lane.copy(
@@ -131,7 +162,7 @@ class StagingRing:
             (torch.empty(frame_bytes, dtype=torch.uint8, device=device), None)
             for _ in range(frames)
         )
-        self._finish_last: Callable[[], None] = lambda: None
+        self._finish_last: Callable[[], None] = _nothing
 
     @classmethod
     def sized_for(cls, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
@@ -143,6 +174,12 @@ class StagingRing:
         it gave: two passes that each hold some of the frames could both come to a stop."""
         self._finish_last()
         self._finish_last = finish
+
+    def release(self, finish: Callable[[], None]) -> None:
+        """The pass that gave `finish` is over. The ring forgets it: each holding the other would
+        keep the frames' memory until the next run of the garbage collector."""
+        if self._finish_last == finish:
+            self._finish_last = _nothing
 
     def rows(self, row_bytes: int) -> int:
         """Rows of a size that one frame holds."""
@@ -175,3 +212,7 @@ def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.T
         views.append(frame[at : at + rows * width].view(rows, width))
         at += rows * width
     return views
+
+
+def _nothing() -> None:
+    return None

@@ -214,6 +214,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
         self._filing.close()
+        self._lane.close()
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
