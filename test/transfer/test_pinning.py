@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.config import ConfigError
+from sglang_hc.errors import ConfigError
 from sglang_hc.transfer import pinning
 from sglang_hc.transfer.pinning import PinnedMemory, piece_bytes, take_pages
 from support.cuda import HostRuntime

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sglang_hc.config import ConfigError
+from sglang_hc.errors import ConfigError
 
 PIECE_BYTES = 2 << 30
 """Bytes of one registration, about: a piece is a whole number of units and of pages."""
