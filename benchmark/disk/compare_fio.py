@@ -45,7 +45,7 @@ from lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
-from sglang_hc.store.disk.format import Chunk, Striping
+from sglang_hc.store.disk.format import Chunk, SlotFormat
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 from sglang_hc.store.outcome import Outcome
 
@@ -54,6 +54,11 @@ BATCH = 32
 LAYOUT = BlockLayout(LayerPlan(0, 32, 0), StateShape(32, 1024, (1024, 1024), "bfloat16"))
 """32 chunks of 64 KiB: blocks of 2 MiB, as of a small model kept as hidden states."""
 FINGERPRINT = LAYOUT.fingerprint("benchmark")
+
+
+def slot_bytes(layout: BlockLayout) -> int:
+    """Size of a slot on disk, which is what one request reads or writes."""
+    return SlotFormat(tuple(Chunk(*chunk) for chunk in layout.chunks())).slot_bytes
 
 
 def make_blocks(count: int, seed: int) -> list[Block]:
@@ -162,8 +167,7 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
     for folder in own + theirs:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    striping = Striping(tuple(Chunk(*chunk) for chunk in LAYOUT.chunks()), directories)
-    request = striping.slot_bytes
+    request = slot_bytes(LAYOUT)
     count = total // LAYOUT.slot_bytes
     jobs = depth * directories
     threads = (depth + 1) * directories
@@ -281,7 +285,7 @@ def add_rows(index: Path, rows: int, slot_bytes: int) -> None:
             file.truncate(4096 + per_slab * slot_bytes)
     now = int(time.time() * 1e6)
     connection.executemany(
-        "INSERT INTO blocks VALUES(1,?,1,?,?,1,0,?,?,0)",
+        "INSERT INTO blocks VALUES(1,?,1,?,?,?,?,0)",
         ((os.urandom(16), 1000 + n // per_slab, n % per_slab, now, now - n) for n in range(rows)),
     )
     connection.commit()
@@ -305,10 +309,9 @@ def restart(root: Path, rows: int) -> dict[str, object]:
     real = make_blocks(1, 3)[0]
     buffer = aligned_buffer(small.slot_bytes)
     store.write(real, buffer)
-    slot_bytes = Striping(tuple(Chunk(*c) for c in small.chunks()), 1).slot_bytes
     store.close()
     index = folder / "sglang-hc" / "index.sqlite"
-    add_rows(index, rows - 1, slot_bytes)
+    add_rows(index, rows - 1, slot_bytes(small))
     runs = []
     for cold in (True, False, False):
         if cold:

@@ -28,11 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare_fio import LAYOUT, add_rows, machine, percentiles
+from compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec
-from sglang_hc.store.disk.format import Chunk, Striping
 from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.io_messages import DiskSpec
@@ -217,8 +216,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     drain(io, 1)
     io.blocks.close()
     io.executor.close()
-    slot_bytes = Striping(tuple(Chunk(*c) for c in small.chunks()), 1).slot_bytes
-    add_rows(folder / "sglang-hc" / "index.sqlite", rows - 1, slot_bytes)
+    add_rows(folder / "sglang-hc" / "index.sqlite", rows - 1, slot_bytes(small))
 
     before = resident_mb(os.getpid())
     started = time.perf_counter()

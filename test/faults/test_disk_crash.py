@@ -255,7 +255,7 @@ def test_after_a_power_cut_while_two_threads_write(
 ) -> None:
     work = Workload(scratch, 2, 6_000_000, check_image)
     with work.watching_commits(monkeypatch):
-        work.run(batches=2, count=2, writers=2)
+        work.run(batches=2, count=5, writers=2)
     assert work.cuts.keys() == MOMENTS and work.cuts.total() > 80
 
 
@@ -294,8 +294,8 @@ def test_after_a_power_cut_in_a_long_workload(
     directories: int,
     writers: int,
 ) -> None:
-    """Every block gives one image for each directory. A new slab alone gives eight more, so the
-    sum follows from how many slabs hold the blocks, not from how many blocks there are."""
+    """Every block gives one image. A new slab alone gives eight more, so the sum follows from how
+    many slabs hold the blocks, not from how many blocks there are."""
     work = Workload(scratch, directories, 12_000_000, check_image)
     with work.watching_commits(monkeypatch):
         work.run(batches=18 // writers, count=6, writers=writers)
@@ -304,7 +304,7 @@ def test_after_a_power_cut_in_a_long_workload(
         f"synced block there, every served block verified; {dict(work.cuts)}"
     )
     slabs = work.cuts["create"]
-    assert work.cuts["write"] == 18 * 6 * directories + slabs  # a slab's header is one write
+    assert work.cuts["write"] == 18 * 6 + slabs  # a slab's header is one write
     assert work.cuts["before sync"] == work.cuts["after sync"] >= slabs + 18 // writers
     assert work.cuts.keys() == MOMENTS and work.cuts.total() > 200
 

@@ -138,7 +138,7 @@ def test_every_byte_of_a_slot_is_covered(scratch: Path) -> None:
     slab = slabs_of(folder)[0]
     good = slab.read_bytes()
     store = open_store(folder, backend=BUFFERED)
-    end = 4096 + store._blocks.striping.slot_bytes
+    end = 4096 + store._blocks.slot_format.slot_bytes
     store.close()
     rng = random.Random(5)
     for at in [4096, 4096 + 4095, 8192, end - 1, *(rng.randrange(4096, end) for _ in range(20))]:
@@ -221,7 +221,8 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
     assert right == len(blocks)
 
 
-def test_a_lost_directory_of_two_is_a_miss(scratch: Path) -> None:
+def test_one_of_two_directories_lost_before_a_start(scratch: Path) -> None:
+    """The other one's blocks are served, and what is written again is whole."""
     folders = [scratch / "a", scratch / "b"]
     store = open_store(*folders, backend=BUFFERED)
     blocks = make_path(8)
@@ -229,10 +230,40 @@ def test_a_lost_directory_of_two_is_a_miss(scratch: Path) -> None:
     store.close()
     shutil.rmtree(folders[1])
     store = open_store(*folders, backend=BUFFERED)
-    assert store.contains([block.block_id for block in blocks]) == 0
-    assert store.stats().counters["incomplete_blocks"] == 8
-    assert store.stats().directories[0].slots_taken == 0, "the halves that are left are freed"
-    assert set(put(store, blocks)) == {Outcome.OK}
+    assert store.contains([block.block_id for block in blocks]) == 1
+    for block in blocks[::2]:
+        status, got = read_bytes(store, block.block_id)
+        assert status is Outcome.OK and np.array_equal(got, data_of(block))
+    for block in blocks[1::2]:
+        assert read_bytes(store, block.block_id)[0] is Outcome.MISSING
+    assert put(store, blocks) == [Outcome.DUPLICATE, Outcome.OK] * 4
+    assert store.contains([block.block_id for block in blocks]) == 8
+    store.check_integrity()
+    store.close()
+
+
+def test_one_of_two_indexes_damaged_while_running(scratch: Path) -> None:
+    """The directory is out until a restart, said once; the other goes on, upkeep included."""
+    folders = [scratch / "a", scratch / "b"]
+    store = open_store(*folders, backend=BUFFERED, scrub_bytes_per_s=1 << 20)
+    blocks = make_path(8)
+    put(store, blocks)
+    bad = store._blocks.directories[1]
+    bad.fail("for the test")
+    names = [block.block_id for block in blocks]
+    assert store.contains(names) == 1 and store.contains(names[2:]) == 1
+    assert read_bytes(store, names[1])[0] is Outcome.IO_ERROR
+    assert store.take_directory_changes() == ([], names[1::2])
+    fresh = make_path(6, seed=3)
+    assert put(store, fresh) == [Outcome.OK] * 6
+    assert all(read_bytes(store, block.block_id)[0] is Outcome.OK for block in fresh)
+    store.maintenance.tick()
+    assert store.counters()["scrubbed_bytes"] > 0
+    assert store.stats().usable and not store.stats().directories[1].usable
+    store.close()
+    store = open_store(*folders, backend=BUFFERED)
+    assert store.contains(names) == 8, "its index is made again from the slots"
+    assert store.contains([block.block_id for block in fresh]) == 6
     store.check_integrity()
     store.close()
 
@@ -261,7 +292,7 @@ def test_another_models_slot_is_not_served(scratch: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("version", [0, 2, 999])
+@pytest.mark.parametrize("version", [0, 1, 3, 999])
 def test_an_unknown_version_is_refused_and_kept(scratch: Path, version: int) -> None:
     folder = scratch / "disk"
     blocks = make_pristine(folder)
@@ -269,12 +300,13 @@ def test_an_unknown_version_is_refused_and_kept(scratch: Path, version: int) -> 
         connection.execute(f"PRAGMA user_version={version}")
         connection.execute("UPDATE meta SET value=? WHERE key='format_version'", (str(version),))
     before = {path: path.read_bytes() for path in slabs_of(folder)}
-    with pytest.raises(DirectoryError, match=rf"format {version}, .* knows format 1; use the"):
+    remedy = "delete .*sglang-hc, which" if version < 2 else "upgrade sglang-hc or name another"
+    with pytest.raises(DirectoryError, match=rf"format {version}, .* knows format 2; {remedy}"):
         open_store(folder, backend=BUFFERED)
     assert before == {path: path.read_bytes() for path in slabs_of(folder)}
     with sqlite3.connect(index_of(folder)) as connection:
-        connection.execute("PRAGMA user_version=1")
-        connection.execute("UPDATE meta SET value='1' WHERE key='format_version'")
+        connection.execute("PRAGMA user_version=2")
+        connection.execute("UPDATE meta SET value='2' WHERE key='format_version'")
     assert serve_all(folder, blocks) == (len(blocks), 0)
 
 
@@ -284,9 +316,9 @@ def test_slabs_of_an_unknown_version_are_refused_and_kept(scratch: Path) -> None
     count = len(slabs_of(folder))
     for path in slabs_of(folder):
         content = bytearray(path.read_bytes())
-        content[8] = 2
+        content[8] = 3
         path.write_bytes(content)
     index_of(folder).unlink()
-    with pytest.raises(DirectoryError, match="written in disk format 2"):
+    with pytest.raises(DirectoryError, match="written in disk format 3"):
         open_store(folder, backend=BUFFERED)
     assert len(slabs_of(folder)) == count

@@ -97,7 +97,8 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
-        core.tree.tiers.disk._io._store._blocks.breaker.succeeded()  # its pause is over
+        (directory,) = core.tree.tiers.disk._io._store._blocks.directories
+        directory.breaker.succeeded()  # its pause is over
         prefetch.PATIENCE = 5.0
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply

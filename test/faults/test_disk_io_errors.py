@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from disk_support import (
 )
 
 from sglang_hc.store.disk.circuit_breaker import FAILURES_TO_OPEN
-from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.directory import Directory, DirectoryError
 from sglang_hc.store.outcome import Outcome
 
 
@@ -72,21 +73,81 @@ def test_a_failed_write_or_sync_is_not_visible(scratch: Path) -> None:
     store.close()
 
 
-def test_one_failed_share_of_two_is_taken_back(scratch: Path) -> None:
+def only_in(folder: str, hook: Callable[[str], None]) -> Callable[[str], None]:
+    """The hook for the files below a folder of that name."""
+    return lambda path: hook(path) if f"/{folder}/" in path else None
+
+
+def test_a_failed_directory_of_two_fails_only_its_own_blocks(scratch: Path) -> None:
     faults = Faults()
     store = open_store(scratch / "a", scratch / "b", backend=FaultyBackend(faults))
     blocks = make_path(4)
-
-    def fail_second(path: str) -> None:
-        if "/b/" in path:
-            EIO(path)
-
-    faults.on_sync = fail_second
-    assert put(store, blocks) == [Outcome.IO_ERROR] * 4
+    faults.on_sync = only_in("b", EIO)
+    assert put(store, blocks) == [Outcome.OK, Outcome.IO_ERROR] * 2
     faults.on_sync = nothing
     store.check_integrity()
-    assert all(d.slots_taken == 0 for d in store.stats().directories)
-    assert put(store, blocks) == [Outcome.OK] * 4
+    assert [d.slots_taken for d in store.stats().directories] == [2, 0]
+    assert put(store, blocks) == [Outcome.DUPLICATE, Outcome.OK] * 2
+    assert store.contains([block.block_id for block in blocks]) == 4
+    store.close()
+
+
+def test_one_of_two_directories_destroyed_while_running(
+    scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks are lost, the other one's are served, writes go on, and it is said once."""
+    faults = Faults()
+    now = [1e9]
+    store = open_store(
+        scratch / "a", scratch / "b", backend=FaultyBackend(faults), clock=lambda: now[0]
+    )
+    blocks = make_path(6 * FAILURES_TO_OPEN)
+    names = [block.block_id for block in blocks]
+    assert set(put(store, blocks)) == {Outcome.OK}
+    dead = only_in("b", EIO)
+    faults.on_read = faults.on_write = faults.on_sync = faults.on_allocate = dead
+    for turn in range(2):
+        for block in blocks[::2]:
+            status, got = read_bytes(store, block.block_id)
+            assert status is Outcome.OK and np.array_equal(got, data_of(block))
+        for name in names[1::2]:
+            assert read_bytes(store, name)[0] is not Outcome.OK, turn
+    fresh = make_path(12, seed=9)
+    assert put(store, fresh) == [Outcome.OK] * 12, "all to the one that is left"
+    assert store.contains([block.block_id for block in fresh]) == 12
+    assert store.counters()["directory_pauses"] == 1
+    assert sum("keeps failing" in record.getMessage() for record in caplog.records) == 1
+    assert store.directories_in_use() == 1 and store.stats().usable
+    store.maintenance.tick()
+    faults.on_read = faults.on_write = faults.on_sync = faults.on_allocate = nothing
+    now[0] += 6
+    left = [name for name in names[1::2] if store.contains([name])]
+    assert left, "what it was not asked for while it failed is there again"
+    assert all(read_bytes(store, name)[0] is Outcome.OK for name in left)
+    assert store.directories_in_use() == 2
+    store.check_integrity()
+    store.close()
+
+
+def test_a_block_in_two_directories_is_served_from_the_one_that_is_well(scratch: Path) -> None:
+    """It was written again while the first could not be asked."""
+    store = open_store(scratch / "a", scratch / "b", backend=FaultyBackend(Faults()))
+    (block,) = make_path(1)
+    first, second = store._blocks.directories
+    assert put(store, [block]) == [Outcome.OK] and block.block_id in first.places
+    while not first.breaker.failed():
+        assert store.contains([block.block_id]) == 1
+    assert store.contains([block.block_id]) == 0
+    assert put(store, [block]) == [Outcome.OK] and block.block_id in second.places
+    first.breaker.succeeded()
+    location = store._blocks.acquire(block.block_id)
+    assert location is not None and location.directory is first
+    assert store._blocks.drop_damaged(block.block_id, location)
+    store._blocks.release(location)
+    status, got = read_bytes(store, block.block_id)
+    assert status is Outcome.OK and np.array_equal(got, data_of(block))
+    assert store.delete([block.block_id]) == 1
+    store.check_integrity()
     store.close()
 
 
@@ -146,7 +207,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
     assert len(asked) == FAILURES_TO_OPEN, "not asked any more"
     last = [blocks[-1].block_id]
     assert store.contains(last) == 0 and put(store, make_path(1, seed=5)) == [Outcome.IO_ERROR]
-    assert store.stats().pauses == 1
+    assert store.counters()["directory_pauses"] == 1
     now[0] += 6
     assert store.contains(last) == 1, "asked again after the pause"
     assert read_bytes(store, blocks[-2].block_id)[0] is Outcome.IO_ERROR
@@ -193,7 +254,7 @@ def test_a_failing_maintenance_round_is_counted_and_tried_again(scratch: Path) -
     real = store.maintenance._evictor.trim
     failed = threading.Event()
 
-    def trim() -> int:
+    def trim(directory: Directory) -> int:
         failed.set()
         raise RuntimeError("injected")
 

@@ -62,7 +62,7 @@ class FakeLink:
                 filed.append((request.ticket, True))
             elif isinstance(request, (wire.Read, wire.Write)):
                 blocks.append((request.ticket, Outcome.OK))
-        self.replies.append(wire.Answers(filed, blocks, [], False, True, None))
+        self.replies.append(wire.Answers(filed, blocks, [], False, 1, None))
 
 
 class Run:

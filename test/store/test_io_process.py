@@ -6,10 +6,13 @@ import contextlib
 import gc
 import os
 import random
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,14 +20,16 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "disk"))
-from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, make_path, open_store
+from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, make_path, open_store, put
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.store import io_messages as wire
 from sglang_hc.store import io_supervisor
 from sglang_hc.store.disk import Block, DirectoryError, DirectorySpec
 from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan
-from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.host_memory import MemorySpec, memory_file
 from sglang_hc.store.io_messages import DiskSpec
+from sglang_hc.store.io_process import Worker
 from sglang_hc.store.io_supervisor import IoSupervisor, State
 from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.store.outcome import Outcome
@@ -123,7 +128,10 @@ def test_blocks_go_to_disk_and_come_back(io: Io) -> None:
     blocks = make_path(6)
     save(io, blocks)
     assert io.blocks.contains([*names(blocks), bytes(16)]) == 6
-    assert io.blocks.capacity >= 6 and io.blocks.levels() == {"disk_blocks": 6}
+    assert io.blocks.capacity >= 6 and io.blocks.levels() == {
+        "disk_blocks": 6,
+        "disk_directories": 1,
+    }
     check_read(io, blocks)
     io.blocks.write(70, blocks[0], 0, soon())
     io.blocks.read(71, bytes(16), 32, soon())
@@ -213,6 +221,73 @@ def test_a_new_process_knows_what_the_last_one_wrote(tmp_path: Path) -> None:
         assert io.blocks.contains(names(blocks)) == 5
         check_read(io, blocks)
         close(io)
+
+
+def test_a_directory_destroyed_with_the_process_costs_its_own_blocks(tmp_path: Path) -> None:
+    """What the new process does not have is one miss each; the other directory's is served."""
+    io = open_io("process", MEMORY, disk_spec(tmp_path / "a", tmp_path / "b"))
+    blocks = make_path(8)
+    save(io, blocks)
+    kept = [block for block in blocks if has_row(tmp_path / "a", block)]
+    lost = [block for block in blocks if block not in kept]
+    assert len(kept) == 4
+    shutil.rmtree(tmp_path / "b")
+    os.kill(pid_of(io), signal.SIGKILL)
+    until(lambda: io.executor.counts()["io_restarts"] == 1, io)
+    check_read(io, kept)
+    for slot, block in enumerate(lost, start=32):
+        io.blocks.read(slot, block.block_id, slot, soon())
+    assert {done.outcome for done in answers(io, 4)} == {Outcome.MISSING}
+    assert not any(io.blocks.contains([block.block_id]) for block in lost)
+    save(io, lost)
+    assert io.blocks.contains(names(blocks)) == 8
+    check_read(io, blocks)
+    close(io)
+
+
+def has_row(folder: Path, block: Block) -> bool:
+    with contextlib.closing(sqlite3.connect(folder / "sglang-hc" / "index.sqlite")) as index:
+        found = index.execute("SELECT 1 FROM blocks WHERE block_id=?", (block.block_id,))
+        return found.fetchone() is not None
+
+
+def test_what_a_directory_takes_away_and_brings_back_reaches_the_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In messages of a bounded length, and in order: forget, then know again."""
+    monkeypatch.setattr(wire, "IDS_PER_MESSAGE", 3)
+    setup = wire.Setup(MEMORY, disk_spec(tmp_path / "a", tmp_path / "b"))
+    store = open_store(tmp_path / "a", tmp_path / "b")
+    blocks = make_path(16)
+    put(store, blocks)
+    store.close()
+    said: list[bytes] = []
+    socket = types.SimpleNamespace(send=lambda message, flags: said.append(message))
+    worker = Worker(setup, memory_file(MEMORY), socket)
+    mirror: set[bytes] = set()
+
+    def listen() -> None:
+        worker.report()
+        while said:
+            message = wire.decode_reply(said.pop(0))
+            if isinstance(message, wire.Known):
+                mirror.update(message.block_ids)
+            elif isinstance(message, wire.Answers):
+                assert len(message.removed) <= 3
+                mirror.difference_update(message.removed)
+
+    listen()
+    assert mirror == set(names(blocks))
+    second = worker._store._blocks.directories[1]
+    while not second.breaker.failed():
+        """Fails until it gets a pause."""
+    for _ in range(4):
+        listen()
+    assert len(mirror) == 8 and not mirror & second.places.keys()
+    second.breaker.succeeded()
+    listen()
+    assert mirror == set(names(blocks))
+    worker.take(wire.Close())
 
 
 def test_an_orderly_end_finishes_writes(tmp_path: Path) -> None:

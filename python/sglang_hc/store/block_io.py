@@ -123,7 +123,7 @@ class BlockIo(Protocol):
 _COUNTED = (
     "evicted_blocks",
     "expired_blocks",
-    "incomplete_blocks",
+    "directory_pauses",
     "index_refused",
     "scrub_damaged",
     "maintenance_errors",
@@ -145,24 +145,22 @@ class DiskThreads:
         self._store = store
         self._pool = pool
         self._on_done = on_done
-        directories = store.stats().directories
-        budget = sum(directory.budget_bytes for directory in directories)
-        self._capacity = budget // store.slot_bytes
+        directories = store.directories
         self._done: deque[BlockDone] = deque()
         self._writes: deque[_Write] = deque()
         self._work = threading.Semaphore(0)
         self._closing = False
-        self._readers = ThreadPoolExecutor(READ_THREADS * len(directories), "hc-read")
+        self._readers = ThreadPoolExecutor(READ_THREADS * directories, "hc-read")
         self._writers = [
             threading.Thread(target=self._write_all, name=f"hc-write_{number}", daemon=True)
-            for number in range(WRITE_THREADS * len(directories))
+            for number in range(WRITE_THREADS * directories)
         ]
         for writer in self._writers:
             writer.start()
 
     @property
     def capacity(self) -> int:
-        return self._capacity
+        return self._store.capacity
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._store.contains(block_ids)
@@ -199,10 +197,11 @@ class DiskThreads:
         self._store.expect(uses)
 
     def clear(self) -> None:
-        self._store.delete(self._store.block_ids())
+        self._store.clear()
 
     def levels(self) -> dict[str, int]:
-        return {"disk_blocks": len(self._store)}
+        store = self._store
+        return {"disk_blocks": len(store), "disk_directories": store.directories_in_use()}
 
     def counts(self) -> Counter[str]:
         counters = self._store.counters()

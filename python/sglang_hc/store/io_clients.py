@@ -138,7 +138,8 @@ class ProcessBlocks:
         self._moves: dict[int, _Move] = {}
         self._writing = 0
         self._done: list[BlockDone] = []
-        self._usable = True
+        self._directories = 1
+        """In use, as the process said last; one until it says so."""
         self._clearing = False
         self._counts: dict[str, int] = {}
         self._counts_before: Counter[str] = Counter()
@@ -150,7 +151,7 @@ class ProcessBlocks:
 
     @property
     def _open(self) -> bool:
-        return self._supervisor.state is State.UP and self._usable and not self._clearing
+        return self._supervisor.state is State.UP and self._directories > 0 and not self._clearing
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         if not self._open:
@@ -201,7 +202,9 @@ class ProcessBlocks:
             self._supervisor.send(wire.Clear())
 
     def levels(self) -> dict[str, int]:
-        return {"disk_blocks": len(self._known)}
+        up = self._supervisor.state is State.UP
+        directories = self._directories if up else 0
+        return {"disk_blocks": len(self._known), "disk_directories": directories}
 
     def counts(self) -> Counter[str]:
         return self._counts_before + Counter(self._counts)
@@ -217,16 +220,16 @@ class ProcessBlocks:
         for ticket, outcome in reply.blocks:
             if ticket in self._moves:
                 self._end(ticket, outcome)
-        for block_id in reply.gone:
+        for block_id in reply.removed:
             self._known.pop(block_id, None)
         if reply.cleared:
             self._clearing = False
-        self._usable = reply.usable
+        self._directories = reply.directories
         if reply.counts is not None:
             self._counts = reply.counts
 
     def up(self) -> None:
-        self._usable = True
+        self._directories = 1
         if self._clearing:
             self._supervisor.send(wire.Clear())
 

@@ -118,7 +118,8 @@ class Refused(_Message, tag=True):
 
 
 class Known(_Message, tag=True):
-    """Identities of blocks on disk."""
+    """Identities of blocks that can be read from disk, at the start and when a directory that was
+    out of use is back."""
 
     block_ids: list[bytes]
 
@@ -126,16 +127,18 @@ class Known(_Message, tag=True):
 class Answers(_Message, tag=True):
     """What happened since the last message.
 
-    filed: (ticket, done). blocks: (ticket, outcome). gone: identities that left the disk; a block
-    that was stored and left again since is in both. cleared: a `Clear` is done. usable: the disk
-    may be asked now. counts: of the store, since it was opened; None while they are as they were.
+    filed: (ticket, done). blocks: (ticket, outcome). removed: at most IDS_PER_MESSAGE identities of
+    blocks that cannot be read any more, because they left the disk or their directory is out of
+    use; a block that was stored and left again since is in both. cleared: a `Clear` is done.
+    directories: how many may be asked now. counts: of the store, since it was opened; None while
+    they are as they were.
     """
 
     filed: list[tuple[int, bool]]
     blocks: list[tuple[int, Outcome]]
-    gone: list[bytes]
+    removed: list[bytes]
     cleared: bool
-    usable: bool
+    directories: int
     counts: dict[str, int] | None
 
 

@@ -42,6 +42,8 @@ class Worker:
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there is something to answer."""
         self._outbox: deque[bytes] = deque()
+        self._removed: deque[bytes] = deque()
+        """Identities that the parent must forget, and has not been told yet."""
         self._filing: dict[int, int] = {}
         self._cleared = threading.Event()
         self._counts: dict[str, int] = {}
@@ -84,7 +86,7 @@ class Worker:
         """Send what there is to say; nothing is lost when the parent does not listen now."""
         answers = self._answers()
         quiet = not (
-            answers.filed or answers.blocks or answers.gone or answers.cleared or answers.counts
+            answers.filed or answers.blocks or answers.removed or answers.cleared or answers.counts
         )
         beat = not self._outbox and time.monotonic() >= self._sent + wire.HEARTBEAT_S
         if beat or not quiet:
@@ -103,14 +105,29 @@ class Worker:
         if cleared:
             self._cleared.clear()
         if self._store is None:
-            return wire.Answers(filed, [], [], cleared, False, None)
+            return wire.Answers(filed, [], [], cleared, 0, None)
         blocks = [(done.ticket, done.outcome) for done in self._disk.poll()]
-        # Asked after the answers were taken: a block that came back meanwhile is not gone.
-        gone = [name for name in self._store.drain_removed() if not self._store.contains([name])]
+        removed = self._take_removed(self._store)
         counts = dict(self._disk.counts())
         news = counts if counts != self._counts else None
         self._counts = counts
-        return wire.Answers(filed, blocks, gone, cleared, self._store.usable(), news)
+        directories = self._store.directories_in_use()
+        return wire.Answers(filed, blocks, removed, cleared, directories, news)
+
+    def _take_removed(self, store: DiskStore) -> list[bytes]:
+        """The next identities that cannot be read any more; names those that can be read again.
+
+        Called after the answers were taken: a block that was written again meanwhile stays.
+        """
+        back, lost = store.take_directory_changes()
+        self._name_all(back)
+        self._removed.extend(lost)
+        self._removed.extend(store.drain_removed())
+        count = min(len(self._removed), wire.IDS_PER_MESSAGE)
+        names = [self._removed.popleft() for _ in range(count)]
+        if self._removed:
+            self._notify()  # the rest goes with the next report, at once
+        return [name for name in names if not store.contains([name])]
 
     def _name_all(self, block_ids: list[bytes]) -> None:
         for start in range(0, len(block_ids), wire.IDS_PER_MESSAGE):

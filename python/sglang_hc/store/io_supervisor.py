@@ -209,7 +209,7 @@ class IoSupervisor:
             return 0
         for client in self.clients:
             client.answered(reply)
-        return len(reply.block_ids if isinstance(reply, wire.Known) else reply.gone)
+        return len(reply.block_ids if isinstance(reply, wire.Known) else reply.removed)
 
     # -- life ------------------------------------------------------------------------------------
 

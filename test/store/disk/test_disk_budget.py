@@ -38,14 +38,14 @@ class RandomWorkload(RuleBasedStateMachine):
         self.store = None
         self.other = False
         self.budget = 5_700_000
-        self.stripes = 2
+        self.count = 2
         self.start(5_700_000, False, 2)
 
-    def start(self, budget: int, other: bool, stripes: int) -> None:
-        self.budget, self.other, self.stripes = budget, other, stripes
+    def start(self, budget: int, other: bool, count: int) -> None:
+        self.budget, self.other, self.count = budget, other, count
         self.layout = {"layout": OTHER, "fingerprint": OTHER.fingerprint()} if other else {}
         self.store = open_store(
-            *self.disks[:stripes],
+            *self.disks[:count],
             size=budget,
             backend=DirectBackend(direct=False),
             clock=lambda: self.now,
@@ -88,14 +88,14 @@ class RandomWorkload(RuleBasedStateMachine):
         self.now += seconds
         self.store.maintenance.tick()
 
-    @rule(budget=BUDGETS, other=st.booleans(), stripes=st.sampled_from([1, 2]))
-    def restart(self, budget: int, other: bool, stripes: int) -> None:
+    @rule(budget=BUDGETS, other=st.booleans(), count=st.sampled_from([1, 2]))
+    def restart(self, budget: int, other: bool, count: int) -> None:
         self.store.close()
-        self.start(budget, other, stripes)
+        self.start(budget, other, count)
 
     @invariant()
     def no_byte_above_the_budget(self) -> None:
-        for disk in self.disks[: self.stripes]:
+        for disk in self.disks[: self.count]:
             assert total_bytes(disk) <= self.budget
 
     @invariant()

@@ -1,4 +1,4 @@
-"""The bytes of version 1, as docs/disk-format.md lays them out. These tests may grow but not
+"""The bytes of version 2, as docs/disk-format.md lays them out. These tests may grow but not
 change: what they spell out lies on disks."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sglang_hc.store.disk.format import (
     Chunk,
     FormatError,
     SlabHeader,
+    SlotFormat,
     SlotHeader,
-    Striping,
     chunk_digest,
     clip_label,
     slot_header_bytes,
@@ -37,8 +37,6 @@ def header(**changes: object) -> SlotHeader:
         "block_id": bytes(range(16)),
         "parent_id": bytes(range(16, 32)),
         "fingerprint": bytes(range(32, 48)),
-        "stripes": 3,
-        "residue": 2,
         "created": 1_700_000_000_123_456,
         "position": 41,
         "tokens": b"\x00\x00\x12\x34" * 64,
@@ -54,11 +52,11 @@ def packed(one: SlotHeader) -> bytes:
     return bytes(page)
 
 
-def test_slot_header_bytes_of_version_1() -> None:
+def test_slot_header_bytes_of_version_2() -> None:
     page = packed(header())
     assert len(page) == 4096
     assert page[:8] == b"SGHCSLOT"
-    assert struct.unpack_from("<HHBBH", page, 8) == (1, 1, 3, 2, 2)
+    assert struct.unpack_from("<HHHH", page, 8) == (2, 1, 0, 2)
     assert page[16:64] == bytes(range(48))
     assert struct.unpack_from("<QII", page, 64) == (1_700_000_000_123_456, 256, 6)
     assert page[80:336] == b"\x00\x00\x12\x34" * 64
@@ -69,16 +67,16 @@ def test_slot_header_bytes_of_version_1() -> None:
     assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
 
 
-def test_slab_header_bytes_of_version_1() -> None:
+def test_slab_header_bytes_of_version_2() -> None:
     page = SlabHeader(7, 1 << 20, 100, 123).pack()
     assert page[:8] == b"SGHCSLAB" and len(page) == 4096
-    assert struct.unpack_from("<HHIQIIQ", page, 8) == (1, 0, 7, 1 << 20, 100, 0, 123)
+    assert struct.unpack_from("<HHIQIIQ", page, 8) == (2, 0, 7, 1 << 20, 100, 0, 123)
     assert page[40:4080] == bytes(4040)
     assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
     assert SlabHeader.unpack(page).offset(3) == 4096 + 3 * (1 << 20)
 
 
-def test_chunk_digest_of_version_1() -> None:
+def test_chunk_digest_of_version_2() -> None:
     name, plan, data = b"a" * 16, b"b" * 16, bytes(range(256)) * 16
     covered = name + plan + struct.pack("<II", 9, 4096) + data
     assert chunk_digest(name, plan, 9, memoryview(data)) == xxhash.xxh3_128_digest(covered)
@@ -117,24 +115,30 @@ def test_any_changed_byte_of_a_header_is_noticed(at: int, mask: int) -> None:
         SlotHeader.unpack(memoryview(page))
 
 
-def test_an_unknown_version_is_named() -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_unknown_version_is_named(version: int) -> None:
     page = bytearray(packed(header()))
-    page[8] = 2
+    page[8] = version
     with pytest.raises(FormatError) as caught:
         SlotHeader.unpack(memoryview(page))
-    assert caught.value.version == 2
+    assert caught.value.version == version
 
 
-@given(st.integers(1, 8), st.integers(0, 1000), st.integers(1, 12))
-def test_every_layer_has_one_directory(stripes: int, position: int, layers: int) -> None:
-    chunks = tuple(Chunk(layer, 4096 * layer, 4096) for layer in range(layers))
-    striping = Striping(chunks, stripes)
-    placed = {
-        chunk.layer: number
-        for number in range(stripes)
-        for chunk in striping.shares[striping.residue(position, number)]
-    }
-    assert placed == {layer: (position + layer) % stripes for layer in range(layers)}
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=200))
+def test_chunks_follow_the_header_without_gaps(pages: list[int]) -> None:
+    chunks, end = [], 0
+    for layer, count in enumerate(pages):
+        chunks.append(Chunk(layer, end, 4096 * count))
+        end += 4096 * count
+    slot = SlotFormat(tuple(chunks))
+    assert slot.block_bytes == end
+    assert slot.slot_bytes == slot_header_bytes(len(chunks)) + end
+
+
+@pytest.mark.parametrize("second", [4096 - 1, 4096 + 4096])
+def test_chunks_with_gaps_or_overlaps_are_a_programming_error(second: int) -> None:
+    with pytest.raises(ValueError, match="layer 5 does not follow"):
+        SlotFormat((Chunk(4, 0, 4096), Chunk(5, second, 4096)))
 
 
 @given(

@@ -34,8 +34,8 @@ def test_a_batch_replaces_just_the_rows_of_its_own_blocks(
         for model, name in batch:
             if (model, name) in expected:
                 gone.append(expected[model, name])
-            expected[model, name] = Place(1, slot, 0)
-            rows.append(Row(model, bytes([name] * 16), 1, 1, slot, 1, 0, slot, slot, 0))
+            expected[model, name] = Place(1, slot)
+            rows.append(Row(model, bytes([name] * 16), 1, 1, slot, slot, slot, 0))
             slot += 1
         assert sorted(index.insert(rows)) == sorted(gone)
     index.close()

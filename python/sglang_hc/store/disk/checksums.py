@@ -1,4 +1,4 @@
-"""Is what lies in a slot whole, and what was asked for? Used by reads, scrub and fsck."""
+"""Checks that a slot holds, whole, the block that was asked for. Used by reads, scrub and fsck."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Damaged(Exception):
 
 
 def check_header(
-    page: memoryview, block_id: bytes, fingerprint: bytes, share: Sequence[Chunk]
+    page: memoryview, block_id: bytes, fingerprint: bytes, chunks: Sequence[Chunk]
 ) -> SlotHeader:
     """The header in `page` if it belongs to this block and lists exactly these chunks.
 
@@ -36,7 +36,7 @@ def check_header(
     if header.block_id != block_id or header.fingerprint != fingerprint:
         raise Damaged("the slot holds another block")
     listed = [(layer, length) for layer, length, _ in header.table]
-    if listed != [(chunk.layer, chunk.length) for chunk in share]:
+    if listed != [(chunk.layer, chunk.length) for chunk in chunks]:
         raise Damaged("the slot holds other layers")
     return header
 

@@ -28,11 +28,14 @@ class CircuitBreaker:
         """Whether an operation may be tried now. Cheap; takes no lock."""
         return not self._until or self._clock() >= self._until
 
-    def succeeded(self) -> None:
-        """An operation reached the disk and came back."""
-        if self._failures or self._until:
-            with self._lock:
-                self._failures, self._pause, self._until = 0, _FIRST_PAUSE_S, 0.0
+    def succeeded(self) -> bool:
+        """An operation reached the disk and came back. True when this one ends the pauses."""
+        if not self._failures and not self._until:
+            return False
+        with self._lock:
+            ended = self._until > 0.0
+            self._failures, self._pause, self._until = 0, _FIRST_PAUSE_S, 0.0
+            return ended
 
     def failed(self) -> bool:
         """An operation failed with an I/O error. True when this one starts a pause."""

@@ -23,7 +23,7 @@ _NAMES = (
     "evicted_blocks",
     "expired_blocks",
     "deleted_blocks",
-    "incomplete_blocks",
+    "directory_pauses",
     "index_refused",
     "scrubbed_bytes",
     "scrub_damaged",

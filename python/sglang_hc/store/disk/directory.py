@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import FILE_MODE
+from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.schema import IndexDamaged, Place
 from sglang_hc.store.disk.slabs import SlabSet
@@ -55,15 +58,16 @@ class DirectorySpec:
         return cls(match[1], size)
 
 
-@dataclass
+@dataclass(eq=False)
 class Directory:
     """An open directory for one model. Made by `opening.open_directory`.
 
     lock: descriptor that holds the lock. model: the model's number in this index.
-    catalog: block identity -> packed records.Place of this model's shares in use. A dictionary that
-    is only changed by the store; looking into it needs no lock.
-    others: (identity, packed place, stripes) of this model's blocks that were dealt over another
-    number of directories. failure: why the directory is out of use.
+    breaker: gives the directory a pause when its I/O keeps failing. failure: why the directory is
+    out of use until a restart. places: block identity -> packed schema.Place of this model's
+    blocks. A dictionary that is only changed by the store; looking into it needs no lock.
+    undeleted: removed blocks whose rows the index would not delete yet. making_room: held by the
+    thread that evicts.
     """
 
     root: str
@@ -72,11 +76,17 @@ class Directory:
     index: Index
     slabs: SlabSet
     model: int
-    catalog: dict[bytes, int] = field(default_factory=dict)
-    others: list[tuple[bytes, int, int]] = field(default_factory=list)
+    breaker: CircuitBreaker
+    places: dict[bytes, int] = field(default_factory=dict)
+    undeleted: deque[tuple[bytes, Place]] = field(default_factory=deque)
+    making_room: threading.Lock = field(default_factory=threading.Lock)
     direct: bool = False
     failure: str | None = None
     _namespaces: dict[str, int] = field(default_factory=dict)
+
+    def usable(self) -> bool:
+        """Whether this directory may be asked now. Cheap; takes no lock."""
+        return self.failure is None and self.breaker.allows()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -93,10 +103,9 @@ class Directory:
         """Take the directory out of use; the index is rebuilt at the next start."""
         if self.failure is None:
             self.failure = reason
-            self.catalog = {}
             logger.error(
-                "%s: %s. The disk tier is off; requests go on without it. The next start rebuilds "
-                "the index, or run: sglang-hc fsck %s --repair",
+                "%s: %s. Its blocks are not found until a restart; requests and other directories "
+                "go on. The next start rebuilds the index, or run: sglang-hc fsck %s --repair",
                 self.root,
                 reason,
                 os.path.dirname(self.root),
@@ -116,17 +125,22 @@ class Directory:
         return number
 
     def acquire(self, block_id: bytes) -> Place | None:
-        """Where this model's share lies, with a lease on it; None when it is not here."""
+        """Where a block of this model lies, with a lease on it; None when it is not here."""
         while True:
-            packed = self.catalog.get(block_id)
+            packed = self.places.get(block_id)
             if packed is None:
                 return None
             place = Place.unpack(packed)
-            if not self.slabs.lease(place[:2]):
+            if not self.slabs.lease(place):
                 return None
-            if self.catalog.get(block_id) == packed:
+            if self.places.get(block_id) == packed:
                 return place
-            self.slabs.unlease([place[:2]])  # it moved meanwhile
+            self.slabs.unlease([place])  # it moved meanwhile
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Slots of this size that can be taken without evicting anything."""
+        used, there = self.slabs.usage(slot_bytes)
+        return there - used + self.slabs.growable_slots(slot_bytes)
 
     def file_bytes(self) -> int:
         """Sizes of all files of this directory."""

@@ -6,14 +6,12 @@ needed last (AttentionStore section 3.3.2).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
 
 from sglang_hc.store.disk.catalog import Catalog
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.schema import Resident
-from sglang_hc.store.disk.slabs import Slot
+from sglang_hc.store.disk.schema import Place, Resident
 
 _BATCH_SHARE = 64
 _PAGE = 256
@@ -29,12 +27,11 @@ class Evictor:
 
     def __init__(self, blocks: Catalog, high: float, low: float) -> None:
         self._blocks = blocks
-        self._slot_bytes = blocks.striping.slot_bytes
+        self._slot_bytes = blocks.slot_format.slot_bytes
         self._uses: dict[bytes, float] = {}
         self._high = high
         self._low = low
-        self._lock = threading.Lock()
-        self._newest: dict[str, dict[int, int]] = {}
+        self._newest: dict[Directory, dict[int, int]] = {}
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         """When blocks are needed next, see `DiskStore.expect`. Any thread, one at a time."""
@@ -44,45 +41,42 @@ class Evictor:
             else:
                 self._uses[block_id] = use
 
-    def slot(self, directory: Directory) -> Slot | None:
+    def slot(self, directory: Directory) -> Place | None:
         """A leased free slot; None when nothing can go. Raises OSError, DirectoryFailed."""
         slot = directory.slabs.allocate(self._slot_bytes)
         while slot is None:
-            with self._lock:
+            with directory.making_room:
                 slot = directory.slabs.allocate(self._slot_bytes)  # another thread made room
                 if slot is None and not self._make_room(directory):
                     return None
             slot = slot or directory.slabs.allocate(self._slot_bytes)
         return slot
 
-    def prepare(self) -> None:
-        """Let directories grow ahead of need. Raises OSError, DirectoryFailed."""
-        for directory in self._blocks.directories:
+    def prepare(self, directory: Directory) -> None:
+        """Let a directory grow ahead of need. Raises OSError, DirectoryFailed."""
+        with directory.guarded():
+            directory.slabs.prepare(self._slot_bytes)
+
+    def trim(self, directory: Directory) -> int:
+        """Evict down to the low watermark if the high one is passed, nothing that is needed.
+        Returns blocks evicted. Raises DirectoryFailed."""
+        used, there = directory.slabs.usage(self._slot_bytes)
+        there += directory.slabs.growable_slots(self._slot_bytes)
+        if not there or used <= self._high * there:
+            return 0
+        with directory.making_room:
+            return self._evict(directory, used - int(self._low * there), needed=False)
+
+    def expire(self, directory: Directory, before: float) -> int:
+        """Remove every block last used before that time (seconds since 1970). Returns how many.
+        Raises DirectoryFailed."""
+        count = 0
+        while True:
             with directory.guarded():
-                directory.slabs.prepare(self._slot_bytes)
-
-    def trim(self) -> int:
-        """Evict down to the low watermark where the high one is passed, nothing that is needed.
-        Returns blocks evicted."""
-        count = 0
-        for directory in self._blocks.directories:
-            used, there = directory.slabs.usage(self._slot_bytes)
-            there += directory.slabs.growable_slots(self._slot_bytes)
-            if there and used > self._high * there:
-                with self._lock:
-                    count += self._evict(directory, used - int(self._low * there), needed=False)
-        return count
-
-    def expire(self, before: float) -> int:
-        """Remove every block last used before that time (seconds since 1970). Returns how many."""
-        count = 0
-        for directory in self._blocks.directories:
-            while True:
-                with directory.guarded():
-                    old = directory.index.oldest(_PAGE, before=int(before * 1e6))
-                if not old or not self._remove(old):
-                    break
-                count += len(old)
+                old = directory.index.oldest(_PAGE, before=int(before * 1e6))
+            if not old or not self._remove(directory, old):
+                break
+            count += len(old)
         self._blocks.counters.add("expired_blocks", count)
         return count
 
@@ -92,7 +86,7 @@ class Evictor:
                 return True
             if self._take_foreign_slab(directory) and directory.slabs.grow(self._slot_bytes):
                 return True
-        if self._blocks.retry_removals():
+        if self._blocks.retry_removals(directory):
             return True
         _, there = directory.slabs.usage(self._slot_bytes)
         return self._evict(directory, max(1, there // _BATCH_SHARE), needed=True) > 0
@@ -105,9 +99,9 @@ class Evictor:
         if not foreign:
             return False
         self._blocks.flush_touches()
-        if directory.root not in self._newest:  # nobody uses them while this model is served
-            self._newest[directory.root] = directory.index.newest_access()
-        newest = self._newest[directory.root]
+        if directory not in self._newest:  # nobody uses them while this model is served
+            self._newest[directory] = directory.index.newest_access()
+        newest = self._newest[directory]
         oldest = directory.index.oldest(1, slot_bytes=size)
         for number in sorted(foreign, key=lambda number: newest.get(number, 0)):
             if oldest and newest.get(number, 0) >= oldest[0].accessed:
@@ -133,22 +127,25 @@ class Evictor:
             behind = page[-1]
             uses = [(self._uses.get(resident.block_id), resident) for resident in page]
             victims = [resident for use, resident in uses if use is None][: wanted - evicted]
-            evicted += self._remove(victims)
+            evicted += self._remove(directory, victims)
             if evicted >= wanted:
                 break
             last += [(use, resident) for use, resident in uses if use is not None]
             last = nlargest(wanted - evicted, last, key=_use)
         if needed and evicted < wanted:
-            evicted += self._remove([resident for _, resident in last[: wanted - evicted]])
+            victims = [resident for _, resident in last[: wanted - evicted]]
+            evicted += self._remove(directory, victims)
         self._blocks.counters.add("evicted_blocks", evicted)
         return evicted
 
-    def _remove(self, residents: Sequence[Resident]) -> int:
+    def _remove(self, directory: Directory, residents: Sequence[Resident]) -> int:
         by_model: dict[bytes, list[bytes]] = {}
         for resident in residents:
             by_model.setdefault(resident.fingerprint, []).append(resident.block_id)
-        count = self._blocks.remove(by_model.pop(self._blocks.fingerprint, ()))
-        return count + sum(self._blocks.remove_rows(*item) for item in by_model.items())
+        count = self._blocks.remove(by_model.pop(self._blocks.fingerprint, ()), [directory])
+        for fingerprint, block_ids in by_model.items():
+            count += self._blocks.remove_rows(directory, fingerprint, block_ids)
+        return count
 
 
 def _use(item: tuple[float, Resident]) -> float:

@@ -16,7 +16,7 @@ import xxhash
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.tree.identity import block_id as chain_id
 
-VERSION = 1
+VERSION = 2
 SLAB_MAGIC = b"SGHCSLAB"  # never change
 SLOT_MAGIC = b"SGHCSLOT"  # never change
 DIGEST_BYTES = 16
@@ -24,10 +24,9 @@ ID_BYTES = 16
 TOKENS_MAX = 256
 LABEL_MAX = 256
 SLAB_HEADER_BYTES = CHUNK_ALIGN
-MAX_STRIPES = 255
 
 _SLAB = struct.Struct("<8sHHIQIIQ")
-_SLOT = struct.Struct("<8sHHBBH16s16s16sQII")
+_SLOT = struct.Struct("<8sHHHH16s16s16sQII")
 _TOKENS_AT, _LABEL_AT, _POSITION_AT, _TABLE_AT = 80, 336, 592, 640
 _POSITION = struct.Struct("<I")
 _ENTRY = struct.Struct("<II16s")
@@ -68,31 +67,36 @@ def slot_header_bytes(chunks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Striping:
-    """How the chunks of one model's blocks are dealt out over `stripes` directories."""
+class SlotFormat:
+    """Where the chunks of one model's blocks lie in a slot: behind the header, as in the block.
+
+    Raises ValueError for chunks that leave gaps or overlap: a slot takes a block's bytes as they
+    are.
+    """
 
     chunks: tuple[Chunk, ...]
-    stripes: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for chunk in self.chunks:
+            if chunk.offset != end:
+                raise ValueError(f"the chunk of layer {chunk.layer} does not follow the one before")
+            end += chunk.length
 
     @cached_property
-    def shares(self) -> tuple[tuple[Chunk, ...], ...]:
-        """Chunks of each residue: layers with layer mod stripes == residue, in slot order."""
-        return tuple(
-            tuple(chunk for chunk in self.chunks if chunk.layer % self.stripes == residue)
-            for residue in range(self.stripes)
-        )
+    def block_bytes(self) -> int:
+        """Size of a block without its header."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Size of a slot's header; the chunk of a layer starts so much behind its offset."""
+        return slot_header_bytes(len(self.chunks))
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Size of a slot that takes any share of this model, header included."""
-        return max(
-            slot_header_bytes(len(share)) + sum(chunk.length for chunk in share)
-            for share in self.shares
-        )
-
-    def residue(self, position: int, directory: int) -> int:
-        """Residue of the share that `directory` takes of the block at `position` of its prefix."""
-        return (directory - position) % self.stripes
+        """Size of a slot, header included."""
+        return self.header_bytes + self.block_bytes
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,6 @@ class SlotHeader:
     block_id: bytes
     parent_id: bytes
     fingerprint: bytes
-    stripes: int
-    residue: int
     created: int
     position: int
     tokens: bytes
@@ -166,8 +168,7 @@ class SlotHeader:
             SLOT_MAGIC,
             VERSION,
             len(page) // CHUNK_ALIGN,
-            self.stripes,
-            self.residue,
+            0,
             len(self.table),
             self.block_id,
             self.parent_id,
@@ -193,8 +194,8 @@ class SlotHeader:
         if xxhash.xxh3_128_digest(page[:-DIGEST_BYTES]) != bytes(page[-DIGEST_BYTES:]):
             raise FormatError("slot header does not match its digest")
         fields = _SLOT.unpack_from(page)
-        _, _, _, stripes, residue, count, block_id, parent_id, fingerprint = fields[:9]
-        created, tokens, label = fields[9:]
+        _, _, _, _, count, block_id, parent_id, fingerprint = fields[:8]
+        created, tokens, label = fields[8:]
         if slot_header_bytes(count) != size or tokens > TOKENS_MAX or label > LABEL_MAX:
             raise FormatError("slot header contradicts itself")
         table = tuple(
@@ -204,8 +205,6 @@ class SlotHeader:
             block_id,
             parent_id,
             fingerprint,
-            stripes,
-            residue,
             created,
             _POSITION.unpack_from(page, _POSITION_AT)[0],
             bytes(page[_TOKENS_AT : _TOKENS_AT + tokens]),
@@ -234,16 +233,16 @@ def clip_label(label: str) -> str:
 
 
 def make_table(
-    block_id: bytes, fingerprint: bytes, share: Sequence[Chunk], slot: memoryview
+    block_id: bytes, fingerprint: bytes, chunks: Sequence[Chunk], data: memoryview
 ) -> tuple[tuple[int, int, bytes], ...]:
-    """Chunk table of a share whose bytes lie in a block's `slot`."""
+    """Chunk table of a block whose bytes are `data`."""
     return tuple(
         (
             layer,
             length,
-            chunk_digest(block_id, fingerprint, layer, slot[offset : offset + length]),
+            chunk_digest(block_id, fingerprint, layer, data[offset : offset + length]),
         )
-        for layer, offset, length in share
+        for layer, offset, length in chunks
     )
 
 

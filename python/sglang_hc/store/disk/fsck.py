@@ -26,7 +26,7 @@ from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
 class Finding:
     """One thing that is wrong, in words, and whether repair put it right.
 
-    kind: index, slab, block (damaged or not where its row says) or incomplete.
+    kind: index, slab, or block (damaged or not where its row says).
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass
 class DirectoryReport:
-    """Result for one directory. blocks: shares that verify. free_slots: slots nobody owns."""
+    """Result for one directory. blocks: that verify. free_slots: slots nobody owns."""
 
     path: str
     blocks: int = 0
@@ -44,41 +44,21 @@ class DirectoryReport:
     slots: int = 0
     free_slots: int = 0
     findings: list[Finding] = field(default_factory=list)
-    shares: dict[tuple[bytes, bytes], tuple[int, int]] = field(default_factory=dict)
 
 
 def check(paths: Sequence[str], repair: bool) -> list[DirectoryReport]:
-    """Check directories, all of one server together where it has several.
+    """Check directories, one after the other.
 
-    Blocks are only known to be incomplete when as many directories are given as they were dealt
-    over. Raises DirectoryError when a directory is in use, of another version, or no store.
+    Raises DirectoryError when one is in use, of another version, or no store.
     """
-    checkers = [_Checker(path, repair) for path in paths]
-    try:
-        reports = [checker.run() for checker in checkers]
-        _check_shares(list(zip(checkers, reports, strict=True)))
-    finally:
-        for checker in checkers:
+    reports = []
+    for path in paths:
+        checker = _Checker(path, repair)
+        try:
+            reports.append(checker.run())
+        finally:
             checker.close()
     return reports
-
-
-def _check_shares(checked: Sequence[tuple[_Checker, DirectoryReport]]) -> None:
-    """Find blocks of which a share is missing."""
-    found: dict[tuple[bytes, bytes, int], set[int]] = {}
-    for _, report in checked:
-        for (fingerprint, block_id), (stripes, residue) in report.shares.items():
-            found.setdefault((fingerprint, block_id, stripes), set()).add(residue)
-    for checker, report in checked:
-        for (fingerprint, block_id), (stripes, _) in list(report.shares.items()):
-            if stripes > len(checked) or len(found[fingerprint, block_id, stripes]) == stripes:
-                continue
-            done = checker.remove(fingerprint, block_id)
-            report.findings.append(
-                Finding("incomplete", f"block {block_id.hex()} lacks a share", done)
-            )
-            report.blocks -= 1
-            report.free_slots += done
 
 
 class _Checker:
@@ -90,15 +70,14 @@ class _Checker:
         self._root = find_root(path)
         self._backend: Backend = DirectBackend(direct=False)
         self._held = ExitStack()
-        self._index: Index | None = None
         self._report = DirectoryReport(path)
 
     def run(self) -> DirectoryReport:
-        """Check everything but what other directories have to say."""
+        """Check everything. Raises DirectoryError."""
         try:
-            self._index = self._open_repairing() if self._repair else self._open_reading()
-            self._check_files(self._index)
-            self._check_rows(self._index)
+            index = self._open_repairing() if self._repair else self._open_reading()
+            self._check_files(index)
+            self._check_rows(index)
         except UnknownVersion as error:
             raise DirectoryError(version_message(self._path, str(error))) from error
         except (IndexDamaged, IndexFull) as error:
@@ -108,12 +87,6 @@ class _Checker:
     def close(self) -> None:
         """Let the directory go."""
         self._held.close()
-
-    def remove(self, fingerprint: bytes, block_id: bytes) -> bool:
-        """Delete one row if this is a repair. Returns whether it did."""
-        if not self._repair or self._index is None:
-            return False
-        return bool(self._index.delete(fingerprint, [block_id]))
 
     def _say(self, kind: str, detail: str, repaired: bool) -> None:
         self._report.findings.append(Finding(kind, detail, repaired))
@@ -213,13 +186,14 @@ class _Checker:
                 for row in rows:
                     if row.slab not in files and row.slab in slabs:
                         files = _reopen(files, self._backend, self._root, row.slab)
-                    self._check_row(row, fingerprints, slabs, files)
+                    self._check_row(index, row, fingerprints, slabs, files)
         finally:
             for file in files.values():
                 file.close()
 
     def _check_row(
         self,
+        index: Index,
         row: Row,
         fingerprints: dict[int, bytes],
         slabs: dict[int, SlabRow],
@@ -228,18 +202,16 @@ class _Checker:
         fingerprint = fingerprints.get(row.model, b"")
         try:
             header = self._verify(row, slabs, files)
-            said = (header.block_id, header.fingerprint, header.stripes, header.residue)
-            if said != (row.block_id, fingerprint, row.stripes, row.residue):
+            if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
                 raise Damaged("the slot holds another block than its row says")
         except (Damaged, OSError) as problem:
             where = f"slab {row.slab} slot {row.slot}"
-            done = self.remove(fingerprint, row.block_id)
+            done = self._repair and bool(index.delete(fingerprint, [row.block_id]))
             self._say("block", f"{where}: {problem}", done)
             self._report.free_slots -= not done
             return
         self._report.blocks += 1
         self._report.free_slots -= 1
-        self._report.shares[fingerprint, row.block_id] = (row.stripes, row.residue)
 
     def _verify(self, row: Row, slabs: dict[int, SlabRow], files: dict[int, File]) -> SlotHeader:
         if row.slab not in files or not 0 <= row.slot < slabs[row.slab].slots:

@@ -1,4 +1,4 @@
-"""The index of one directory: which share lies in which slot.
+"""The index of one directory: which block lies in which slot.
 
 Schema and order of writes are in docs/disk-format.md; the file itself is `index_file.IndexFile`.
 Thread-safe. Every method but `close` raises IndexDamaged when SQLite finds the file malformed and
@@ -18,7 +18,7 @@ from sglang_hc.store.disk.schema import IndexDamaged, Model, Place, Resident, Ro
 ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""
 _FOREVER = (1 << 63) - 1
-_PACKED = "(slab<<32)|(slot<<8)|residue"
+_PACKED = "(slab<<32)|slot"
 _MANY_NAMESPACES = 5000
 
 
@@ -101,9 +101,9 @@ class Index(IndexFile):
     # -- blocks -------------------------------------------------------------------------------
 
     def insert(self, rows: Sequence[Row]) -> list[Place]:
-        """Publish at most ROWS_PER_COMMIT shares; durable when this returns.
+        """Publish at most ROWS_PER_COMMIT blocks; durable when this returns.
 
-        Returns the places of older shares of the same blocks, which the new ones replace.
+        Returns the places of older rows of the same blocks, which the new ones replace.
         """
         replaced: list[Place] = []
         # Few statements for many rows: at each the interpreter's lock changes hands.
@@ -112,7 +112,7 @@ class Index(IndexFile):
                 names = [row.block_id for row in rows if row.model == model]
                 replaced += connection.execute(
                     f"DELETE FROM blocks WHERE model=? AND block_id IN ({_marks(names)})"
-                    " RETURNING slab, slot, residue",
+                    " RETURNING slab, slot",
                     (model, *names),
                 ).fetchall()
             values = ",".join(f"({_marks(row)})" for row in rows)
@@ -124,16 +124,16 @@ class Index(IndexFile):
         with self._transaction(durable=False) as connection:
             found = connection.execute(
                 "DELETE FROM blocks WHERE model=(SELECT model FROM models WHERE fingerprint=?)"
-                f" AND block_id IN ({_marks(block_ids)}) RETURNING slab, slot, residue",
+                f" AND block_id IN ({_marks(block_ids)}) RETURNING slab, slot",
                 (fingerprint, *block_ids),
             ).fetchall()
         return [Place(*row) for row in found]
 
-    def delete_at(self, model: int, shares: Sequence[tuple[bytes, Place]]) -> list[Place]:
+    def delete_at(self, model: int, rows: Sequence[tuple[bytes, Place]]) -> list[Place]:
         """Remove at most ROWS_PER_COMMIT rows, but only those that still name these places."""
         places: list[Place] = []
         with self._transaction(durable=False) as connection:
-            for block_id, place in shares:
+            for block_id, place in rows:
                 done = connection.execute(
                     "DELETE FROM blocks WHERE model=? AND block_id=? AND slab=? AND slot=?",
                     (model, block_id, place.slab, place.slot),
@@ -153,13 +153,12 @@ class Index(IndexFile):
                     items[start : start + ROWS_PER_COMMIT],
                 )
 
-    def places(self, model: int, stripes: int) -> dict[bytes, int]:
-        """Packed places of a model's shares that were dealt over `stripes` directories."""
+    def places(self, model: int) -> dict[bytes, int]:
+        """Packed place of each of a model's blocks."""
         with self._lock, translated():
             return dict(
                 self._connection.execute(
-                    f"SELECT block_id, {_PACKED} FROM blocks WHERE model=? AND stripes=?",
-                    (model, stripes),
+                    f"SELECT block_id, {_PACKED} FROM blocks WHERE model=?", (model,)
                 )
             )
 
@@ -167,19 +166,15 @@ class Index(IndexFile):
         """Number of rows of all models."""
         return self._number("SELECT count(*) FROM blocks")
 
-    def other_places(self, model: int, stripes: int) -> list[tuple[int, bytes, int, int]]:
-        """(model, identity, packed place, stripes) of every share `places` leaves out."""
-        return self._query(  # type: ignore[return-value]
-            f"SELECT model, block_id, {_PACKED}, stripes FROM blocks"
-            " WHERE NOT (model=? AND stripes=?)",
-            model,
-            stripes,
-        )
+    def other_places(self, model: int) -> list[int]:
+        """Packed places of the blocks of all other models."""
+        rows = self._query(f"SELECT {_PACKED} FROM blocks WHERE model<>?", model)
+        return [place for (place,) in rows]  # type: ignore[misc]
 
     def place(self, model: int, block_id: bytes) -> Place | None:
-        """Where one share lies."""
+        """Where one block lies."""
         found = self._query(
-            "SELECT slab, slot, residue FROM blocks WHERE model=? AND block_id=?", model, block_id
+            "SELECT slab, slot FROM blocks WHERE model=? AND block_id=?", model, block_id
         )
         return Place(*found[0]) if found else None  # type: ignore[arg-type]
 
@@ -219,15 +214,15 @@ class Index(IndexFile):
     def rows(self, after: tuple[int, int] = (-1, -1), limit: int = 1000) -> list[Row]:
         """Rows in order of slab and slot, behind `after`."""
         found = self._query(
-            "SELECT model, block_id, namespace, slab, slot, stripes, residue, created, accessed,"
-            " hits FROM blocks WHERE (slab, slot) > (?, ?) ORDER BY slab, slot LIMIT ?",
+            "SELECT model, block_id, namespace, slab, slot, created, accessed, hits FROM blocks"
+            " WHERE (slab, slot) > (?, ?) ORDER BY slab, slot LIMIT ?",
             *after,
             limit,
         )
         return [Row(row[0], row[1], *_typed(row[2:], 0)) for row in found]  # type: ignore[arg-type]
 
     def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
-        """Per model and namespace: fingerprint (hex), namespace, shares, bytes in slots, oldest and
+        """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and
         newest write, oldest and newest access (microseconds since 1970), hits."""
         return self._query(  # type: ignore[return-value]
             "SELECT lower(hex(fingerprint)), coalesce(namespaces.label, '?'), count(*),"
@@ -241,9 +236,9 @@ class Index(IndexFile):
         found = self._query("PRAGMA integrity_check(20)")
         wrong = self._number(
             "SELECT count(*) FROM blocks WHERE typeof(block_id) <> 'blob' OR"
-            " typeof(model + namespace + slab + slot + stripes + residue + created + accessed"
-            " + hits) <> 'integer' OR 'text' IN (typeof(slab), typeof(slot), typeof(stripes),"
-            " typeof(residue), typeof(created), typeof(accessed), typeof(hits), typeof(model))"
+            " typeof(model + namespace + slab + slot + created + accessed + hits) <> 'integer'"
+            " OR 'text' IN (typeof(slab), typeof(slot), typeof(created), typeof(accessed),"
+            " typeof(hits), typeof(model))"
         )
         types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
         return [str(row[0]) for row in found if row[0] != "ok"] + types

@@ -11,7 +11,7 @@ from sglang_hc.store.disk.catalog import Catalog
 from sglang_hc.store.disk.checksums import Damaged, check_slot
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.schema import IndexFull, Row
+from sglang_hc.store.disk.schema import IndexFull, Place, Row
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,15 @@ class Scrubber:
             yield 0
 
     def _round(self, directory: Directory) -> Iterator[int]:
+        try:
+            yield from self._all_rows(directory)
+        except (DirectoryFailed, IndexFull) as error:
+            self._blocks.counters.add("maintenance_errors")
+            logger.warning("%s: the scrubber goes on elsewhere: %s", directory.root, error)
+
+    def _all_rows(self, directory: Directory) -> Iterator[int]:
         after = (-1, -1)
-        while True:
+        while directory.usable():
             with directory.guarded():
                 rows = directory.index.rows(after, _SCRUB_ROWS)
                 fingerprints = {m.model: m.fingerprint for m in directory.index.models()}
@@ -59,17 +66,17 @@ class Scrubber:
             for row in rows:
                 after = (row.slab, row.slot)
                 fingerprint = fingerprints.get(row.model)
-                if fingerprint is not None:
+                if fingerprint is not None and directory.usable():
                     yield from self._check(directory, row, fingerprint)
 
     def _check(self, directory: Directory, row: Row, fingerprint: bytes) -> Iterator[int]:
-        slot = (row.slab, row.slot)
+        slot = Place(row.slab, row.slot)
         if not directory.slabs.lease(slot):
             return
         try:
             with directory.guarded():  # the row may have gone before the lease
                 place = directory.index.place(row.model, row.block_id)
-            if place is None or place[:2] != slot:
+            if place != slot:
                 return
             slot_bytes = directory.slabs.sizes().get(row.slab, 0)
             steps = check_slot(
@@ -82,16 +89,18 @@ class Scrubber:
         except (Damaged, OSError) as problem:
             logger.warning("%s: scrub drops a block: %s", directory.root, problem)
             self._blocks.counters.add("scrub_damaged")
-            if self._remove(fingerprint, row.block_id):
+            if isinstance(problem, OSError):
+                self._blocks.io_failed(directory)
+            if self._remove(directory, fingerprint, row.block_id):
                 directory.slabs.quarantine(slot)
             yield CHUNK_ALIGN
         finally:
             directory.slabs.unlease([slot])
 
-    def _remove(self, fingerprint: bytes, block_id: bytes) -> int:
+    def _remove(self, directory: Directory, fingerprint: bytes, block_id: bytes) -> int:
         if fingerprint == self._blocks.fingerprint:
-            return self._blocks.remove([block_id])
-        return self._blocks.remove_rows(fingerprint, [block_id])
+            return self._blocks.remove([block_id], [directory])
+        return self._blocks.remove_rows(directory, fingerprint, [block_id])
 
 
 class Maintenance:
@@ -127,29 +136,43 @@ class Maintenance:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            self._tick_or_say()
+            self._tick_or_log()
 
-    def _tick_or_say(self) -> None:
+    def _tick_or_log(self) -> None:
         try:
             self.tick()
-        except (DirectoryFailed, IndexFull) as error:
-            self._blocks.counters.add("maintenance_errors")
-            logger.warning("disk maintenance put off: %s", error)
         except Exception:
             self._blocks.counters.add("maintenance_errors")
             logger.exception("disk maintenance failed; trying again")
 
     def tick(self) -> None:
-        """One round of everything that is due. Raises what the index and the disks raise."""
-        if not self._blocks.usable():
-            return
-        self._blocks.flush_touches()
-        self._blocks.retry_removals()
-        now = self._blocks.clock()
-        if self._ttl is not None and now >= self._next_expiry:
-            self._next_expiry = now + min(60.0, self._ttl / 10)
-            self._evictor.expire(now - self._ttl)
-        self._evictor.trim()
-        self._evictor.prepare()
+        """One round of everything that is due. A directory that fails keeps no other waiting."""
+        blocks = self._blocks
+        blocks.flush_touches()
+        oldest = self._oldest_kept()
+        for directory in blocks.in_use():
+            self._tend(directory, oldest)
         if self._pace and not self._stop.is_set():
             self._scrubber.step(int(self._pace * TICK_S), self._stop)
+
+    def _tend(self, directory: Directory, oldest: float | None) -> None:
+        blocks = self._blocks
+        try:
+            blocks.retry_removals(directory)
+            if oldest is not None:
+                self._evictor.expire(directory, oldest)
+            self._evictor.trim(directory)
+            self._evictor.prepare(directory)
+        except (DirectoryFailed, IndexFull, OSError) as error:
+            blocks.counters.add("maintenance_errors")
+            logger.warning("%s: maintenance put off: %s", directory.root, error)
+            if isinstance(error, OSError):
+                blocks.io_failed(directory)
+
+    def _oldest_kept(self) -> float | None:
+        """Blocks last used before this time expire now; None when it is not time to look."""
+        now = self._blocks.clock()
+        if self._ttl is None or now < self._next_expiry:
+            return None
+        self._next_expiry = now + min(60.0, self._ttl / 10)
+        return now - self._ttl

@@ -22,6 +22,7 @@ from sglang_hc.store.disk.backend import (
     DirectBackend,
     probe_direct,
 )
+from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.directory import (
     DAMAGED_NAME,
     FOLDER,
@@ -33,7 +34,7 @@ from sglang_hc.store.disk.directory import (
     DirectorySpec,
     used_bytes,
 )
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, Striping, clip_label
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, SlotFormat, clip_label
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES, index_bytes
 from sglang_hc.store.disk.rebuild import rebuild_index
@@ -54,7 +55,7 @@ class Opening:
     """
 
     spec: DirectorySpec
-    striping: Striping
+    slot_format: SlotFormat
     fingerprint: bytes
     label: str
     backend: Backend | None = None
@@ -99,12 +100,12 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
     """The directory with everything in memory; the index is closed again on any error."""
     slabs: SlabSet | None = None
     try:
-        striping, clock = opening.striping, opening.clock
+        slot_format, clock = opening.slot_format, opening.clock
         model = index.register_model(
             opening.fingerprint,
             clip_label(opening.label),
-            striping.chunks,
-            striping.slot_bytes,
+            slot_format.chunks,
+            slot_format.slot_bytes,
             int(clock() * 1e6),
         )
         index.forget_unused(keep=model)
@@ -114,8 +115,8 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         slabs.open_all()
         _shrink(root, slabs, index)
         _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
-        directory = Directory(root, budget, lock, index, slabs, model)
-        _load_rows(directory, striping.stripes)
+        directory = Directory(root, budget, lock, index, slabs, model, CircuitBreaker(clock))
+        _load_rows(directory)
         return directory
     except BaseException:
         if slabs is not None:
@@ -124,22 +125,19 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         raise
 
 
-def _load_rows(directory: Directory, stripes: int) -> None:
-    catalog = directory.index.places(directory.model, stripes)
-    others = []
-    if directory.index.count() != len(catalog):  # a second pass over the table only if it gives
-        others = directory.index.other_places(directory.model, stripes)
-    kinds = {*map(type, catalog), *(type(block_id) for _, block_id, _, _ in others)}
-    if not kinds <= {bytes} or not all(isinstance(stripes, int) for *_, stripes in others):
+def _load_rows(directory: Directory) -> None:
+    places = directory.index.places(directory.model)
+    taken = list(places.values())
+    if directory.index.count() != len(places):  # a second pass over the table only if it gives
+        taken += directory.index.other_places(directory.model)
+    if not {*map(type, places)} <= {bytes}:
         raise IndexDamaged("a row holds values of a wrong type")
-    taken = [*catalog.values(), *(packed for _, _, packed, _ in others)]
     try:
-        places = np.fromiter(taken, dtype=np.int64, count=len(taken))
+        packed = np.fromiter(taken, dtype=np.int64, count=len(taken))
     except (TypeError, ValueError, OverflowError) as error:
         raise IndexDamaged(f"a row holds something else than a place: {error}") from error
-    directory.slabs.adopt(places)
-    directory.catalog = catalog
-    directory.others = [(i, packed, n) for m, i, packed, n in others if m == directory.model]
+    directory.slabs.adopt(packed)
+    directory.places = places
 
 
 # -- folder and lock ------------------------------------------------------------------------------
@@ -215,9 +213,11 @@ def _open_index(root: str, backend: Backend) -> Index:
 
 def version_message(path: str, found: str) -> str:
     """What to tell a user whose directory was written by another version."""
+    older = found.isdecimal() and int(found) < VERSION
+    remedy = f"delete {store_root(path)}, which is only a cache," if older else "upgrade sglang-hc"
     return (
         f"--hc-disk {path}: written in disk format {found}, this sglang-hc knows format {VERSION}; "
-        "use the sglang-hc that wrote it or name another directory (nothing was changed)"
+        f"{remedy} or name another directory (nothing was changed)"
     )
 
 
@@ -246,7 +246,7 @@ def _budget(root: str, spec: DirectorySpec) -> int:
 
 def _keep_budget(opening: Opening, budget: int, index: Index) -> int:
     """Bytes for slabs. Raises DirectoryError when they would hold next to nothing."""
-    slot_bytes = opening.striping.slot_bytes
+    slot_bytes = opening.slot_format.slot_bytes
     smallest = min([slot_bytes, *(m.slot_bytes for m in index.models() if m.slot_bytes > 0)])
     rest = budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - index_bytes(budget // smallest)
     least = _LEAST_SLOTS * (slot_bytes + SLAB_HEADER_BYTES)

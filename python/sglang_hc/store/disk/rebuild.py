@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import NamedTuple
 
 from sglang_hc.store.disk import index_file
@@ -11,7 +12,7 @@ from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.checksums import Damaged, read_header
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.schema import Row, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
 from sglang_hc.store.disk.slabs import slab_numbers, slab_path
 
 logger = logging.getLogger(__name__)
@@ -30,15 +31,12 @@ def rebuild_index(root: str, path: str, backend: Backend) -> int:
 
     Reads one page per slot. Where two slots hold the same block the later one counts. Access times
     become write times. A half-made index is not left under the name `path`. Raises OSError,
-    IndexDamaged, IndexFull, UnknownVersion.
+    IndexDamaged, IndexFull, and UnknownVersion before anything was changed.
     """
-    for name in (path, path + "-wal", path + "-shm"):
-        if os.path.exists(name):
-            os.unlink(name)
+    _refuse_other_versions(root, path, backend)
     fresh = path + ".new"
-    for name in (fresh, fresh + "-wal", fresh + "-shm"):
-        if os.path.exists(name):
-            os.unlink(name)
+    _unlink_index(path)  # before the new one is made: the budget has no room for both
+    _unlink_index(fresh)
     index_file.create(fresh)
     index = Index(fresh)
     try:
@@ -48,6 +46,26 @@ def rebuild_index(root: str, path: str, backend: Backend) -> int:
     os.rename(fresh, path)
     backend.sync_directory(root)
     return count
+
+
+def _refuse_other_versions(root: str, path: str, backend: Backend) -> None:
+    """Raises UnknownVersion if the index or a slab was written by another version."""
+    if os.path.exists(path):
+        with suppress(IndexDamaged, IndexFull):
+            Index(path).close()
+    for number in slab_numbers(root):
+        file = backend.open(slab_path(root, number))
+        try:
+            _slab_header(file, number)
+        finally:
+            file.close()
+
+
+def _unlink_index(path: str) -> None:
+    """Remove an index. The log goes last: without it the file beside it could look sound."""
+    for name in (path, path + "-wal", path + "-shm"):
+        if os.path.exists(name):
+            os.unlink(name)
 
 
 def _fill(index: Index, root: str, backend: Backend) -> int:
@@ -94,8 +112,6 @@ def _row(
         index.namespace(header.label),
         slab.slab,
         slot,
-        header.stripes,
-        header.residue,
         header.created,
         header.created,
         0,

@@ -14,9 +14,8 @@ CREATE TABLE models(model INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL UNIQUE,
 CREATE TABLE namespaces(namespace INTEGER PRIMARY KEY, label TEXT NOT NULL UNIQUE);
 CREATE TABLE slabs(slab INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, slots INTEGER NOT NULL);
 CREATE TABLE blocks(model INTEGER NOT NULL, block_id BLOB NOT NULL, namespace INTEGER NOT NULL,
-    slab INTEGER NOT NULL, slot INTEGER NOT NULL, stripes INTEGER NOT NULL,
-    residue INTEGER NOT NULL, created INTEGER NOT NULL, accessed INTEGER NOT NULL,
-    hits INTEGER NOT NULL, PRIMARY KEY(model, block_id)) WITHOUT ROWID;
+    slab INTEGER NOT NULL, slot INTEGER NOT NULL, created INTEGER NOT NULL,
+    accessed INTEGER NOT NULL, hits INTEGER NOT NULL, PRIMARY KEY(model, block_id)) WITHOUT ROWID;
 CREATE UNIQUE INDEX blocks_by_slot ON blocks(slab, slot);
 CREATE INDEX blocks_by_access ON blocks(accessed);
 """
@@ -35,30 +34,27 @@ class UnknownVersion(Exception):
 
 
 class Place(NamedTuple):
-    """Where a share lies. Packed into one integer in memory, see `pack`."""
+    """A slot of a directory. Packed into one integer where there may be millions, see `pack`."""
 
     slab: int
     slot: int
-    residue: int
 
     def pack(self) -> int:
-        return self.slab << 32 | self.slot << 8 | self.residue
+        return self.slab << 32 | self.slot
 
     @classmethod
     def unpack(cls, packed: int) -> Place:
-        return cls(packed >> 32, packed >> 8 & 0xFFFFFF, packed & 0xFF)
+        return cls(packed >> 32, packed & 0xFFFFFFFF)
 
 
 class Row(NamedTuple):
-    """One share's row. Times in microseconds since 1970."""
+    """One block's row. Times in microseconds since 1970."""
 
     model: int
     block_id: bytes
     namespace: int
     slab: int
     slot: int
-    stripes: int
-    residue: int
     created: int
     accessed: int
     hits: int

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.schema import IndexDamaged, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, Place, SlabRow, UnknownVersion
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,6 @@ _LEAST_SLABS = 16
 _LEAST_BYTES = 256 << 20
 _MAX_SLOTS = 1 << 20
 _RETRY_GROWTH_S = 60.0
-
-Slot = tuple[int, int]
-"""(slab number, slot number)."""
 
 
 @dataclass
@@ -67,8 +64,8 @@ class SlabSet:
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._slabs: dict[int, _Slab] = {}
-        self._leases: dict[Slot, int] = {}
-        self._doomed: set[Slot] = set()
+        self._leases: dict[Place, int] = {}
+        self._doomed: set[Place] = set()
         self._growth_resumes = 0.0
         self.data_bytes = data_bytes
         self.quarantined = 0
@@ -112,7 +109,7 @@ class SlabSet:
         return _Slab(header, file, bytearray(row.slots))
 
     def adopt(self, places: npt.NDArray[np.int64]) -> None:
-        """Mark the slots of packed places (index.Place) as taken. Unknown slabs are ignored: what
+        """Mark the slots of packed places (`Place.pack`) as taken. Unknown slabs are ignored: what
         points there is found out when it is read."""
         if not len(places):
             return
@@ -122,14 +119,14 @@ class SlabSet:
             slab = self._slabs.get(number)
             if slab is None:
                 continue
-            slots = (some >> 8) & 0xFFFFFF
+            slots = some & 0xFFFFFFFF
             taken = np.frombuffer(slab.taken, dtype=np.uint8)
             taken[slots[slots < slab.header.slots]] = 1
             slab.used = int(taken.sum())
 
     # -- allocation ---------------------------------------------------------------------------
 
-    def allocate(self, slot_bytes: int) -> Slot | None:
+    def allocate(self, slot_bytes: int) -> Place | None:
         """Take a free slot of exactly this size, with a lease on it; None when there is none."""
         with self._lock:
             for number, slab in self._slabs.items():
@@ -143,8 +140,9 @@ class SlabSet:
                 slab.taken[slot] = 1
                 slab.cursor = slot + 1
                 slab.used += 1
-                self._lease(number, slot, slab)
-                return number, slot
+                place = Place(number, slot)
+                self._lease(place, slab)
+                return place
         return None
 
     def grow(self, slot_bytes: int) -> bool:
@@ -209,7 +207,7 @@ class SlabSet:
             raise
         return file
 
-    def release(self, slots: Iterable[Slot]) -> None:
+    def release(self, slots: Iterable[Place]) -> None:
         """Free slots that no row owns any more; those under lease when the lease ends."""
         with self._lock:
             for slot in slots:
@@ -218,13 +216,13 @@ class SlabSet:
                 else:
                     self._free(slot)
 
-    def quarantine(self, slot: Slot) -> None:
+    def quarantine(self, slot: Place) -> None:
         """Keep a slot that no row owns any more out of use until the next start."""
         with self._lock:
             self.quarantined += 1
             self._doomed.discard(slot)
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: Place) -> None:
         slab = self._slabs.get(slot[0])
         if slab is not None and slot[1] < slab.header.slots and slab.taken[slot[1]]:
             slab.taken[slot[1]] = 0
@@ -232,20 +230,20 @@ class SlabSet:
 
     # -- use ----------------------------------------------------------------------------------
 
-    def lease(self, slot: Slot) -> bool:
+    def lease(self, slot: Place) -> bool:
         """Keep a slot from being reused. False when there is no such slot."""
         with self._lock:
             slab = self._slabs.get(slot[0])
             if slab is None or slab.retired or slot[1] >= slab.header.slots:
                 return False
-            self._lease(*slot, slab)
+            self._lease(slot, slab)
             return True
 
-    def _lease(self, number: int, slot: int, slab: _Slab) -> None:
-        self._leases[number, slot] = self._leases.get((number, slot), 0) + 1
+    def _lease(self, slot: Place, slab: _Slab) -> None:
+        self._leases[slot] = self._leases.get(slot, 0) + 1
         slab.leases += 1
 
-    def unlease(self, slots: Iterable[Slot]) -> None:
+    def unlease(self, slots: Iterable[Place]) -> None:
         """End leases, one for each slot named."""
         with self._lock:
             for slot in slots:
@@ -259,12 +257,12 @@ class SlabSet:
                     self._doomed.remove(slot)
                     self._free(slot)
 
-    def read(self, slot: Slot, buffers: Sequence[memoryview], offset: int = 0) -> int:
+    def read(self, slot: Place, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """Read from a leased slot. Returns the bytes read, fewer where the file ends early."""
         slab = self._slabs[slot[0]]
         return slab.file.read(buffers, slab.header.offset(slot[1]) + offset)
 
-    def write(self, slot: Slot, buffers: Sequence[memoryview]) -> None:
+    def write(self, slot: Place, buffers: Sequence[memoryview]) -> None:
         """Write the start of a leased slot."""
         slab = self._slabs[slot[0]]
         slab.file.write(buffers, slab.header.offset(slot[1]))

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from sglang_hc.store.disk.backend import Backend
 from sglang_hc.store.disk.catalog import Catalog
-from sglang_hc.store.disk.directory import Directory, DirectoryError, DirectorySpec
+from sglang_hc.store.disk.directory import Directory, DirectorySpec
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import ID_BYTES, MAX_STRIPES, Chunk, Striping
+from sglang_hc.store.disk.format import ID_BYTES, Chunk, SlotFormat
 from sglang_hc.store.disk.maintenance import Maintenance
 from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader
-from sglang_hc.store.disk.schema import Row
+from sglang_hc.store.disk.schema import Place, Row
 from sglang_hc.store.disk.writer import Block, BlockWriter
 from sglang_hc.store.outcome import Outcome
 
@@ -46,15 +46,16 @@ class DirectoryStats(NamedTuple):
     slots: int
     quarantined: int
     direct_io: bool
+    usable: bool
     failure: str | None
 
 
 class StoreStats(NamedTuple):
-    """State of the store. counters: sums since it was opened (counters.Counters)."""
+    """State of the store. usable: a directory may be asked now. counters: sums since it was opened
+    (counters.Counters)."""
 
     blocks: int
     usable: bool
-    pauses: int
     directories: tuple[DirectoryStats, ...]
     counters: dict[str, int]
 
@@ -62,15 +63,14 @@ class StoreStats(NamedTuple):
 class DiskStore:
     """See the module. Made by `open`; `close` it, so that the next start is quick."""
 
-    def __init__(
-        self, blocks: Catalog, evictor: Evictor, maintenance: Maintenance, slot_bytes: int
-    ) -> None:
+    def __init__(self, blocks: Catalog, evictor: Evictor, maintenance: Maintenance) -> None:
         self._blocks = blocks
         self._reader = BlockReader(blocks)
         self._writer = BlockWriter(blocks, evictor)
         self._evictor = evictor
         self.maintenance = maintenance
-        self.slot_bytes = slot_bytes
+        self.slot_bytes = blocks.slot_format.block_bytes
+        """Bytes of one block, which is a slot of the host tier."""
 
     @classmethod
     def open(
@@ -95,20 +95,20 @@ class DiskStore:
         `maintenance.tick`. backend: None for the real disk. Raises DirectoryError with a message
         for users; nothing stays open or locked then.
         """
-        chunks = tuple(Chunk(*chunk) for chunk in layout_chunks)
-        _check_arguments(directories, chunks, fingerprint)
-        striping = Striping(chunks, len(directories))
+        if len(fingerprint) != ID_BYTES:
+            raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
+        slot_format = SlotFormat(tuple(Chunk(*chunk) for chunk in layout_chunks))
         opened: list[Directory] = []
         try:
             for spec in directories:
-                opening = Opening(spec, striping, fingerprint, model_label, backend, clock)
+                opening = Opening(spec, slot_format, fingerprint, model_label, backend, clock)
                 opened.append(open_directory(opening))
-            blocks = Catalog(opened, striping, fingerprint, clock)
-            blocks.settle()
+            blocks = Catalog(opened, slot_format, fingerprint, clock)
             evictor = Evictor(blocks, *watermarks)
             maintenance = Maintenance(blocks, evictor, ttl_s, scrub_bytes_per_s)
             if ttl_s is not None:
-                evictor.expire(clock() - ttl_s)
+                for directory in opened:
+                    evictor.expire(directory, clock() - ttl_s)
                 blocks.removed.clear()
         except BaseException:
             for directory in opened:
@@ -116,19 +116,29 @@ class DiskStore:
             raise
         if background:
             maintenance.start()
-        slot_bytes = max(chunk.offset + chunk.length for chunk in chunks)
-        return cls(blocks, evictor, maintenance, slot_bytes)
+        return cls(blocks, evictor, maintenance)
 
     # -- scheduler thread ---------------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
-        """How many of the first identities are here without a gap. 0 while the disks are not asked
-        because they keep failing. A yes is no promise: the read proves it."""
+        """How many of the first identities are here without a gap. A block in a directory that is
+        out of use is not here. A yes is no promise: the read proves it."""
         return self._blocks.leading(block_ids)
 
-    def usable(self) -> bool:
-        """Whether the disks may be asked now: they do not keep failing, and no directory is out."""
-        return self._blocks.usable()
+    @property
+    def directories(self) -> int:
+        """How many directories there are."""
+        return len(self._blocks.directories)
+
+    def directories_in_use(self) -> int:
+        """How many directories may be asked now: neither failed nor paused because of failures."""
+        return len(self._blocks.in_use())
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that fit into all directories."""
+        size = self._blocks.slot_format.slot_bytes
+        return sum(d.slabs.data_bytes // size for d in self._blocks.directories)
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """Note that a prefix path was used, wherever it was served from; identities in path order.
@@ -144,10 +154,15 @@ class DiskStore:
     def drain_removed(self) -> list[bytes]:
         """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
         For whoever mirrors what is on disk; a block may have been written again meanwhile."""
-        gone = []
+        removed = []
         while self._blocks.removed:
-            gone.append(self._blocks.removed.popleft())
-        return gone
+            removed.append(self._blocks.removed.popleft())
+        return removed
+
+    def take_directory_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(identities in directories that are in use again, identities in those that went out of
+        use), each since the last call. For whoever mirrors what is on disk."""
+        return self._blocks.take_changes()
 
     def counters(self) -> dict[str, int]:
         """Sums since the store was opened (counters.Counters)."""
@@ -164,10 +179,11 @@ class DiskStore:
     # -- I/O threads --------------------------------------------------------------------------
 
     def write_many(self, items: Sequence[tuple[Block, SlotBytes]]) -> list[Outcome]:
-        """Store blocks with one sync and one commit for every 32; one answer per item.
+        """Store blocks, dealt over the directories; one answer per item.
 
-        The bytes must not change meanwhile. Evicts when there is no room. After OK a block survives
-        a power cut; before, no lookup sees it.
+        Of every 32, those that go to one directory share a sync and a commit. The bytes must not
+        change meanwhile. Evicts when there is no room. After OK a block survives a power cut;
+        before, no lookup sees it.
         """
         views = [(block, self._view(data)) for block, data in items]
         return self._writer.write_many(views)
@@ -187,13 +203,22 @@ class DiskStore:
 
         layers: which, all by default. deadline: on `time.monotonic`; checked between pieces of at
         most 4 MiB or one chunk, so a call outlives it by one piece. A block that is damaged or
-        cannot be read is removed, its slot is not used again before a restart.
+        cannot be read is removed, and its slot is not used again before a restart; the next lookup
+        says no, unless another directory has the block too. A late block stays.
         """
         return self._reader.read(block_id, self._view(into), layers, deadline)
 
     def delete(self, block_ids: Sequence[bytes]) -> int:
         """Remove blocks; returns how many were here. Their bytes stay until the slot is reused."""
         count = self._blocks.remove(block_ids)
+        self._blocks.counters.add("deleted_blocks", count)
+        return count
+
+    def clear(self) -> int:
+        """Remove all blocks of this model, those in paused directories too; returns how many."""
+        count = 0
+        for directory in self._blocks.directories:
+            count += self._blocks.remove(list(directory.places.copy()), [directory])
         self._blocks.counters.add("deleted_blocks", count)
         return count
 
@@ -205,8 +230,7 @@ class DiskStore:
         """State and counters. Looks at file sizes: not for the scheduler thread."""
         return StoreStats(
             len(self._blocks),
-            self.usable(),
-            self._blocks.breaker.trips,
+            self.directories_in_use() > 0,
             tuple(_directory_stats(d) for d in self._blocks.directories),
             self.counters(),
         )
@@ -217,7 +241,7 @@ class DiskStore:
             slabs = directory.slabs
             assert slabs.leased() == 0, "leases without an operation"
             taken = {(n, s) for n, slots in slabs.taken_slots().items() for s in slots}
-            mine = [(p >> 32, p >> 8 & 0xFFFFFF) for p in directory.catalog.values()]
+            mine = [Place.unpack(packed) for packed in directory.places.values()]
             assert len(mine) == len(set(mine)), "two blocks own one slot"
             owned = {(row.slab, row.slot) for row in _all_rows(directory)}
             assert set(mine) <= owned, "a block without a row"
@@ -239,20 +263,6 @@ class DiskStore:
         return view
 
 
-def _check_arguments(
-    directories: Sequence[DirectorySpec], chunks: Sequence[Chunk], fingerprint: bytes
-) -> None:
-    if len(fingerprint) != ID_BYTES:
-        raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
-    layers = {chunk.layer for chunk in chunks}
-    most = min(MAX_STRIPES, len({layer % max(1, len(directories)) for layer in layers}))
-    if not directories or len(directories) > most:
-        raise DirectoryError(
-            f"--hc-disk: {len(directories)} directories for {len(layers)} stored layers; give at "
-            "least one, and not more than there are stored layers to deal out"
-        )
-
-
 def _directory_stats(directory: Directory) -> DirectoryStats:
     taken, slots = directory.slabs.usage()
     return DirectoryStats(
@@ -263,6 +273,7 @@ def _directory_stats(directory: Directory) -> DirectoryStats:
         slots,
         directory.slabs.quarantined,
         directory.direct,
+        directory.usable(),
         directory.failure,
     )
 

@@ -19,7 +19,7 @@ from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, UnknownVersion
 
 @dataclass(frozen=True)
 class NamespaceSummary:
-    """Shares of one namespace of one model in one directory. Times in seconds since 1970."""
+    """Blocks of one namespace of one model in one directory. Times in seconds since 1970."""
 
     namespace: str
     blocks: int
@@ -33,7 +33,7 @@ class NamespaceSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """One fingerprint. layers: stored layers. slot_bytes: size of one share's slot."""
+    """One fingerprint. layers: stored layers. slot_bytes: size of one block's slot."""
 
     label: str
     fingerprint: str
