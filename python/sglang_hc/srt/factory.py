@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from sglang_hc.config import GIB, ConfigError, HcConfig, host_bytes, read_buffer_bytes
+from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.pins import Claims, TimeToLive
 from sglang_hc.srt import plugin
@@ -21,11 +21,12 @@ from sglang_hc.srt.recompute import (
 )
 from sglang_hc.srt.recorded_tree import recorder_for, tree_over
 from sglang_hc.srt.remote import with_remote
+from sglang_hc.srt.replicas import directories, host_share, replica_of
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.weights import model_identity
-from sglang_hc.store.disk import DirectoryError, DirectorySpec
+from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.io_messages import DiskSpec
@@ -136,12 +137,12 @@ def _tiers(
         hidden_bytes = state.taps.states.shape[2] * state.taps.states.element_size()
     shape = StateShape(rows.num_layers, hidden_bytes, part_bytes, dtype)
     layout = BlockLayout(state.plan, shape)
-    size = host_bytes(config)
+    size = host_share(config, replica_of(runner))
     num_slots = size // layout.slot_bytes
     if num_slots < 1:
         raise ConfigError(
-            f"--hc-host-size-gb {size / GIB:.3g} holds no block; one block of this model takes "
-            f"{layout.slot_bytes / GIB:.3g} GiB"
+            f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each replica and holds no block; "
+            f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB"
         )
     fingerprint = layout.fingerprint(*model_identity(runner))
     recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
@@ -246,10 +247,10 @@ def _open_io(
     )
     disk = None
     if config.disk:
-        directories = tuple(DirectorySpec.parse(text) for text in config.disk)
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
         scrub = int(config.scrub_mb_s * 1e6)
-        disk = DiskSpec(directories, fingerprint, label, scrub, config.ttl or None)
+        folders = directories(config, replica_of(runner))
+        disk = DiskSpec(folders, fingerprint, label, scrub, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import BlockLayout
 from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.replicas import replica_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.transfer.recording import Recorder, RecordingHostTier
 from sglang_hc.transfer.tiers import Tiers
@@ -89,8 +90,9 @@ def recorder_for(
     if config.trace is None or place.tp_rank or place.pp_rank:
         return None
     path = Path(config.trace)
-    if runner.server_args.dp_size > 1:
-        path = path.with_name(f"{path.name}.dp{place.dp_rank}")
+    replica = replica_of(runner)
+    if replica.count > 1:
+        path = path.with_name(f"{path.name}.{replica.name}")
     header = {
         "host_slots": num_slots,
         "slot_bytes": layout.slot_bytes,

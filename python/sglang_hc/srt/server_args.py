@@ -120,7 +120,6 @@ def _refusals(args: Any) -> list[tuple[bool, str, str]]:
         ),
         (args.tp_size > 1, "--tp-size above 1", "ranks do not agree on restorations yet"),
         (args.pp_size > 1, "--pp-size above 1", "a rank holds a part of the layers only"),
-        (args.dp_size > 1, "--dp-size above 1", "each replica would keep a tier of its own"),
         (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),
         (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
         (args.dcp_size > 1, "--dcp-size above 1", "a rank holds a part of the tokens only"),

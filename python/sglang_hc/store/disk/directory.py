@@ -37,10 +37,14 @@ class DirectoryFailed(Exception):
 
 @dataclass(frozen=True)
 class DirectorySpec:
-    """One `--hc-disk DIR[:SIZE_GB]`. size_bytes None: a share of what is free at start."""
+    """One `--hc-disk DIR[:SIZE_GB]`. size_bytes None: a share of what is free at start.
+
+    users: stores that divide this disk among them, each in a directory of its own.
+    """
 
     path: str
     size_bytes: int | None = None
+    users: int = 1
 
     @classmethod
     def parse(cls, text: str) -> DirectorySpec:
@@ -56,6 +60,11 @@ class DirectorySpec:
         if size <= 0:
             raise DirectoryError(f"--hc-disk {text!r}: the size must be more than 0 GB")
         return cls(match[1], size)
+
+    def for_user(self, name: str, users: int) -> DirectorySpec:
+        """The part of this disk that one of `users` stores has: a folder, and its share of room."""
+        size = None if self.size_bytes is None else self.size_bytes // users
+        return DirectorySpec(os.path.join(self.path, name), size, users)
 
 
 @dataclass(eq=False)

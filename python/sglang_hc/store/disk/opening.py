@@ -241,7 +241,8 @@ def _budget(root: str, spec: DirectorySpec) -> int:
     if spec.size_bytes is not None:
         return spec.size_bytes
     disk = os.statvfs(root)
-    return int(_DEFAULT_SHARE * (disk.f_bavail * disk.f_frsize + used_bytes(root)))
+    free = _DEFAULT_SHARE * (disk.f_bavail * disk.f_frsize) / spec.users
+    return int(free + _DEFAULT_SHARE * used_bytes(root))
 
 
 def _keep_budget(opening: Opening, budget: int, index: Index) -> int:

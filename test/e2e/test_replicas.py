@@ -1,0 +1,73 @@
+"""`--dp-size 2` on a real server: each replica has tiers of its own, and its part of the sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.bench.server import ServerProcess
+from support.served import post, start, wait_for
+
+pytestmark = pytest.mark.server
+
+NEW = 24
+
+
+def prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(300)]
+
+
+def ask(server: ServerProcess, tokens: list[int], replica: int) -> tuple[list[int], dict[str, int]]:
+    """Greedy tokens of one replica, and where the prompt came from."""
+    sampling = {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "routed_dp_rank": replica}
+    reply = json.loads(post(server, "/generate", body))
+    return reply["output_ids"], reply["meta_info"]["cached_tokens_details"] or {}
+
+
+def replicas(server: ServerProcess) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(f"{server.url}/server_info", timeout=60) as reply:
+        return [state["hc"] for state in json.load(reply)["internal_states"]]
+
+
+def test_each_replica_remembers_its_own_conversations(models: None, tmp_path: Path) -> None:
+    disk, shared, trace = tmp_path / "disk", tmp_path / "shared", tmp_path / "trace.jsonl"
+    flags = ("--dp-size", "2", "--hc-disk", f"{disk}:2", "--hc-trace", str(trace))
+    remote = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(shared)}))
+    with start(tmp_path / "log", *flags, *remote) as server:
+        first, second = replicas(server)
+        assert first["host_slots"] == second["host_slots"]
+        assert 0.09 * 2**30 < first["host_bytes"] <= 0.1 * 2**30, "half of --hc-host-size-gb each"
+        assert sorted(folder.name for folder in disk.iterdir()) == ["dp0", "dp1"]
+
+        histories = []
+        for replica in (0, 1):
+            tokens = prompt(replica)
+            histories.append(tokens + ask(server, tokens, replica)[0])
+        kept = [ask(server, history, r) for r, history in enumerate(histories)]
+        assert all(found.get("device", 0) > 300 for _, found in kept)
+        for replica in (0, 1):
+            for seed in range(10, 16):
+                ask(server, prompt(seed), replica)
+        for replica, history in enumerate(histories):
+            tokens, found = ask(server, history, replica)
+            assert tokens == kept[replica][0], "the tokens of a replica that never forgot"
+            assert found.get("device", 0) == 0 and found.get("host", 0) > 300
+        for numbers in replicas(server):
+            assert numbers["restorations"] >= 1
+
+        # A conversation that returns to the other replica: only the remote store has it there.
+        blocks = len(histories[0]) // 64
+        wait_for(lambda: replicas(server)[0].get("remote_saved_blocks", 0) >= blocks)
+        tokens, found = ask(server, histories[0], 1)
+        assert tokens == kept[0][0] and found.get("storage", 0) == blocks * 64
+    assert sorted(path.name for path in tmp_path.glob("trace*")) == [
+        "trace.jsonl.dp0",
+        "trace.jsonl.dp1",
+    ]
