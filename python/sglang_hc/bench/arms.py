@@ -14,7 +14,9 @@ HC_MODULE = "sglang_hc.launch_server"
 SGLANG_MODULE = "sglang.launch_server"
 WITHOUT_US = {"SGLANG_PLUGINS": "none"}
 """Environment of SGLang as it comes: this package, which is installed beside it, is not loaded."""
-NAMED = ("stock", "hicache", "kv", "hidden", "auto")
+DEFAULTS = "sglang-hc"
+"""The arm that is this package as it comes: forms chosen by the server."""
+NAMED = ("stock", DEFAULTS, "hicache", "kv", "hidden", "auto")
 HICACHE: dict[str, tuple[str, ...]] = {
     "hicache": (),
     "hicache-layer-first": ("--hicache-mem-layout", "layer_first"),
@@ -120,6 +122,8 @@ def _own_flags(name: str, settings: ServerSettings, gpu: bool) -> list[str]:
             *("--hicache-write-policy", "write_through"),
             *HICACHE[name],
         ]
+    if name == DEFAULTS:
+        return ["--hc-host-size-gb", size]
     if name in NAMED or ":" in name:
         return ["--hc-forms", name.replace("+", ","), "--hc-host-size-gb", size]
     raise UsageError(

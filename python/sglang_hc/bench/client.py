@@ -44,10 +44,16 @@ class History:
     """What one session has said so far, as the next prompt needs it."""
 
     def __init__(self, session: Session) -> None:
+        self._session = session
         self.ids = list(session.system_ids)
         self.messages: list[dict[str, str]] = []
         if session.system_text:
             self.messages.append({"role": "system", "content": session.system_text})
+
+    @property
+    def free_end(self) -> bool:
+        """Whether a reply ends where the model ends it."""
+        return self._session.end_id is not None
 
     def ask(self, turn: Turn) -> None:
         """Append the user's part of a turn."""
@@ -58,7 +64,7 @@ class History:
 
     def answer(self, reply: Reply) -> None:
         """Append the reply: the exact ids that were generated."""
-        self.ids += reply.ids
+        self.ids += self._session.closed(reply.ids)
         self.messages.append({"role": "assistant", "content": reply.text})
 
 
@@ -69,7 +75,10 @@ class Api(Protocol):
     needs_text: bool
 
     def body(self, history: History, output_len: int) -> dict[str, Any]:
-        """JSON body of a streaming greedy request for exactly `output_len` tokens."""
+        """JSON body of a streaming greedy request for `output_len` tokens.
+
+        Exactly that many, or at most where the history says that replies end freely.
+        """
 
     def read(self, event: dict[str, Any], reply: Reply) -> int:
         """Update `reply` from one event. Returns how many new tokens came with it."""
@@ -82,7 +91,11 @@ class GenerateApi:
     needs_text = False
 
     def body(self, history: History, output_len: int) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": output_len,
+            "ignore_eos": not history.free_end,
+        }
         return {"input_ids": history.ids, "sampling_params": sampling, "stream": True}
 
     def read(self, event: dict[str, Any], reply: Reply) -> int:
@@ -116,7 +129,7 @@ class CompletionsApi:
 
     def body(self, history: History, output_len: int) -> dict[str, Any]:
         prompt = "".join(message["content"] for message in history.messages)
-        return {**_openai_body(self._model, output_len), "prompt": prompt}
+        return {**_openai_body(self._model, output_len, history), "prompt": prompt}
 
     def read(self, event: dict[str, Any], reply: Reply) -> int:
         choices = event.get("choices") or []
@@ -135,7 +148,7 @@ class ChatApi:
         self._model = model
 
     def body(self, history: History, output_len: int) -> dict[str, Any]:
-        return {**_openai_body(self._model, output_len), "messages": history.messages}
+        return {**_openai_body(self._model, output_len, history), "messages": history.messages}
 
     def read(self, event: dict[str, Any], reply: Reply) -> int:
         deltas = [choice.get("delta") or {} for choice in event.get("choices") or []]
@@ -147,12 +160,12 @@ class ChatApi:
         return new
 
 
-def _openai_body(model: str, output_len: int) -> dict[str, Any]:
+def _openai_body(model: str, output_len: int, history: History) -> dict[str, Any]:
     return {
         "model": model,
         "max_tokens": output_len,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": not history.free_end,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -38,8 +38,8 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     servers.add_argument(
         "--arms",
         help=f"servers to start and stop, first one is the reference: {DEFAULT_ARMS} (all by "
-        "default), hicache-layer-first, hicache-direct, or a layer plan with + between its parts, "
-        "such as hidden:8+kv:4",
+        "default), sglang-hc (its own defaults), hicache-layer-first, hicache-direct, or a layer "
+        "plan with + between its parts, such as hidden:8+kv:4",
     )
     servers.add_argument("--model", help="model folder (--model-path of the servers)")
     servers.add_argument("--max-total-tokens", type=_positive, help="KV pool size in tokens")

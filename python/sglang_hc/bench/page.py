@@ -27,6 +27,10 @@ def write(result: dict[str, Any], plots: Sequence[Path], path: Path) -> None:
         f"<p>{html.escape(result['created'])}; {html.escape(machine.one_line(result['machine']))}",
         *(f"<p><b>{html.escape(line)}</b></p>" for line in report.headline(result)),
         *(f"<p>{html.escape(line)}</p>" for line in result["skipped"]),
+        *(
+            f"<p><i>{html.escape(turn['question'])}</i><br>{html.escape(turn['answer'])}</p>"
+            for turn in result["conversation"]
+        ),
         "<h2>Where the tier does not pay</h2>",
         _list(report.loss_lines(result)),
         *(_image(plot) for plot in plots),

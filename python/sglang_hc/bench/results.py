@@ -15,6 +15,7 @@ from sglang_hc.bench.arms import HICACHE, Arm
 from sglang_hc.bench.compare import Agreement
 from sglang_hc.bench.metrics import Groups
 from sglang_hc.bench.suite import Cell, Point
+from sglang_hc.bench.workload import Trace
 
 SCHEMA = 1
 
@@ -61,7 +62,22 @@ def build(
         "ratios": ratios,
         "losses": metrics.losses(ratios),
         "agreement": [agreement.to_json() for agreement in agreements],
+        "conversation": _conversation(points[0].trace(0), cells),
     }
+
+
+def _conversation(trace: Trace, cells: Sequence[Cell]) -> list[dict[str, str]]:
+    """What the last arm said in the first conversation; empty where prompts are not text to read.
+
+    The questions are as the file has them, without the document.
+    """
+    if trace.sessions[0].end_id is None:
+        return []
+    return [
+        {"question": record.label, "answer": record.reply.text}
+        for record in sorted(cells[-1].run.measured, key=lambda record: record.turn)
+        if record.session == 0
+    ]
 
 
 def _command() -> str:

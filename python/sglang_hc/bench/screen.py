@@ -13,6 +13,8 @@ from sglang_hc.bench.report import Table
 WIDTH = 100
 """Columns of the screen."""
 
+_ANSWER_LINES = 2
+
 _COLUMNS = {
     # column of report.overview_table: its name here
     "arm": "server",
@@ -34,6 +36,7 @@ def one_screen(result: dict[str, Any], plots: Sequence[Path], output: Path) -> s
     parts = [
         "",
         *notes,
+        *conversation(result),
         *_table(result).markdown().splitlines(),
         "",
         *bars(result),
@@ -51,6 +54,15 @@ def _table(result: dict[str, Any]) -> Table:
     places = [whole.head.index(name) for name in _COLUMNS]
     rows = tuple(tuple(row[place] for place in places) for row in whole.rows)
     return Table(whole.title, tuple(_COLUMNS.values()), rows)
+
+
+def conversation(result: dict[str, Any]) -> list[str]:
+    """What was asked and answered in the first conversation; empty where nobody can read it."""
+    lines = []
+    for turn in result.get("conversation", []):
+        lines.append(textwrap.shorten(f"> {turn['question']}", WIDTH, placeholder=" ..."))
+        lines += textwrap.wrap(turn["answer"], WIDTH, max_lines=_ANSWER_LINES, placeholder=" ...")
+    return [*lines, ""] if lines else []
 
 
 def bars(result: dict[str, Any]) -> list[str]:

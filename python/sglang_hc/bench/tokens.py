@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,16 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids."""
 
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Text of a chat by the model's template, up to where the next reply begins.
+
+        Raises ValueError when there is no template.
+        """
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """Id and text of the token that ends a reply, if there is one."""
+
 
 class _Pretrained:
     def __init__(self, inner: Any) -> None:
@@ -31,6 +41,18 @@ class _Pretrained:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode(list(ids)))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return str(
+            self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        text = self._inner.eos_token
+        return None if text is None else (int(self._inner.eos_token_id), str(text))
 
 
 def load_tokenizer(path: str) -> Tokenizer:

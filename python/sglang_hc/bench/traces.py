@@ -1,4 +1,4 @@
-"""Replayed traces: the public formats as requests with token ids, and vLLM's multi-turn input.
+"""Replayed traces: the public formats as requests with token ids, vLLM's input, documents.
 
 Every reader returns a Trace and raises UsageError with the file, the place in it and what was
 expected there. Reading stops after `limit` sessions.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_hc.bench import documents
 from sglang_hc.bench.tokens import Tokenizer
 from sglang_hc.bench.workload import (
     Distribution,
@@ -32,12 +33,13 @@ NAMES = {
     "bailian": "Bailian",
     "burstgpt": "BurstGPT",
     "vllm": "vLLM multi-turn",
+    "documents": "conversations about documents",
 }
 """`FORMAT` of `--dataset FORMAT:PATH`, and what a report calls it."""
 
 
 class TraceReader:
-    """Reads one file. tokenizer is needed by the formats that hold text (sharegpt, vllm)."""
+    """Reads one file. tokenizer: for the formats with text (sharegpt, vllm, documents)."""
 
     def __init__(
         self,
@@ -52,11 +54,12 @@ class TraceReader:
         self._tokenizer = tokenizer
         self._seed = seed
         self._limit = limit
+        self._own = {"vllm": self._vllm, "documents": self._documents}
 
     def read(self, kind: str) -> Trace:
         """`kind` is a key of NAMES."""
         try:
-            trace = self._vllm() if kind == "vllm" else self._public(kind)
+            trace = self._own[kind]() if kind in self._own else self._public(kind)
         except OSError as error:
             raise UsageError(f"--dataset {kind}:{self._path}: {error.strerror}") from None
         except UnicodeDecodeError:
@@ -103,6 +106,10 @@ class TraceReader:
             rng = np.random.default_rng([self._seed, value])
             ids += self._vocabulary.sample(rng, prompt.tokens_per_id)
         return Turn(tuple(ids[: max(1, prompt.tokens)]), max(1, answered), at_s=at, whole=True)
+
+    def _documents(self) -> Trace:
+        sessions = documents.read(self._path, self._tokenizer(), self._limit)
+        return Trace(f"{NAMES['documents']} {self._path.name}", sessions)
 
     def _vllm(self) -> Trace:
         """A list of conversations in OpenAI roles, or a generator file."""

@@ -141,13 +141,24 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """Turns of one user, in order. arrival_s: start of the first turn on the trace's clock."""
+    """Turns of one user, in order. arrival_s: start of the first turn on the trace's clock.
+
+    end_id: the token that ends a reply of this model. When it is set, replies end where the model
+    ends them, at their length at the latest, and the history has it after every reply. When it is
+    None, replies have exactly their length.
+    """
 
     name: str
     turns: tuple[Turn, ...]
     arrival_s: float = 0.0
     system_ids: tuple[int, ...] = ()
     system_text: str = ""
+    end_id: int | None = None
+
+    def closed(self, reply: Sequence[int]) -> list[int]:
+        """The ids of a reply as they stand in the history."""
+        missing = self.end_id is not None and (not reply or reply[-1] != self.end_id)
+        return [*reply, self.end_id] if missing and self.end_id is not None else list(reply)
 
 
 @dataclass(frozen=True)
@@ -185,7 +196,7 @@ class Trace:
         ids = list(chosen.system_ids)
         for before, output in zip(chosen.turns[:turn], outputs, strict=False):
             ids = list(before.ids) if before.whole else ids + list(before.ids)
-            ids += output
+            ids += chosen.closed(output)
         return ids + list(current.ids)
 
 

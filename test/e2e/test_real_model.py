@@ -1,0 +1,100 @@
+"""Real weights, real text: a conversation about a document, evicted between its turns.
+
+Random weights have no outliers; a trained model has K values far above the average, and a reply
+that makes sense hangs on few of them. The reference is the same conversation in another namespace
+that never left the device, as in test_exactness.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.core import Core, run_in_child
+from support.real_text import Drift, drift, push_out, tokens_of
+
+DOCUMENT = 300
+"""Tokens of the Declaration of Independence that the first turn reads."""
+QUESTIONS = (
+    "What is this text?",
+    "Who wrote it, and when?",
+    "Name one of the rights in it.",
+)
+REPLY = 20
+
+
+def prompts(model: str) -> list[list[int]]:
+    """What is added to the history by each turn, in the model's chat format."""
+    from transformers import AutoTokenizer
+
+    from support.core import MODELS
+
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / model)
+    document = tokenizer.decode(tokens_of(model, "declaration.txt")[:DOCUMENT])
+    asked = [f"{document}\n\n{QUESTIONS[0]}", *QUESTIONS[1:]]
+    begins = ["", *["<|im_end|>\n"] * 2]
+    texts = [
+        f"{begin}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        for begin, text in zip(begins, asked, strict=True)
+    ]
+    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def converse(core: Core, added: list[list[int]], salt: str, evict: bool) -> dict[str, list[Any]]:
+    """Every turn's reply, hits, and the drift of what came back for it."""
+    report: dict[str, list[Any]] = {"tokens": [], "device": [], "host": [], "drift": []}
+    history: list[int] = []
+    originals: list[Any] | None = None
+    for ids in added:
+        if originals is not None and evict:
+            push_out(core)
+        history = [*history, *ids]
+        reply = core.ask(history, REPLY, salt)
+        if originals is not None:
+            known = originals[0].shape[0]
+            report["drift"].append(drift(originals, [r[:known] for r in core.kv(history, salt)]))
+        report["tokens"].append(reply.tokens)
+        report["device"].append(reply.device)
+        report["host"].append(reply.host)
+        history += reply.tokens
+        originals = core.kv(history, salt)
+    return report
+
+
+def both(model: str, forms: str, dtype: str) -> tuple[Any, Any, str, str]:
+    """(never evicted, evicted, layer plan, first reply as text)."""
+    core = Core(
+        "--hc-forms", forms, "--hc-host-size-gb", "0.5", "--max-total-tokens", "1024",
+        "--dtype", dtype, model=model,
+    )  # fmt: skip
+    added = prompts(model)
+    kept = converse(core, added, "kept", evict=False)
+    evicted = converse(core, added, "evicted", evict=True)
+    from transformers import AutoTokenizer
+
+    from support.core import MODELS
+
+    text = AutoTokenizer.from_pretrained(MODELS / model).decode(kept["tokens"][0])
+    return kept, evicted, str(core.tree.stats()["layer_plan"]), text
+
+
+@pytest.mark.parametrize(
+    ("forms", "plan", "most"),
+    [
+        ("kv", "kv:30", 0.0),
+        ("hidden", "hidden:30", 1e-5),
+        ("recompute:4,hidden:13,kv:13", "recompute:4,hidden:13,kv:13", 1e-5),
+    ],
+)
+def test_a_reply_goes_on_token_for_token_in_float32(
+    real_model: str, forms: str, plan: str, most: float
+) -> None:
+    kept, evicted, served, text = run_in_child(both, real_model, forms, "float32")
+    assert served == plan
+    assert "Declaration of Independence" in text, "the converted weights talk nonsense"
+    assert kept["host"] == [0, 0, 0] and min(kept["device"][1:]) > DOCUMENT
+    assert evicted["device"] == [0, 0, 0] and evicted["host"] == kept["device"]
+    assert evicted["tokens"] == kept["tokens"]
+    assert all(found.worst <= most for found in evicted["drift"])
+    assert all(Drift(*found).outliers > 10 for found in evicted["drift"]), "no outliers to lose"
