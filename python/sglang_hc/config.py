@@ -57,6 +57,24 @@ def check_scrub(pace: float) -> None:
         raise ConfigError(f"must be 0 or more MB per second, got {pace:g}")
 
 
+def check_keep_first(tokens: int) -> None:
+    """Raise ConfigError unless `tokens` is a length."""
+    if tokens < 0:
+        raise ConfigError(f"must be 0 or more tokens, got {tokens}")
+
+
+def check_drop(share: float) -> None:
+    """Raise ConfigError unless `share` is a part of the window."""
+    if not 0.05 <= share <= 0.95:
+        raise ConfigError(f"must be a share from 0.05 to 0.95, got {share:g}")
+
+
+def check_reserve(tokens: int) -> None:
+    """Raise ConfigError unless `tokens` leaves room for an answer."""
+    if tokens < 1:
+        raise ConfigError(f"must be 1 or more tokens, got {tokens}")
+
+
 def check_disk(text: str) -> None:
     """Raise ConfigError unless `text` reads as DIR or DIR:SIZE_GB."""
     from sglang_hc.store.disk import DirectoryError, DirectorySpec
@@ -151,6 +169,10 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     io: str = "process"
     schedule: str = "off"
     scrub_mb_s: float = 16.0
+    overflow: str = "off"
+    overflow_keep_first: int = 64
+    overflow_drop: float = 0.5
+    overflow_reserve: int = 1024
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -291,6 +313,26 @@ FLAGS: dict[str, Flag] = {
         metavar="MB_PER_S",
         check=check_scrub,
     ),
+    "overflow": Flag(
+        "a prompt longer than the context window: SGLang's own answer, or its head and its end are "
+        "kept, cut so that later turns find what earlier ones left",
+        choices=("off", "recompute"),
+    ),
+    "overflow_keep_first": Flag(
+        "tokens at the start of a prompt that are never cut; at least a block",
+        metavar="TOKENS",
+        check=check_keep_first,
+    ),
+    "overflow_drop": Flag(
+        "share of the window that one cut drops",
+        metavar="SHARE",
+        check=check_drop,
+    ),
+    "overflow_reserve": Flag(
+        "tokens of the window that a cut leaves for the answer at least",
+        metavar="TOKENS",
+        check=check_reserve,
+    ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""
 
@@ -309,22 +351,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.type is bool:
             option["action"] = "store_true"
         else:
-            number = field.type in (float, float | None)
             option |= {"metavar": flag.metavar, "choices": flag.choices, "default": field.default}
-            option["type"] = _reader(flag.check, number)
+            option["type"] = _reader(flag.check, _PARSERS.get(field.type, str))
             if field.default == ():
                 option |= {"action": "append", "default": []}
         group.add_argument(flag_of(field.name), **option)
 
 
-def _reader(check: Callable[[Any], None] | None, number: bool) -> Callable[[str], Any]:
+_PARSERS: dict[Any, Callable[[str], Any]] = {float: float, float | None: float, int: int}
+
+
+def _reader(
+    check: Callable[[Any], None] | None, parse: Callable[[str], Any]
+) -> Callable[[str], Any]:
     """An argparse type that reports a failed check in argparse's own way."""
 
     def read(text: str) -> Any:
         try:
-            value = float(text) if number else text
+            value = parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+            kind = "a whole number" if parse is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {kind}, got {text!r}") from None
         try:
             if check is not None:
                 check(value)

@@ -45,7 +45,15 @@ def activate() -> None:
 
 def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
-    from sglang_hc.srt import cpu_attention, pins, requests, runner, schedule, server_args
+    from sglang_hc.srt import (
+        cpu_attention,
+        overflow,
+        pins,
+        requests,
+        runner,
+        schedule,
+        server_args,
+    )
 
     args = "sglang.srt.server_args.ServerArgs"
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -73,6 +81,8 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_wish),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
+        (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
         *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
         *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
     ]

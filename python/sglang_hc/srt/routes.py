@@ -18,14 +18,16 @@ from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import DumperControlReqInput
 
+from sglang_hc.srt.overflow import DroppedTokensHeader, cut_tokens
 from sglang_hc.srt.pins import PREFIX, read_wish
 
 router = APIRouter(prefix="/hc")
 
 
 def mount(app: FastAPI) -> None:
-    """Add the routes to SGLang's application, before it serves."""
+    """Add the routes, and the header of cut prompts, to SGLang's application, before it serves."""
     app.include_router(router)
+    app.add_middleware(DroppedTokensHeader)
 
 
 @router.post("/pin")
@@ -97,6 +99,7 @@ def _tokens(body: dict[str, Any]) -> list[int]:
     vocabulary = manager.model_config.vocab_size
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"input_ids has ids outside 0 to {vocabulary - 1}")
+    tokens = cut_tokens(manager, tokens)
     most = manager.model_config.context_len
     if len(tokens) > most:
         raise ValueError(f"{len(tokens)} tokens; the model's context is {most}")

@@ -63,6 +63,11 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                 from sglang_hc.srt.remote import check_remote
 
                 check_remote(config)
+            if config.overflow != "off" and self.tokenizer_worker_num > 1:
+                raise ConfigError(
+                    "--hc-overflow and --tokenizer-worker-num above 1: SGLang's tokenizer workers "
+                    "load no plugins, so they would cut nothing; leave one of the two out"
+                )
             if config.schedule == "ready-first" and self.enable_priority_scheduling:
                 raise ConfigError(
                     "--hc-schedule ready-first and --enable-priority-scheduling both put the "

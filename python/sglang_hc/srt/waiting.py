@@ -13,6 +13,7 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.policy.windows import departed, without
+from sglang_hc.srt.overflow import dropped_of
 from sglang_hc.transfer.admission import ARRANGED, Admission
 from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.transfer.tiers import Tiers
@@ -81,6 +82,10 @@ class WaitingRequests:
         """A request was queued, perhaps not for the first time."""
         if self.last_matched is not None and self.last_matched.rid == rid:
             self._view.arrived(rid, self.last_matched, self._waiting_of)
+            dropped = dropped_of(self.last_matched)
+            if dropped:
+                self._view.counters["overflow_requests"] += 1
+                self._view.counters["overflow_dropped_tokens"] += dropped
 
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""

@@ -1,0 +1,75 @@
+"""Which part of a prompt is left out when a conversation outgrows the context window.
+
+The cut is a step function of the prompt's length (AttentionStore section 3.4 cuts the oldest half):
+
+    kept = tokens[:head] + tokens[head + dropped:]
+
+`dropped` grows in steps of many blocks. Between two steps every turn of a conversation repeats the
+same cut and extends what the turn before left in the tiers, where cutting a little each turn would
+change every block behind the head each time. The head is always kept: without the first tokens the
+quality of the answers collapses, because the model's attention leans on them.
+
+Pure: lengths in, lengths out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_hc.forms import BLOCK_TOKENS
+
+
+class CannotCut(ValueError):
+    """A prompt that cannot be cut so that it fits. The message is for users."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Tokens [head, head + dropped) of a prompt are left out; both are whole blocks."""
+
+    head: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class OverflowRule:
+    """How a server cuts.
+
+    window: most tokens that prompt and answer may have together. keep_first: tokens of the head at
+    least. drop: share of what is behind the head that one step drops, in (0, 1). reserve: tokens
+    that are left for the answer at least.
+    """
+
+    window: int
+    keep_first: int
+    drop: float
+    reserve: int
+
+    def cut(self, length: int, answer: int | None, keep_first: int | None = None) -> Cut:
+        """The cut of a prompt of `length` tokens whose answer may have `answer` tokens.
+
+        None for an answer of any length. keep_first: a request's own head; constant over the turns
+        of a conversation, or its state is not found. Raises CannotCut when head, one block and
+        the answer do not fit into the window.
+        """
+        head = _blocks_up(max(BLOCK_TOKENS, keep_first or self.keep_first))
+        room = max(self.reserve, answer or 0)
+        limit = self.window - room
+        step = _blocks_down(self.drop * (self.window - self.reserve - head))
+        if length <= limit:
+            return Cut(head, 0)
+        if step < BLOCK_TOKENS or limit - step < head + BLOCK_TOKENS:
+            raise CannotCut(
+                f"a prompt of {length} tokens is cut to a head of {head} tokens and its end, and "
+                f"with {room} tokens for the answer too little of the window of {self.window} is "
+                "left; ask for fewer new tokens or keep a smaller head"
+            )
+        return Cut(head, step * -(-(length - limit) // step))
+
+
+def _blocks_up(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def _blocks_down(tokens: float) -> int:
+    return int(tokens) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,0 +1,164 @@
+"""`--hc-overflow`: prompts that outgrow the context window are cut in the tokenizer process.
+
+The cut happens before SGLang checks the length, in the list of ids that SGLang goes on with, so
+that everything behind it (usage, streaming, structured output, LoRA, pins) sees an ordinary shorter
+prompt with an ordinary identity. Which tokens are cut is `policy.overflow`'s rule. The client is
+told in `meta_info.hc_overflow` and in the header `x-hc-dropped-tokens`.
+
+A request may opt out, or choose its head, in its `custom_params`:
+
+    {"hc_overflow": "off"}    or    {"hc_overflow": {"keep_first": 512}}
+
+`keep_first` must be the same in all turns of a conversation, or its state is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_hc.policy.overflow import Cut, OverflowRule
+from sglang_hc.srt.server_args import config_of
+
+FIELD = "hc_overflow"
+CUT_FIELD = "hc_cut"
+"""How a request carries its cut to the scheduler, for the counters. Clients may not set it."""
+
+HEADER = b"x-hc-dropped-tokens"
+
+_CUT = "_hc_cut"
+"""Attribute of a request that was cut: (tokens of its prompt, Cut)."""
+
+_dropped: ContextVar[list[int] | None] = ContextVar("dropped", default=None)
+"""Tokens that were cut from the prompts of the HTTP request that is being answered."""
+
+
+def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """BEFORE TokenizerManager._validate_one_request: shorten `input_ids` in place.
+
+    ValueError becomes HTTP status 400.
+    """
+    custom = _custom_params(obj)
+    if CUT_FIELD in custom:
+        raise ValueError(f"custom_params.{CUT_FIELD} is set by the server; leave it out")
+    rule = _rule(self)
+    keep_first = read_field(custom[FIELD]) if FIELD in custom else None
+    if rule is None or keep_first == "off" or not _may_cut(obj, input_ids):
+        return
+    assert input_ids is not None and keep_first != "off"
+    length = len(input_ids)
+    cut = rule.cut(length, obj.sampling_params.get("max_new_tokens"), keep_first)
+    if not cut.dropped:
+        return
+    if obj.return_logprob and (obj.logprob_start_len or 0) >= 0:
+        raise ValueError(
+            f"{cut.dropped} tokens of the prompt would be dropped, and logprobs of the prompt were "
+            "asked for; shorten the prompt or leave out logprob_start_len"
+        )
+    del input_ids[cut.head : cut.head + cut.dropped]
+    setattr(obj, _CUT, (length, cut))
+    obj.sampling_params["custom_params"] = custom | {CUT_FIELD: [cut.head, cut.dropped]}
+    dropped = _dropped.get()
+    if dropped is not None:
+        dropped.append(cut.dropped)
+
+
+def cut_tokens(manager: Any, tokens: list[int]) -> list[int]:
+    """What a prompt of these tokens, sent without options of its own, is cut to."""
+    rule = _rule(manager)
+    if rule is None:
+        return tokens
+    cut = rule.cut(len(tokens), None)
+    return tokens[: cut.head] + tokens[cut.head + cut.dropped :] if cut.dropped else tokens
+
+
+async def tell(
+    original: Callable[..., AsyncIterator[dict[str, Any]]],
+    self: Any,
+    obj: Any,
+    *args: Any,
+    **kw: Any,
+) -> AsyncIterator[dict[str, Any]]:
+    """AROUND TokenizerManager._wait_one_response: say in each reply what was left out."""
+    known: tuple[int, Cut] | None = getattr(obj, _CUT, None)
+    async for reply in original(self, obj, *args, **kw):
+        if known is not None and "meta_info" in reply:
+            length, cut = known
+            reply["meta_info"][FIELD] = {
+                "prompt_tokens": length,
+                "kept_first": cut.head,
+                "dropped": [cut.head, cut.head + cut.dropped],
+                "mode": "recompute",
+            }
+        yield reply
+
+
+def read_field(value: object) -> int | str:
+    """The `hc_overflow` of a request: "off", or its head in tokens. Raises ValueError for users."""
+    if value == "off":
+        return "off"
+    if isinstance(value, dict) and set(value) == {"keep_first"}:
+        tokens = value["keep_first"]
+        if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
+            return tokens
+    raise ValueError(f'{FIELD} must be "off" or an object such as {{"keep_first": 512}}')
+
+
+def dropped_of(req: Any) -> int:
+    """Tokens that were cut from the prompt of a request in the scheduler."""
+    custom = req.sampling_params.custom_params
+    return custom[CUT_FIELD][1] if isinstance(custom, dict) and CUT_FIELD in custom else 0
+
+
+class DroppedTokensHeader:
+    """ASGI middleware: `x-hc-dropped-tokens` on replies to prompts that were cut.
+
+    The header leaves with the first byte of the reply, which SGLang sends after the prompt was
+    read, for streams too.
+    """
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        dropped: list[int] = []
+        _dropped.set(dropped)
+
+        async def with_header(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start" and dropped:
+                header = (HEADER, str(sum(dropped)).encode())
+                message = message | {"headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(scope, receive, with_header)
+
+
+def _rule(manager: Any) -> OverflowRule | None:
+    """The server's rule; None when it does not cut."""
+    config = config_of(manager.server_args)
+    if config is None or config.overflow == "off":
+        return None
+    # SGLang takes 5 tokens off its longest request for the longest prompt, and one is generated.
+    window = manager.max_req_input_len + 4
+    return OverflowRule(
+        window, config.overflow_keep_first, config.overflow_drop, config.overflow_reserve
+    )
+
+
+def _may_cut(obj: Any, input_ids: list[int] | None) -> bool:
+    """Whether the prompt is nothing but token ids. Others get SGLang's own answer."""
+    return (
+        bool(input_ids)
+        and hasattr(obj, "return_logprob")
+        and not obj.contains_mm_input()
+        and obj.input_embeds is None
+        and obj.session_params is None
+        and getattr(obj, "positional_embed_overrides", None) is None
+    )
+
+
+def _custom_params(obj: Any) -> dict[str, Any]:
+    sampling = getattr(obj, "sampling_params", None)
+    custom = sampling.get("custom_params") if isinstance(sampling, dict) else None
+    return custom if isinstance(custom, dict) else {}

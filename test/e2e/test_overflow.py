@@ -1,0 +1,132 @@
+"""Conversations that outgrow the context window, on a real server that cuts them."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_hc.bench.server import ServerProcess
+from support.served import numbers, post, start
+
+pytestmark = pytest.mark.server
+
+WINDOW, RESERVE, KEPT_FIRST, STEP = 510, 64, 64, 128
+"""Of a context of 512 tokens: SGLang keeps two for itself; the step is a third of what is cut."""
+
+LIMIT = WINDOW - RESERVE
+FLAGS = (
+    *("--context-length", "512", "--hc-overflow", "recompute", "--hc-overflow-drop", "0.34"),
+    *("--hc-overflow-reserve", str(RESERVE), "--enable-metrics"),
+)
+
+
+@pytest.fixture(scope="module")
+def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with start(tmp_path_factory.mktemp("overflow") / "log", *FLAGS) as process:
+        yield process
+
+
+def ask(server: ServerProcess, tokens: list[int], key: str, **options: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}
+    sampling |= options.pop("sampling", {})
+    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": key, **options}
+    reply: dict[str, Any] = json.loads(post(server, "/generate", body))
+    return reply
+
+
+def refused(server: ServerProcess, tokens: list[int], **options: Any) -> str:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(server, tokens, "refused", **options)
+    assert caught.value.code == 400
+    return caught.value.read().decode()
+
+
+def talk(server: ServerProcess, key: str, evict: bool) -> list[dict[str, Any]]:
+    """Twelve turns, ten of them beyond the window; with `evict` the device forgets in between."""
+    rng = random.Random(1)
+    history, replies = [rng.randrange(3, 900) for _ in range(300)], []
+    for turn in range(12):
+        history += [rng.randrange(3, 900) for _ in range(60)]
+        if evict:
+            other = random.Random(100 + turn)
+            for _ in range(2):
+                ask(server, [other.randrange(3, 900) for _ in range(400)], "flood")
+        replies.append(ask(server, history, key))
+        history += replies[-1]["output_ids"]
+    return replies
+
+
+def test_turns_beyond_the_window_go_on_from_the_tiers(server: ServerProcess) -> None:
+    kept, evicted = talk(server, "kept", evict=False), talk(server, "evicted", evict=True)
+    assert [r["output_ids"] for r in evicted] == [r["output_ids"] for r in kept]
+    cuts = [reply["meta_info"].get("hc_overflow") for reply in evicted]
+    assert cuts[0] is None and all(cuts[2:])
+    dropped = 0
+    for cut, before, reply in zip(cuts[2:], cuts[1:], evicted[2:], strict=False):
+        assert cut["kept_first"] == KEPT_FIRST and cut["mode"] == "recompute"
+        first, end = cut["dropped"]
+        assert first == KEPT_FIRST and (end - first) % STEP == 0
+        assert cut["prompt_tokens"] - (end - first) == reply["meta_info"]["prompt_tokens"] <= LIMIT
+        assert end - first >= dropped
+        found = reply["meta_info"]["cached_tokens_details"] or {}
+        if before and before["dropped"] == cut["dropped"]:  # all but what this turn has added
+            assert found.get("host", 0) >= reply["meta_info"]["prompt_tokens"] - 60 - 16 - 1
+        else:  # the head is the same in every cut
+            assert found.get("device", 0) + found.get("host", 0) >= KEPT_FIRST
+        dropped = end - first
+    counted = numbers(server)
+    assert counted["overflow_requests"] == 2 * sum(cut is not None for cut in cuts)
+    assert counted["overflow_dropped_tokens"] >= 2 * dropped
+
+
+def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
+    tokens = [random.Random(2).randrange(3, 900) for _ in range(LIMIT + 1)]
+    body = {
+        "model": "any",
+        "prompt": tokens,
+        "max_tokens": 8,
+        "stream": False,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
+        assert json.load(reply)["usage"]["prompt_tokens"] == LIMIT + 1 - STEP
+    whole = ask(server, tokens[:LIMIT], "whole")
+    assert "hc_overflow" not in whole["meta_info"]
+    assert whole["meta_info"]["prompt_tokens"] == LIMIT
+
+
+def test_a_request_may_choose(server: ServerProcess) -> None:
+    tokens = [random.Random(3).randrange(3, 900) for _ in range(600)]
+    longer = {"custom_params": {"hc_overflow": {"keep_first": 100}}}
+    assert (
+        ask(server, tokens, "a", sampling=longer)["meta_info"]["hc_overflow"]["kept_first"] == 128
+    )
+    off = {"custom_params": {"hc_overflow": "off"}}
+    assert "longer than the model's context length" in refused(server, tokens, sampling=off)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": {"custom_params": {"hc_overflow": 3}}}, 'hc_overflow must be \\"off\\" or'),
+        ({"sampling": {"custom_params": {"hc_cut": [64, 64]}}}, "hc_cut is set by the server"),
+        ({"sampling": {"max_new_tokens": 400}}, "ask for fewer new tokens or keep a smaller head"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "leave out logprob_start_len"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    server: ServerProcess, options: dict[str, Any], message: str
+) -> None:
+    tokens = [random.Random(4).randrange(3, 900) for _ in range(600)]
+    assert message in refused(server, tokens, **options)
