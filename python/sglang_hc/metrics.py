@@ -55,6 +55,8 @@ COUNTS = {
     "prefetches": "Fetches begun for waiting requests.",
     "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
     "prefetch_overtaken": "Requests that others overtook too often while they waited for the disk.",
+    "overflow_requests": "Requests queued whose prompt was cut to fit the context window.",
+    "overflow_dropped_tokens": "Tokens of their prompts that were left out.",
     "prefetch_not_worth": "Reads not begun: they would come too late, or recomputing is faster.",
     "io_losses": "Times the I/O process died or was killed because it hung.",
     "io_restarts": "Times the I/O process came back.",
