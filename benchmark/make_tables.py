@@ -9,8 +9,9 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
     <!-- /table -->
 
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
-of a chat), groups (TTFT by turn or label), summary, ratios, agreement, disagreements, cxs, gain,
-losses, varied. Other result files bring their own tables:
+of a chat), screen (the same as the demo prints it), conversation (what was said), groups (TTFT by
+turn or label), summary, ratios, agreement, disagreements, cxs, gain, losses, varied. Other result
+files bring their own tables, beside about:
 {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from sglang_hc.bench import machine, report  # noqa: E402 (a source tree works uninstalled)
+from sglang_hc.bench import machine, report, screen  # noqa: E402 (a source tree works uninstalled)
 
 _MARK = re.compile(
     r"(<!-- table: (?P<file>\S+) (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL
@@ -53,9 +54,18 @@ def _of(table: Callable[[dict[str, Any]], report.Table]) -> Callable[[dict[str, 
     return lambda result: table(result).markdown()
 
 
+def _conversation(result: dict[str, Any]) -> str:
+    return "\n>\n".join(
+        f"> *{turn['question']}*\n> {' '.join(turn['answer'].split())}"
+        for turn in result["conversation"]
+    )
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,
     "overview": _of(report.overview_table),
+    "screen": _of(screen.table),
+    "conversation": _conversation,
     "groups": _of(report.group_table),
     "summary": _of(report.summary_table),
     "ratios": _of(report.ratio_table),
@@ -75,7 +85,7 @@ def render(result: dict[str, Any], name: str) -> str:
         columns, rows = own[name]["columns"], own[name]["rows"]
         text = tuple(tuple(str(cell) for cell in row) for row in rows)
         return report.Table(name, tuple(columns), text).markdown()
-    if "runs" not in result or name not in RENDERERS:
+    if name not in RENDERERS or ("runs" not in result and name != "about"):
         raise TableError(f"no table {name!r}; it has {', '.join(own) or ', '.join(RENDERERS)}")
     return RENDERERS[name](result)
 

@@ -16,6 +16,7 @@ and command.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in SETTINGS:
         print(f"demo: give one of {', '.join(SETTINGS)} first", file=sys.stderr)
         return 2
+    # Several processes share few cores: threads that wait for one another make all of them slow.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

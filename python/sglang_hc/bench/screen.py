@@ -37,7 +37,7 @@ def one_screen(result: dict[str, Any], plots: Sequence[Path], output: Path) -> s
         "",
         *notes,
         *conversation(result),
-        *_table(result).markdown().splitlines(),
+        *table(result).markdown().splitlines(),
         "",
         *bars(result),
         "",
@@ -49,7 +49,8 @@ def one_screen(result: dict[str, Any], plots: Sequence[Path], output: Path) -> s
     return "\n".join(parts)
 
 
-def _table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
+    """What a reader wants to know first of every arm, without what the demo leaves out."""
     whole = report.overview_table(result)
     places = [whole.head.index(name) for name in _COLUMNS]
     rows = tuple(tuple(row[place] for place in places) for row in whole.rows)
