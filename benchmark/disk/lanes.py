@@ -66,7 +66,7 @@ class _LaneFile(DirectFile):
     """A file whose reads and writes wait for a lane."""
 
     def __init__(self, file: DirectFile, lane: SimpleQueue[Request | None]) -> None:
-        super().__init__(file._descriptor, direct=True)
+        super().__init__(file._descriptor)
         self._lane = lane
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:

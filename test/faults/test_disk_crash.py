@@ -30,6 +30,7 @@ from disk_support import (
     CrashBackend,
     copy_index,
     data_of,
+    empty_slot,
     make_path,
     open_store,
     put,
@@ -214,7 +215,7 @@ def check_both_models(image: list[Path], work: Workload) -> None:
             *image, size=work.size, backend=DirectBackend(direct=False), clock=later, **options
         )
         found = store.block_ids()
-        into = np.zeros(layout.slot_bytes, dtype=np.uint8)
+        into = empty_slot(layout.slot_bytes)
         for name in found:
             if store.read(name, into) is Outcome.OK:
                 assert np.array_equal(into, data_of(name, layout.slot_bytes))

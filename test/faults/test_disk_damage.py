@@ -61,17 +61,17 @@ def serve_all(folder: Path, blocks: list[Block]) -> tuple[int, int]:
                 assert known == 0 or status in (Outcome.DAMAGED, Outcome.MISSING)
                 assert store.contains([block.block_id]) == 0, "a bad block is offered again"
                 refused += 1
-        counters = store.stats().counters
+        counters = store.counters()
         assert counters["read_damaged"] + counters["read_missing"] == refused
         # The directory is still good for new blocks.
         fresh = make_path(2, seed=77)
-        if store.stats().usable:
+        if store.directories_in_use():
             answers = put(store, fresh)
             served = [read_bytes(store, b.block_id) for b in fresh]
             for answer, block, (status, got) in zip(answers, fresh, served, strict=True):
                 assert (
                     answer is not Outcome.OK
-                    or not store.stats().usable
+                    or not store.directories_in_use()
                     or (status is Outcome.OK and np.array_equal(got, data_of(block)))
                 )
         return right, refused
@@ -208,9 +208,9 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
     answers = set()
     for seed in range(200, 260):
         answers |= set(put(store, make_path(4, seed=seed)))
-        if not store.stats().usable:
+        if not store.directories_in_use():
             break
-    assert not store.stats().usable and Outcome.IO_ERROR in answers
+    assert not store.directories_in_use() and Outcome.IO_ERROR in answers
     assert store.contains([blocks[0].block_id]) == 0
     assert read_bytes(store, blocks[0].block_id)[0] is Outcome.IO_ERROR
     store.touch([blocks[0].block_id])
@@ -259,7 +259,7 @@ def test_one_of_two_indexes_damaged_while_running(scratch: Path) -> None:
     assert all(read_bytes(store, block.block_id)[0] is Outcome.OK for block in fresh)
     store.maintenance.tick()
     assert store.counters()["scrubbed_bytes"] > 0
-    assert store.stats().usable and not store.stats().directories[1].usable
+    assert store.directories_in_use() == 1 and not bad.usable()
     store.close()
     store = open_store(*folders, backend=BUFFERED)
     assert store.contains(names) == 8, "its index is made again from the slots"

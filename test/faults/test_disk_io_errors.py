@@ -21,10 +21,12 @@ from disk_support import (
     Faults,
     FaultyBackend,
     data_of,
+    empty_slot,
     make_path,
     open_store,
     put,
     read_bytes,
+    slots_taken,
     total_bytes,
 )
 
@@ -48,8 +50,8 @@ def test_an_unreadable_block_is_a_miss_once(scratch: Path) -> None:
     faults.on_read = nothing
     assert store.contains([block.block_id for block in blocks]) == 1
     assert read_bytes(store, blocks[1].block_id)[0] is Outcome.MISSING
-    assert store.stats().counters["read_io_error"] == 1
-    assert store.stats().directories[0].quarantined == 1
+    assert store.counters()["read_io_error"] == 1
+    assert store._blocks.directories[0].slabs.quarantined == 1
     assert put(store, [blocks[1]]) == [Outcome.OK], "in another slot"
     assert read_bytes(store, blocks[1].block_id)[0] is Outcome.OK
     store.check_integrity()
@@ -86,7 +88,7 @@ def test_a_failed_directory_of_two_fails_only_its_own_blocks(scratch: Path) -> N
     assert put(store, blocks) == [Outcome.OK, Outcome.IO_ERROR] * 2
     faults.on_sync = nothing
     store.check_integrity()
-    assert [d.slots_taken for d in store.stats().directories] == [2, 0]
+    assert slots_taken(store) == [2, 0]
     assert put(store, blocks) == [Outcome.DUPLICATE, Outcome.OK] * 2
     assert store.contains([block.block_id for block in blocks]) == 4
     store.close()
@@ -117,7 +119,7 @@ def test_one_of_two_directories_destroyed_while_running(
     assert store.contains([block.block_id for block in fresh]) == 12
     assert store.counters()["directory_pauses"] == 1
     assert sum("keeps failing" in record.getMessage() for record in caplog.records) == 1
-    assert store.directories_in_use() == 1 and store.stats().usable
+    assert store.directories_in_use() == 1 and store.directories_in_use()
     store.maintenance.tick()
     faults.on_read = faults.on_write = faults.on_sync = faults.on_allocate = nothing
     now[0] += 6
@@ -155,12 +157,12 @@ def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
     faults = Faults()
     store = open_store(scratch, backend=FaultyBackend(faults))
     put(store, make_path(6, seed=1))
-    slots = store.stats().directories[0].slots
+    slots = store._blocks.directories[0].slabs.usage()[1]
     faults.on_allocate = ENOSPC
     for seed in range(2, 8):
         assert set(put(store, make_path(4, seed=seed))) == {Outcome.OK}
-    stats = store.stats()
-    assert stats.directories[0].slots == slots and stats.counters["evicted_blocks"] > 0
+    assert store._blocks.directories[0].slabs.usage()[1] == slots
+    assert store.counters()["evicted_blocks"] > 0
     store.check_integrity()
     store.close()
 
@@ -172,7 +174,7 @@ def test_a_disk_full_from_the_start_drops_saves(scratch: Path) -> None:
     faults.on_allocate, faults.on_write = nothing, ENOSPC
     store._blocks.directories[0].slabs._growth_resumes = 0.0
     assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
-    assert store.stats().counters["write_no_space"] == 6
+    assert store.counters()["write_no_space"] == 6
     store.check_integrity()
     store.close()
 
@@ -217,7 +219,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
     now[0] += 6
     faults.on_read = nothing
     assert read_bytes(store, blocks[-1].block_id)[0] is Outcome.OK
-    assert store.stats().usable
+    assert store.directories_in_use()
     store.close()
 
 
@@ -236,13 +238,13 @@ def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
     assert looked > 20, "lookups waited for the disk"
     writer.join()
     assert time.monotonic() - started >= 4 * LAYOUT.slot_bytes / 1e6
-    into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
+    into = empty_slot()
     late = time.monotonic() - 1
     assert store.read(blocks[0].block_id, into, deadline=late) is Outcome.TIMED_OUT
     assert store.contains([blocks[0].block_id]) == 1, "slow is not damaged"
     assert store.read(blocks[0].block_id, into) is Outcome.OK
     assert np.array_equal(into, data_of(blocks[0]))
-    assert store.stats().counters["read_timed_out"] == 1
+    assert store.counters()["read_timed_out"] == 1
     store.check_integrity()
     store.close()
 
@@ -261,11 +263,11 @@ def test_a_failing_maintenance_round_is_counted_and_tried_again(scratch: Path) -
     store.maintenance._evictor.trim = trim
     assert failed.wait(10)
     store.maintenance._evictor.trim = real
-    before = store.stats().counters["scrubbed_bytes"]
+    before = store.counters()["scrubbed_bytes"]
     deadline = time.monotonic() + 10
-    while store.stats().counters["scrubbed_bytes"] == before and time.monotonic() < deadline:
+    while store.counters()["scrubbed_bytes"] == before and time.monotonic() < deadline:
         time.sleep(0.05)
-    counters = store.stats().counters
+    counters = store.counters()
     assert counters["maintenance_errors"] >= 1 and counters["scrubbed_bytes"] > before
     store.close()
 

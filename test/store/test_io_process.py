@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "disk"))
-from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, make_path, open_store, put
+from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, empty_slot, make_path, open_store, put
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store import io_messages as wire
@@ -481,7 +481,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     store = open_store(tmp_path / "d")  # the lock is free
     for block in make_path(20):
         if store.contains([block.block_id]):
-            into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
+            into = empty_slot()
             assert store.read(block.block_id, into).value == "ok"
             assert np.array_equal(into, data_of(block))
     store.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk.backend import DirectBackend, DirectFile, File
+from sglang_hc.store.disk.backend import DirectBackend, DirectFile, File, aligned_buffer
 from sglang_hc.store.disk.directory import DirectorySpec
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.disk.writer import Block
@@ -48,7 +48,19 @@ def data_of(block: Block | bytes, size: int = LAYOUT.slot_bytes) -> np.ndarray:
     """The bytes a block has in every test: they follow from its identity."""
     name = block if isinstance(block, bytes) else block.block_id
     rng = np.random.default_rng(int.from_bytes(name, "big"))
-    return rng.integers(0, 256, size, dtype=np.uint8)
+    data = empty_slot(size)
+    data[:] = rng.integers(0, 256, size, dtype=np.uint8)
+    return data
+
+
+def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
+    """Zeros at a page of their own, as the slots of a host tier are."""
+    return np.frombuffer(aligned_buffer(size), dtype=np.uint8)
+
+
+def slots_taken(store: DiskStore) -> list[int]:
+    """By directory."""
+    return [directory.slabs.usage()[0] for directory in store._blocks.directories]
 
 
 def open_store(
@@ -72,7 +84,7 @@ def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[object, np.ndarray]:
     """(status, bytes read)."""
-    into = np.zeros(LAYOUT.slot_bytes, dtype=np.uint8)
+    into = empty_slot()
     return store.read(name, into), into
 
 

@@ -131,7 +131,7 @@ def test_the_log_stays_in_its_share_while_somebody_reads(scratch: Path) -> None:
         assert total_bytes(scratch) <= 5_300_000
         if refused:
             break
-    assert refused and store.stats().counters["index_refused"] > 0
+    assert refused and store.counters()["index_refused"] > 0
     index._connection.execute("ROLLBACK")
     index.close()
     assert put(store, make_path(1, seed=999)) == [Outcome.OK]

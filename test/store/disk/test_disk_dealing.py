@@ -24,6 +24,7 @@ from disk_support import (
     open_store,
     put,
     read_bytes,
+    slots_taken,
     total_bytes,
 )
 
@@ -118,7 +119,7 @@ class Fills:
         )
 
     def taken(self) -> list[int]:
-        return [directory.slots_taken for directory in self.store.stats().directories]
+        return slots_taken(self.store)
 
 
 @settings(max_examples=15, deadline=None)
@@ -182,6 +183,6 @@ def test_the_one_that_is_left_gets_everything(scratch: Path, lost: int) -> None:
     store = open_store(scratch / "a", scratch / "b", size=SMALL)
     store._blocks.directories[lost].fail("for the test")
     assert put(store, make_path(8)) == [Outcome.OK] * 8
-    taken = [directory.slots_taken for directory in store.stats().directories]
+    taken = slots_taken(store)
     assert taken[lost] == 0 and taken[1 - lost] == 8
     store.close()

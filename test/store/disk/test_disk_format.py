@@ -158,6 +158,6 @@ def test_any_text_is_a_namespace_label(scratch: Path, label: str) -> None:
     store = open_store(scratch)
     block = Block(b"n" * 16, b"p" * 16, label, 0, b"\0" * 8)
     assert put(store, [block]) == [Outcome.OK]
-    assert store.stats().usable and store.contains([block.block_id]) == 1
+    assert store.directories_in_use() and store.contains([block.block_id]) == 1
     assert LAYOUT.slot_bytes == store.slot_bytes
     store.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import data_of, open_store
+from disk_support import data_of, empty_slot, open_store
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import DirectBackend
@@ -61,7 +61,7 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
             options = {"layout": layout, "fingerprint": fingerprint}
             store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
             for _, theirs, other in made:
-                into = np.zeros(layout.slot_bytes, dtype=np.uint8)
+                into = empty_slot(layout.slot_bytes)
                 status = store.read(other.block_id, into)
                 mine = theirs == fingerprint
                 assert status is (Outcome.OK if mine else Outcome.MISSING)

@@ -1,7 +1,7 @@
 """The disk tier's store. Format: docs/disk-format.md. Start reading at `store.py`."""
 
 from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
-from sglang_hc.store.disk.store import DiskStore, StoreStats
+from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 
@@ -11,5 +11,4 @@ __all__ = [
     "DirectorySpec",
     "DiskStore",
     "Outcome",
-    "StoreStats",
 ]

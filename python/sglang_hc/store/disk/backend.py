@@ -8,7 +8,6 @@ written at places their caller owns.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -23,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
-MAX_BUFFERS = 512
-"""Buffers per call; Linux takes 1024 at most."""
 
 
 class File(Protocol):
-    """One open file. Offsets and lengths of reads and writes are multiples of CHUNK_ALIGN."""
+    """One open file. Offsets, lengths and addresses of reads and writes are multiples of
+    CHUNK_ALIGN; a call takes at most 1024 buffers."""
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers from `offset`. Returns the bytes read: fewer only at the end of file."""
@@ -67,15 +65,6 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-def is_aligned(buffer: memoryview) -> bool:
-    """Whether O_DIRECT can use this memory: address and length are multiples of CHUNK_ALIGN."""
-    if len(buffer) % CHUNK_ALIGN:
-        return False
-    if buffer.readonly:  # ctypes takes no address of read-only memory; such buffers are copied
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % CHUNK_ALIGN == 0
-
-
 class DirectBackend:
     """Files of the operating system, with O_DIRECT where the file system takes it."""
 
@@ -86,7 +75,7 @@ class DirectBackend:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
         if create:
             flags |= os.O_CREAT | os.O_EXCL
-        return DirectFile(os.open(path, flags, FILE_MODE), self.direct)
+        return DirectFile(os.open(path, flags, FILE_MODE))
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -100,62 +89,29 @@ class DirectBackend:
 
 
 class DirectFile:
-    """`File` on a descriptor. Unaligned buffers of a direct file are copied through scratch."""
+    """`File` on a descriptor."""
 
-    def __init__(self, descriptor: int, direct: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._direct = direct
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        total = 0
-        for group in _groups(buffers):
-            wanted = sum(map(len, group))
-            if self._direct and not all(map(is_aligned, group)):
-                got = self._read_scratch(group, wanted, offset + total)
-            else:
-                got = self._read_fully(group, wanted, offset + total)
-            total += got
-            if got < wanted:
-                break
-        return total
-
-    def _read_fully(self, group: Sequence[memoryview], wanted: int, offset: int) -> int:
-        done = os.preadv(self._descriptor, group, offset)
+        done = os.preadv(self._descriptor, buffers, offset)
+        wanted = sum(map(len, buffers))
         while 0 < done < wanted and not done % CHUNK_ALIGN:  # interrupted, not the end of file
-            more = os.preadv(self._descriptor, _skip(group, done), offset + done)
+            more = os.preadv(self._descriptor, _skip(buffers, done), offset + done)
             if not more:
                 break
             done += more
         return done
 
-    def _read_scratch(self, group: Sequence[memoryview], wanted: int, offset: int) -> int:
-        scratch = _scratch.get(wanted)
-        done = self._read_fully([scratch], wanted, offset)
-        start = 0
-        for buffer in group:
-            buffer[:] = scratch[start : start + len(buffer)]
-            start += len(buffer)
-        return done
-
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        for group in _groups(buffers):
-            wanted = sum(map(len, group))
-            rest: Sequence[memoryview] = group
-            if self._direct and not all(map(is_aligned, group)):
-                scratch = _scratch.get(wanted)
-                start = 0
-                for buffer in group:
-                    scratch[start : start + len(buffer)] = buffer
-                    start += len(buffer)
-                rest = [scratch]
-            done = 0
-            while done < wanted:
-                wrote = os.pwritev(self._descriptor, rest, offset + done)
-                if wrote <= 0:
-                    raise OSError(errno.EIO, "the disk accepted no bytes")
-                done += wrote
-                rest = _skip(rest, wrote) if done < wanted else ()
-            offset += wanted
+        rest = list(buffers)
+        while rest:
+            wrote = os.pwritev(self._descriptor, rest, offset)
+            if wrote <= 0:
+                raise OSError(errno.EIO, "the disk accepted no bytes")
+            rest = _skip(rest, wrote)
+            offset += wrote
 
     def sync(self) -> None:
         os.fdatasync(self._descriptor)
@@ -210,13 +166,6 @@ class ThreadMemory(threading.local):
         if len(self._memory) < size:
             self._memory = aligned_buffer(size)
         return self._memory[:size]
-
-
-_scratch = ThreadMemory()
-
-
-def _groups(buffers: Sequence[memoryview]) -> list[Sequence[memoryview]]:
-    return [buffers[i : i + MAX_BUFFERS] for i in range(0, len(buffers), MAX_BUFFERS)]
 
 
 def _skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:

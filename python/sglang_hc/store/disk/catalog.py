@@ -87,6 +87,8 @@ class Catalog:
     def leading(self, block_ids: Sequence[bytes]) -> int:
         """How many of the first identities are present, without a gap."""
         known = [directory.places for directory in self.in_use()]
+        if len(known) == 1:
+            return _run(known[0], block_ids)
         for count, block_id in enumerate(block_ids):
             for places in known:
                 if block_id in places:
@@ -228,3 +230,11 @@ class Catalog:
             mine = {name: use for name, use in uses.items() if name in directory.places}
             with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
                 directory.index.touch(directory.model, mine)
+
+
+def _run(places: dict[bytes, int], block_ids: Sequence[bytes]) -> int:
+    """How many of the first identities are in one directory, without a gap."""
+    for count, block_id in enumerate(block_ids):
+        if block_id not in places:
+            return count
+    return len(block_ids)

@@ -80,7 +80,6 @@ class Directory:
     """
 
     root: str
-    budget: int
     lock: int
     index: Index
     slabs: SlabSet
@@ -89,7 +88,6 @@ class Directory:
     places: dict[bytes, int] = field(default_factory=dict)
     undeleted: deque[tuple[bytes, Place]] = field(default_factory=deque)
     making_room: threading.Lock = field(default_factory=threading.Lock)
-    direct: bool = False
     failure: str | None = None
     _namespaces: dict[str, int] = field(default_factory=dict)
 
@@ -150,10 +148,6 @@ class Directory:
         """Slots of this size that can be taken without evicting anything."""
         used, there = self.slabs.usage(slot_bytes)
         return there - used + self.slabs.growable_slots(slot_bytes)
-
-    def file_bytes(self) -> int:
-        """Sizes of all files of this directory."""
-        return used_bytes(self.root)
 
     def close(self) -> None:
         """Close everything and give the lock back."""

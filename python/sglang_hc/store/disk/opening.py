@@ -68,16 +68,13 @@ def open_directory(opening: Opening) -> Directory:
     root = make_root(path)
     lock = take_lock(root)
     try:
-        direct = opening.backend is None and probe_direct(root)
-        backend = opening.backend or DirectBackend(direct)
+        backend = opening.backend or DirectBackend(probe_direct(root))
         index = _open_index(root, backend)
         try:
-            directory = _load(opening, root, backend, index, lock)
+            return _load(opening, root, backend, index, lock)
         except IndexDamaged as error:
             index = replace_index(root, backend, str(error))
-            directory = _load(opening, root, backend, index, lock)
-        directory.direct = direct
-        return directory
+            return _load(opening, root, backend, index, lock)
     except OSError as error:
         os.close(lock)
         raise DirectoryError(_unusable(path, error)) from error
@@ -115,7 +112,7 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         slabs.open_all()
         _shrink(root, slabs, index)
         _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
-        directory = Directory(root, budget, lock, index, slabs, model, CircuitBreaker(clock))
+        directory = Directory(root, lock, index, slabs, model, CircuitBreaker(clock))
         _load_rows(directory)
         return directory
     except BaseException:

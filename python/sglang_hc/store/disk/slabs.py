@@ -69,7 +69,6 @@ class SlabSet:
         self._growth_resumes = 0.0
         self.data_bytes = data_bytes
         self.quarantined = 0
-        self.growth_failures = 0
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -162,7 +161,6 @@ class SlabSet:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-                self.growth_failures += 1
                 self._growth_resumes = now + _RETRY_GROWTH_S
                 logger.warning(
                     "%s: no room for another slab of %d bytes (%s); using the slabs there are",

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import Backend
 from sglang_hc.store.disk.catalog import Catalog
 from sglang_hc.store.disk.directory import Directory, DirectorySpec
@@ -29,35 +29,11 @@ from sglang_hc.store.disk.writer import Block, BlockWriter
 from sglang_hc.store.outcome import Outcome
 
 SlotBytes = memoryview | npt.NDArray[np.uint8]
-"""One block's bytes as `forms.BlockLayout` lays them out. Page-aligned memory is not copied."""
+"""One block's bytes as `forms.BlockLayout` lays them out, in page-aligned memory (O_DIRECT)."""
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.90
 SCRUB_BYTES_PER_S = 16 << 20
-
-
-class DirectoryStats(NamedTuple):
-    """One directory. Bytes are sizes of files; slots are of all models."""
-
-    path: str
-    budget_bytes: int
-    file_bytes: int
-    slots_taken: int
-    slots: int
-    quarantined: int
-    direct_io: bool
-    usable: bool
-    failure: str | None
-
-
-class StoreStats(NamedTuple):
-    """State of the store. usable: a directory may be asked now. counters: sums since it was opened
-    (counters.Counters)."""
-
-    blocks: int
-    usable: bool
-    directories: tuple[DirectoryStats, ...]
-    counters: dict[str, int]
 
 
 class DiskStore:
@@ -226,15 +202,6 @@ class DiskStore:
         """Write noted access times to the index."""
         self._blocks.flush_touches()
 
-    def stats(self) -> StoreStats:
-        """State and counters. Looks at file sizes: not for the scheduler thread."""
-        return StoreStats(
-            len(self._blocks),
-            self.directories_in_use() > 0,
-            tuple(_directory_stats(d) for d in self._blocks.directories),
-            self.counters(),
-        )
-
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, leases and lookups disagree. For a quiet moment."""
         for directory in self._blocks.directories:
@@ -260,22 +227,9 @@ class DiskStore:
         view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
         if len(view) < self.slot_bytes:
             raise ValueError(f"{len(view)} bytes for a block of {self.slot_bytes}")
+        if np.frombuffer(view, dtype=np.uint8).ctypes.data % CHUNK_ALIGN:
+            raise ValueError("a block's memory must start at a page")
         return view
-
-
-def _directory_stats(directory: Directory) -> DirectoryStats:
-    taken, slots = directory.slabs.usage()
-    return DirectoryStats(
-        directory.root,
-        directory.budget,
-        directory.file_bytes(),
-        taken,
-        slots,
-        directory.slabs.quarantined,
-        directory.direct,
-        directory.usable(),
-        directory.failure,
-    )
 
 
 def _all_rows(directory: Directory) -> Iterator[Row]:
