@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ from disk_support import (
     FaultyBackend,
     data_of,
     empty_slot,
+    failing,
     make_path,
     open_store,
     put,
@@ -129,6 +131,41 @@ def test_one_of_two_directories_destroyed_while_running(
     assert store.directories_in_use() == 2
     store.check_integrity()
     store.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+def test_one_of_two_devices_that_fails_at_the_start(
+    scratch: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server starts with the other one; it does not start with none."""
+    faults = Faults()
+    folders = [scratch / "a", scratch / "b"]
+    store = open_store(*folders, backend=FaultyBackend(faults))
+    blocks = make_path(6)
+    put(store, blocks)
+    store.close()
+    for bad, served in (("a", blocks[1::2]), ("b", blocks[::2])):
+        faults.on_read = only_in(bad, failing(code))
+        store = open_store(*folders, backend=FaultyBackend(faults))
+        assert f"--hc-disk {scratch / bad}: cannot be used" in caplog.text
+        assert sorted(store.block_ids()) == sorted(block.block_id for block in served)
+        for block in served:
+            assert read_bytes(store, block.block_id)[0] is Outcome.OK
+        store.close()
+    faults.on_read = failing(code)
+    with pytest.raises(DirectoryError, match=r"--hc-disk .*: cannot be used"):
+        open_store(*folders, backend=FaultyBackend(faults))
+    faults.on_read = nothing
+    store = open_store(*folders, backend=FaultyBackend(faults))
+    assert store.contains([block.block_id for block in blocks]) == 6, "nothing was locked or lost"
+    store.close()
+
+
+def test_a_mistake_in_one_of_two_directories_is_refused(scratch: Path) -> None:
+    """What the user can put right is said at the start, and not served around."""
+    with pytest.raises(DirectoryError, match=r"no/such: cannot be used \(No such"):
+        open_store(scratch / "a", scratch / "no" / "such")
+    open_store(scratch / "a").close()
 
 
 def test_a_block_in_two_directories_is_served_from_the_one_that_is_well(scratch: Path) -> None:

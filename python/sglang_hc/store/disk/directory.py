@@ -31,6 +31,10 @@ class DirectoryError(Exception):
     """A directory that cannot be used. The message names it and the remedy, for users."""
 
 
+class DirectoryLost(DirectoryError):
+    """The device behind a directory fails: not the user's mistake, and others may be in order."""
+
+
 class DirectoryFailed(Exception):
     """The directory stopped working while in use; nothing more comes from it until a restart."""
 

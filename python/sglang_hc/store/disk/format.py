@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -101,12 +101,13 @@ class SlotFormat:
 
 @dataclass(frozen=True)
 class SlabHeader:
-    """First page of a slab file. `created` in microseconds since 1970."""
+    """First page of a slab file. created: microseconds since 1970, for people; the index does not
+    keep it, and it does not count when two headers are compared."""
 
     slab: int
     slot_bytes: int
     slots: int
-    created: int
+    created: int = field(default=0, compare=False)
 
     def pack(self) -> bytes:
         """The page as it lies on disk."""

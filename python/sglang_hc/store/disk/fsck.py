@@ -7,18 +7,19 @@ files, rewrites slab headers and rebuilds the index.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.checksums import Damaged, check_slot
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
-from sglang_hc.store.disk.slabs import slab_numbers, slab_path
+from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, UnknownVersion
+from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
 from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
 
 
@@ -152,24 +153,29 @@ class _Checker:
             self._report.slots += known[number].slots
         self._report.free_slots = self._report.slots
 
-    def _check_slab(self, row: SlabRow) -> None:
-        expected = SlabHeader(row.slab, row.slot_bytes, row.slots, 0)
-        file = self._backend.open(slab_path(self._root, row.slab))
-        try:
-            if file.size() != expected.file_bytes:
-                if self._repair and file.size() < expected.file_bytes:
-                    file.allocate(expected.file_bytes)
+    def _check_slab(self, slab: SlabHeader) -> None:
+        path = slab_path(self._root, slab.slab)
+        with self._opened(slab) as file:
+            if file.size() != slab.file_bytes:
+                if self._repair and file.size() < slab.file_bytes:
+                    file.allocate(slab.file_bytes)
                 elif self._repair:
-                    os.truncate(slab_path(self._root, row.slab), expected.file_bytes)
-                self._say("slab", f"slab {row.slab} has a wrong length", self._repair)
-            problem = _header_problem(file, expected)
+                    os.truncate(path, slab.file_bytes)
+                self._say("slab", f"slab {slab.slab} has a wrong length", self._repair)
+            problem = _header_problem(file, slab)
             if problem is not None:
                 if self._repair:
                     page = aligned_buffer(SLAB_HEADER_BYTES)
-                    page[:] = expected.pack()
+                    page[:] = slab.pack()
                     file.write([page], 0)
                     file.sync()
-                self._say("slab", f"slab {row.slab}: {problem}", self._repair)
+                self._say("slab", f"slab {slab.slab}: {problem}", self._repair)
+
+    @contextmanager
+    def _opened(self, slab: SlabHeader) -> Iterator[File]:
+        file = self._backend.open(slab_path(self._root, slab.slab))
+        try:
+            yield file
         finally:
             file.close()
 
@@ -177,52 +183,39 @@ class _Checker:
 
     def _check_rows(self, index: Index) -> None:
         fingerprints = {model.model: model.fingerprint for model in index.models()}
-        slabs = {row.slab: row for row in index.slabs()}
-        files: dict[int, File] = {}
-        after = (-1, -1)
-        try:
-            while rows := index.rows(after):
-                after = (rows[-1].slab, rows[-1].slot)
+        there = set(slab_numbers(self._root))
+        slabs = {slab.slab: slab for slab in index.slabs() if slab.slab in there}
+        for number, rows in groupby(index.all_rows(), key=lambda row: row.slab):
+            with ExitStack() as held:
+                slab = slabs.get(number)
+                file = None if slab is None else held.enter_context(self._opened(slab))
                 for row in rows:
-                    if row.slab not in files and row.slab in slabs:
-                        files = _reopen(files, self._backend, self._root, row.slab)
-                    self._check_row(index, row, fingerprints, slabs, files)
-        finally:
-            for file in files.values():
-                file.close()
+                    self._check_row(index, row, fingerprints.get(row.model, b""), slab, file)
 
     def _check_row(
-        self,
-        index: Index,
-        row: Row,
-        fingerprints: dict[int, bytes],
-        slabs: dict[int, SlabRow],
-        files: dict[int, File],
+        self, index: Index, row: Row, fingerprint: bytes, slab: SlabHeader | None, file: File | None
     ) -> None:
-        fingerprint = fingerprints.get(row.model, b"")
         try:
-            header = self._verify(row, slabs, files)
+            self._verify(row, fingerprint, slab, file)
+        except (Damaged, OSError) as problem:
+            done = self._repair and bool(index.delete(fingerprint, [row.block_id]))
+            self._say("block", f"slab {row.slab} slot {row.slot}: {problem}", done)
+            self._report.free_slots -= not done
+
+    def _verify(
+        self, row: Row, fingerprint: bytes, slab: SlabHeader | None, file: File | None
+    ) -> None:
+        """Count a block that is in order. Raises Damaged, OSError."""
+        if slab is None or file is None or not 0 <= row.slot < slab.slots:
+            raise Damaged("there is no such slot")
+        offset = slab.offset(row.slot)
+        steps = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
+        for header, read in steps:
+            self._report.bytes_verified += read
             if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
                 raise Damaged("the slot holds another block than its row says")
-        except (Damaged, OSError) as problem:
-            where = f"slab {row.slab} slot {row.slot}"
-            done = self._repair and bool(index.delete(fingerprint, [row.block_id]))
-            self._say("block", f"{where}: {problem}", done)
-            self._report.free_slots -= not done
-            return
         self._report.blocks += 1
         self._report.free_slots -= 1
-
-    def _verify(self, row: Row, slabs: dict[int, SlabRow], files: dict[int, File]) -> SlotHeader:
-        if row.slab not in files or not 0 <= row.slot < slabs[row.slab].slots:
-            raise Damaged("there is no such slot")
-        slab = slabs[row.slab]
-        offset = SlabHeader(slab.slab, slab.slot_bytes, slab.slots, 0).offset(row.slot)
-        file = files[row.slab]
-        steps = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
-        header, read = next(steps)
-        self._report.bytes_verified += read + sum(more for _, more in steps)
-        return header
 
 
 def _problems(index: Index) -> list[str]:
@@ -233,25 +226,9 @@ def _problems(index: Index) -> list[str]:
 
 
 def _header_problem(file: File, expected: SlabHeader) -> str | None:
-    page = aligned_buffer(SLAB_HEADER_BYTES)
+    """Raises UnknownVersion."""
     try:
-        file.read([page], 0)
-        found = SlabHeader.unpack(page)
-    except FormatError as error:
-        if error.version is not None:
-            raise UnknownVersion(str(error.version)) from error
+        found = read_slab_header(file)
+    except (FormatError, OSError) as error:
         return str(error)
-    except OSError as error:
-        return str(error)
-    same = (found.slab, found.slot_bytes, found.slots)
-    if same != (expected.slab, expected.slot_bytes, expected.slots):
-        return "its header and the index disagree"
-    return None
-
-
-def _reopen(files: dict[int, File], backend: Backend, root: str, number: int) -> dict[int, File]:
-    """Close what was open, open this slab: rows come slab by slab."""
-    for file in files.values():
-        file.close()
-    path = slab_path(root, number)
-    return {number: backend.open(path)} if os.path.exists(path) else {}
+    return None if found == expected else "its header and the index disagree"

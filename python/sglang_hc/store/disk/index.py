@@ -8,12 +8,12 @@ IndexFull when the change would not fit the file's share of the budget.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain
 
-from sglang_hc.store.disk.format import Chunk
+from sglang_hc.store.disk.format import Chunk, SlabHeader
 from sglang_hc.store.disk.index_file import IndexFile, translated
-from sglang_hc.store.disk.schema import IndexDamaged, Model, Place, Resident, Row, SlabRow
+from sglang_hc.store.disk.schema import IndexDamaged, Model, Place, Resident, Row
 
 ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""
@@ -73,16 +73,17 @@ class Index(IndexFile):
             connection.execute("INSERT OR IGNORE INTO namespaces(label) VALUES(?)", (label,))
         return self._number("SELECT namespace FROM namespaces WHERE label=?", label)
 
-    def slabs(self) -> list[SlabRow]:
+    def slabs(self) -> list[SlabHeader]:
         """Slab files, by number."""
         rows = self._query("SELECT slab, slot_bytes, slots FROM slabs ORDER BY slab")
         with translated():
-            return [SlabRow(*map(int, row)) for row in rows]  # type: ignore[arg-type]
+            return [SlabHeader(*map(int, row)) for row in rows]  # type: ignore[arg-type]
 
-    def add_slab(self, slab: SlabRow) -> None:
+    def add_slab(self, slab: SlabHeader) -> None:
         """Durable when this returns."""
         with self._transaction(durable=True) as connection:
-            connection.execute("INSERT INTO slabs VALUES(?,?,?)", slab)
+            row = (slab.slab, slab.slot_bytes, slab.slots)
+            connection.execute("INSERT INTO slabs VALUES(?,?,?)", row)
 
     def drop_slab(self, slab: int) -> None:
         """Forget a slab and every row in it; durable, because its file is removed next."""
@@ -220,6 +221,13 @@ class Index(IndexFile):
             limit,
         )
         return [Row(row[0], row[1], *_typed(row[2:], 0)) for row in found]  # type: ignore[arg-type]
+
+    def all_rows(self) -> Iterator[Row]:
+        """All rows, in order of slab and slot; a row that goes meanwhile may be missing."""
+        after = (-1, -1)
+        while rows := self.rows(after):
+            yield from rows
+            after = (rows[-1].slab, rows[-1].slot)
 
     def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
         """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and

@@ -5,6 +5,7 @@ Lock, version, recovery, budget, and the rows of one model, in that order.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -31,6 +32,7 @@ from sglang_hc.store.disk.directory import (
     LOCK_NAME,
     Directory,
     DirectoryError,
+    DirectoryLost,
     DirectorySpec,
     used_bytes,
 )
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_SHARE = 0.8
 _LEAST_SLOTS = 4
+_DEVICE_ERRORS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
+"""What a dying disk says; ext4 turns to read-only when it meets errors."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Opening:
 
 
 def open_directory(opening: Opening) -> Directory:
-    """Lock, check, recover and load one directory, made where missing. Raises DirectoryError."""
+    """Lock, check, recover and load one directory, made where missing. Raises DirectoryError, and
+    DirectoryLost when the device fails."""
     path = opening.spec.path
     root = make_root(path)
     lock = take_lock(root)
@@ -77,7 +82,7 @@ def open_directory(opening: Opening) -> Directory:
             return _load(opening, root, backend, index, lock)
     except OSError as error:
         os.close(lock)
-        raise DirectoryError(_unusable(path, error)) from error
+        raise _unusable(path, error) from error
     except UnknownVersion as error:
         os.close(lock)
         raise DirectoryError(version_message(path, str(error))) from error
@@ -157,13 +162,14 @@ def make_root(path: str) -> str:
         if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise DirectoryError(_unusable(path, error)) from error
+        raise _unusable(path, error) from error
     return root
 
 
-def _unusable(path: str, error: OSError) -> str:
+def _unusable(path: str, error: OSError) -> DirectoryError:
     reason = error.strerror or str(error)
-    return (
+    kind = DirectoryLost if error.errno in _DEVICE_ERRORS else DirectoryError
+    return kind(
         f"--hc-disk {path}: cannot be used ({reason}); name a directory on a local disk that this "
         "user can write to, or leave the option out to run without the disk tier"
     )
@@ -176,7 +182,7 @@ def take_lock(root: str) -> int:
             os.path.join(root, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
         )
     except OSError as error:
-        raise DirectoryError(_unusable(os.path.dirname(root), error)) from error
+        raise _unusable(os.path.dirname(root), error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from typing import NamedTuple
 
 from sglang_hc.store.disk import index_file
-from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
+from sglang_hc.store.disk.backend import Backend, File
 from sglang_hc.store.disk.checksums import Damaged, read_header
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader, SlotHeader
+from sglang_hc.store.disk.format import FormatError, SlabHeader, SlotHeader
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, SlabRow, UnknownVersion
-from sglang_hc.store.disk.slabs import slab_numbers, slab_path
+from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row
+from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
 
 logger = logging.getLogger(__name__)
 
 RECOVERED_LABEL = "(recovered)"
-
-
-class _Found(NamedTuple):
-    created: int
-    slab: int
-    slot: int
 
 
 def rebuild_index(root: str, path: str, backend: Backend) -> int:
@@ -69,7 +62,8 @@ def _unlink_index(path: str) -> None:
 
 
 def _fill(index: Index, root: str, backend: Backend) -> int:
-    best: dict[tuple[bytes, bytes], _Found] = {}
+    newest: dict[tuple[bytes, bytes], int] = {}
+    """Write time of each block, by fingerprint and identity."""
     models: dict[bytes, int] = {}
     pending: list[Row] = []
     for number in slab_numbers(root):
@@ -78,15 +72,15 @@ def _fill(index: Index, root: str, backend: Backend) -> int:
             slab = _slab_header(file, number)
             if slab is None:
                 continue
-            index.add_slab(SlabRow(slab.slab, slab.slot_bytes, slab.slots))
+            index.add_slab(slab)
             for slot in range(slab.slots):
                 header = _slot_header(file, slab, slot)
                 if header is None:
                     continue
                 key = (header.fingerprint, header.block_id)
-                if key in best and best[key].created >= header.created:
+                if newest.get(key, -1) >= header.created:
                     continue
-                best[key] = _Found(header.created, number, slot)
+                newest[key] = header.created
                 pending = [row for row in pending if row.block_id != header.block_id]
                 pending.append(_row(index, models, slab, slot, header))
                 if len(pending) == ROWS_PER_COMMIT:
@@ -96,7 +90,7 @@ def _fill(index: Index, root: str, backend: Backend) -> int:
             file.close()
     if pending:
         index.insert(pending)
-    return len(best)
+    return len(newest)
 
 
 def _row(
@@ -119,13 +113,10 @@ def _row(
 
 
 def _slab_header(file: File, number: int) -> SlabHeader | None:
-    page = aligned_buffer(SLAB_HEADER_BYTES)
+    """None when it is damaged. Raises UnknownVersion: such a slab is never removed as an orphan."""
     try:
-        file.read([page], 0)
-        header = SlabHeader.unpack(page)
+        header = read_slab_header(file)
     except (FormatError, OSError) as error:
-        if isinstance(error, FormatError) and error.version is not None:
-            raise UnknownVersion(str(error.version)) from error  # never removed as an orphan
         logger.warning("slab %d cannot be used: %s", number, error)
         return None
     return header if header.slab == number else None

@@ -82,11 +82,3 @@ class Model(NamedTuple):
     chunks: tuple[Chunk, ...]
     slot_bytes: int
     opened: int
-
-
-class SlabRow(NamedTuple):
-    """One slab file."""
-
-    slab: int
-    slot_bytes: int
-    slots: int

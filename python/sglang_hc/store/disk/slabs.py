@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.schema import IndexDamaged, Place, SlabRow, UnknownVersion
+from sglang_hc.store.disk.schema import IndexDamaged, Place, UnknownVersion
 
 logger = logging.getLogger(__name__)
 
@@ -72,40 +72,34 @@ class SlabSet:
 
     # -- opening ------------------------------------------------------------------------------
 
-    def open_all(self) -> tuple[int, int]:
-        """Open every slab of the index and tidy what a crash left.
-
-        Returns (files without a row that were removed, slabs of the index whose file is lost; their
-        rows are removed). Raises OSError and what Index raises.
+    def open_all(self) -> None:
+        """Open every slab of the index and tidy what a crash left: files without a row are removed,
+        and so are the rows of slabs whose file is lost. Raises OSError and what Index raises.
         """
         known = {row.slab: row for row in self._index.slabs()}
-        orphans = [n for n in slab_numbers(self._root) if n not in known]
-        for number in orphans:
-            self._backend.unlink(slab_path(self._root, number))
         there = set(slab_numbers(self._root))
-        lost = [number for number in known if number not in there]
-        for number in lost:
+        for number in there - known.keys():
+            self._backend.unlink(slab_path(self._root, number))
+        for number in known.keys() - there:
             logger.warning("%s: slab %d is gone; its blocks are lost", self._root, number)
             self._index.drop_slab(number)
         for number in sorted(there & known.keys()):
             self._slabs[number] = self._open(known[number])
-        return len(orphans), len(lost)
 
-    def _open(self, row: SlabRow) -> _Slab:
-        header = SlabHeader(row.slab, row.slot_bytes, row.slots, 0)
-        file = self._backend.open(slab_path(self._root, row.slab))
+    def _open(self, header: SlabHeader) -> _Slab:
+        file = self._backend.open(slab_path(self._root, header.slab))
         try:
             _compare(file, header)
         except BaseException:
             file.close()
             raise
         if file.size() < header.file_bytes:
-            logger.warning("%s: slab %d was cut short; extending it", self._root, row.slab)
+            logger.warning("%s: slab %d was cut short; extending it", self._root, header.slab)
             try:
                 file.allocate(header.file_bytes)
             except OSError as error:
-                logger.warning("%s: slab %d stays short: %s", self._root, row.slab, error)
-        return _Slab(header, file, bytearray(row.slots))
+                logger.warning("%s: slab %d stays short: %s", self._root, header.slab, error)
+        return _Slab(header, file, bytearray(header.slots))
 
     def adopt(self, places: npt.NDArray[np.int64]) -> None:
         """Mark the slots of packed places (`Place.pack`) as taken. Unknown slabs are ignored: what
@@ -198,7 +192,7 @@ class SlabSet:
             file.allocate(header.file_bytes)
             file.sync()
             self._backend.sync_directory(self._root)
-            self._index.add_slab(SlabRow(header.slab, header.slot_bytes, header.slots))
+            self._index.add_slab(header)
         except BaseException:
             file.close()
             self._backend.unlink(path)
@@ -341,17 +335,24 @@ class SlabSet:
 def _compare(file: File, expected: SlabHeader) -> None:
     """Raises IndexDamaged unless the row agrees with the slab's header or, where that is damaged,
     with the file's size: a wrong row must not make a file grow."""
-    page = aligned_buffer(SLAB_HEADER_BYTES)
-    file.read([page], 0)
     try:
-        found = SlabHeader.unpack(page)
-        same = replace(found, created=0) == replace(expected, created=0)
-    except FormatError as error:
-        if error.version is not None:
-            raise UnknownVersion(str(error.version)) from error
+        same = read_slab_header(file) == expected
+    except FormatError:
         same = file.size() == expected.file_bytes
     if not same:
         raise IndexDamaged(f"slab {expected.slab} is not as its row says")
+
+
+def read_slab_header(file: File) -> SlabHeader:
+    """Raises FormatError when it is damaged, UnknownVersion, OSError."""
+    page = aligned_buffer(SLAB_HEADER_BYTES)
+    file.read([page], 0)
+    try:
+        return SlabHeader.unpack(page)
+    except FormatError as error:
+        if error.version is not None:
+            raise UnknownVersion(str(error.version)) from error
+        raise
 
 
 def slab_path(root: str, number: int) -> str:

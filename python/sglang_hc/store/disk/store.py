@@ -9,8 +9,10 @@ trouble is an answer and a counter, not an exception.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +20,17 @@ import numpy.typing as npt
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import Backend
 from sglang_hc.store.disk.catalog import Catalog
-from sglang_hc.store.disk.directory import Directory, DirectorySpec
+from sglang_hc.store.disk.directory import Directory, DirectoryFailed, DirectoryLost, DirectorySpec
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import ID_BYTES, Chunk, SlotFormat
 from sglang_hc.store.disk.maintenance import Maintenance
 from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader
-from sglang_hc.store.disk.schema import Place, Row
+from sglang_hc.store.disk.schema import Place
 from sglang_hc.store.disk.writer import Block, BlockWriter
 from sglang_hc.store.outcome import Outcome
+
+logger = logging.getLogger(__name__)
 
 SlotBytes = memoryview | npt.NDArray[np.uint8]
 """One block's bytes as `forms.BlockLayout` lays them out, in page-aligned memory (O_DIRECT)."""
@@ -68,8 +72,9 @@ class DiskStore:
         layout_chunks: (layer, offset, length) of `BlockLayout.chunks()`. fingerprint: 16 bytes of
         `BlockLayout.fingerprint`. model_label: for people. watermarks: (high, low) shares of a
         directory's slots. background: run maintenance on a thread of its own; otherwise call
-        `maintenance.tick`. backend: None for the real disk. Raises DirectoryError with a message
-        for users; nothing stays open or locked then.
+        `maintenance.tick`. backend: None for the real disk. A directory whose device fails is left
+        out, unless all fail. Raises DirectoryError with a message for users; nothing stays open or
+        locked then.
         """
         if len(fingerprint) != ID_BYTES:
             raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
@@ -78,13 +83,14 @@ class DiskStore:
         try:
             for spec in directories:
                 opening = Opening(spec, slot_format, fingerprint, model_label, backend, clock)
-                opened.append(open_directory(opening))
+                opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
             blocks = Catalog(opened, slot_format, fingerprint, clock)
             evictor = Evictor(blocks, *watermarks)
             maintenance = Maintenance(blocks, evictor, ttl_s, scrub_bytes_per_s)
             if ttl_s is not None:
                 for directory in opened:
-                    evictor.expire(directory, clock() - ttl_s)
+                    with suppress(DirectoryFailed):  # it is out of use then
+                        evictor.expire(directory, clock() - ttl_s)
                 blocks.removed.clear()
         except BaseException:
             for directory in opened:
@@ -210,7 +216,7 @@ class DiskStore:
             taken = {(n, s) for n, slots in slabs.taken_slots().items() for s in slots}
             mine = [Place.unpack(packed) for packed in directory.places.values()]
             assert len(mine) == len(set(mine)), "two blocks own one slot"
-            owned = {(row.slab, row.slot) for row in _all_rows(directory)}
+            owned = {(row.slab, row.slot) for row in directory.index.all_rows()}
             assert set(mine) <= owned, "a block without a row"
             assert owned <= taken, "a row whose slot is free"
             assert len(taken) == len(owned) + slabs.quarantined, "a taken slot without a row"
@@ -232,8 +238,13 @@ class DiskStore:
         return view
 
 
-def _all_rows(directory: Directory) -> Iterator[Row]:
-    after = (-1, -1)
-    while rows := directory.index.rows(after):
-        yield from rows
-        after = (rows[-1].slab, rows[-1].slot)
+def _open_unless_lost(opening: Opening, last: bool) -> list[Directory]:
+    """The directory, if its device works. last: there is no other one, so that the error is raised.
+    Raises DirectoryError."""
+    try:
+        return [open_directory(opening)]
+    except DirectoryLost as error:
+        if last:
+            raise
+        logger.error("%s. The other directories are used without it", error)
+        return []
