@@ -42,9 +42,11 @@ def facts(kernel: Any, arguments: dict[str, Any], **options: int) -> dict[str, i
             signature[parameter.name] = "constexpr"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + NAMES[value.dtype]
-            divisible = True
+            divisible = not parameter.do_not_specialize_on_alignment
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
         elif value == 1:  # a launch makes it a constant
             constants[parameter.name] = value
             signature[parameter.name] = "constexpr"

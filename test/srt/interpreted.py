@@ -95,6 +95,26 @@ def main(model: str) -> None:
     )
     found["agree_when_wrong"] = sorted(set(timed))
     found["ways_beyond_the_table"] = list(projection.projections(kernels, layers, 10**9))
+    # The middle layer alone, in a pool of its own, as it is measured before the KV pool is there;
+    # and what the chosen way is run with afterwards, so that nothing is left to compile.
+    from sglang_hc.srt.scratch_layer import scratch_pool
+
+    middle = layers[len(layers) // 2]
+    ways = projection.projections(kernels, [middle], context)
+    ran: list[int] = []
+
+    def counted(*args: Any) -> None:
+        ran.append(len(args[-1]))
+        projection.by_fused(kernels, *args)
+
+    timed.clear()
+    pool = scratch_pool(middle, 64, torch.float32)
+    ways["fused"] = counted
+    found["scratch_chosen"] = projection.choose(
+        pool, [middle], ways, torch.arange(64), context,
+        lambda work: 0.0 if work.func is counted else 1.0, (1, 7, 900),
+    )  # fmt: skip
+    found["warmed_rows"] = ran[-3:]
     found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))
     print("RESULT " + json.dumps(found))
 

@@ -31,4 +31,6 @@ def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
     assert found["chosen"] == "fused"
     assert found["agree_when_wrong"] == ["fused", "sglang"]
     assert found["ways_beyond_the_table"] == ["sglang"]
+    assert found["scratch_chosen"] == "fused"
+    assert found["warmed_rows"] == [1, 7, 64]  # as far as there are slots
     assert found["bytes_stay"]

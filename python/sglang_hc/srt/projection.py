@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,12 +102,21 @@ def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dic
 def fastest_projection(runner: Any, adapters: list[LayerAdapter], allocator: Any) -> Projection:
     """The way for this model on this GPU; before any request, when nobody uses a slot."""
     context = runner.model_config.context_len
-    ways = projections(installed_kernels(), adapters, context)
     page = allocator.page_size
     slots = allocator.alloc(min(TIMED_ROWS, allocator.available_size()) // page * page)
-    name = choose(runner.token_to_kv_pool, adapters, ways, slots.to(torch.int64), context, _seconds)
+    way = projection_for(runner.token_to_kv_pool, adapters, slots.to(torch.int64), context)
     allocator.free(slots)
-    return ways[name]
+    return way
+
+
+def projection_for(
+    pool: Any, adapters: list[LayerAdapter], slots: torch.Tensor, context: int
+) -> Projection:
+    """The fastest way into a pool on a GPU, and ready to run with any number of rows."""
+    kernels = installed_kernels()
+    ways = projections(kernels, adapters, context)
+    warm_rows = () if kernels is None else kernels.WARM_ROWS
+    return ways[choose(pool, adapters, ways, slots, context, _seconds, warm_rows)]
 
 
 def fastest_stream(
@@ -132,11 +141,12 @@ def fastest_stream(
 
 def choose(
     pool: Any, adapters: list[LayerAdapter], ways: Mapping[str, Projection], slots: torch.Tensor,
-    context: int, seconds: Seconds,
+    context: int, seconds: Seconds, warm_rows: Sequence[int] = (),
 ) -> str:  # fmt: skip
     """Name of the fastest way that writes in every layer what the first way writes.
 
     slots: (n,) int64 device slots that nobody uses; they are written. context: longest sequence.
+    warm_rows: row counts for which the chosen way is run once, so that nothing is left to compile.
     """
     if len(ways) == 1:
         return next(iter(ways))
@@ -150,11 +160,16 @@ def choose(
     timed = slots[:TIMED_ROWS]
     middle = len(adapters) // 2
     hidden, positions = _sample(adapters[middle], timed, context)
-    works = {
-        n: partial(ways[n], pool, adapters[middle], middle, hidden, positions, timed) for n in names
-    }
+
+    def work(name: str, rows: int) -> Callable[[], None]:
+        some = hidden[:rows], positions[:rows], timed[:rows]
+        return partial(ways[name], pool, adapters[middle], middle, *some)
+
     with torch.no_grad():
-        return fastest(what, works, seconds)
+        chosen = fastest(what, {name: work(name, TIMED_ROWS) for name in names}, seconds)
+        for rows in warm_rows:
+            work(chosen, rows)()
+    return chosen
 
 
 def _seconds(work: Callable[[], object]) -> float:

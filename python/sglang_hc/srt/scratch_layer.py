@@ -6,6 +6,10 @@ own middle layer is run (norms, projections, feed-forward or experts), and only 
 is ours: torch's scaled dot product over the scratch pool's rows. A layer that cannot be run that
 way, and any family that is not on the allow-list, is stood in for by one matrix product and one
 attention of the same size, which flatters experts.
+
+Hidden states are projected by the way that would be chosen to serve (`projection.py`). Attention is
+not that of the serving back end, which needs the KV pool: where the latter is faster than torch's,
+prefill looks dearer than it is, and restorations are preferred a little too often.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.adapters import LayerAdapter
 from sglang_hc.srt.kv_pool import KvPoolRows
+from sglang_hc.srt.projection import projection_for
 from sglang_hc.transfer.lanes import lane_for
 from sglang_hc.transfer.measure import MAX_ROWS, Subject
 from sglang_hc.transfer.rows import scatter
@@ -91,19 +96,13 @@ def kv_dtype(runner: Any) -> torch.dtype:
 def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) -> Subject:
     adapter = layers[len(layers) // 2]
     device = adapter.qkv.weight.device
-    pool = MHATokenToKVPool(
-        size=rows,
-        page_size=1,
-        dtype=kv_dtype(runner),
-        head_num=adapter.kv_heads,
-        head_dim=adapter.head_dim,
-        v_head_dim=adapter.v_head_dim,
-        layer_num=1,
-        device=str(device),
-        enable_memory_saver=False,
-        start_layer=adapter.radix.layer_id,
-    )
+    pool = scratch_pool(adapter, rows, kv_dtype(runner))
     sink = KvPoolRows(pool, [adapter])
+    if hidden and device.type == "cuda":
+        # What is measured is what serves: the way is chosen again on the whole pool, by the same
+        # rules and on a layer of the same size.
+        slots = torch.arange(rows, dtype=torch.int64, device=device)
+        sink.project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
     width = adapter.qkv.weight.shape[1]
     layer = _decoder_layer(runner.model, adapter.attention)
     try:
@@ -123,6 +122,22 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
     shape = layer_shape(runner, adapter)
     frames = frames_of(shape, device)
     return Subject(shape, device, lane_for(device), sink, prefill, rows, hidden, frames)
+
+
+def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:
+    """A KV pool of one layer, on the device of the layer's weights."""
+    return MHATokenToKVPool(
+        size=rows,
+        page_size=1,
+        dtype=dtype,
+        head_num=adapter.kv_heads,
+        head_dim=adapter.head_dim,
+        v_head_dim=adapter.v_head_dim,
+        layer_num=1,
+        device=str(adapter.qkv.weight.device),
+        enable_memory_saver=False,
+        start_layer=adapter.radix.layer_id,
+    )
 
 
 def real_layer(

@@ -5,6 +5,7 @@ Use `sglang_hc_kernels.ops`. Without the package the main project does the same 
 
 from sglang_hc_kernels.contracts import ArgumentError, Epilogue, KNorm, Rotary
 from sglang_hc_kernels.ops import (
+    WARM_ROWS,
     gather_rows,
     kv_epilogue,
     project_kv,
@@ -12,6 +13,7 @@ from sglang_hc_kernels.ops import (
 )
 
 __all__ = [
+    "WARM_ROWS",
     "ArgumentError",
     "Epilogue",
     "KNorm",

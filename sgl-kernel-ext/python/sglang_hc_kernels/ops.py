@@ -24,6 +24,11 @@ from sglang_hc_kernels.contracts import (
 
 _PLAIN = Epilogue()
 
+WARM_ROWS = (1, 512, 513)
+"""Row counts that between them compile every kernel that `kv_epilogue` and `project_kv` launch for
+one set of weights and pools, whatever the count. Triton compiles at the first launch, which takes
+seconds; a server launches these before its first request."""
+
 
 def kv_epilogue(
     kv: torch.Tensor,

@@ -151,7 +151,7 @@ def _load_head(
     return first, second, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["positions", "slots"])
 def kv_epilogue_kernel(
     kv,
     kv_stride,
@@ -288,6 +288,7 @@ def kv_epilogue(
         return
     arguments = epilogue_arguments(kv, positions, slots, k_pool, v_pool, epilogue)
     widest = triton.next_power_of_2(max(arguments["DK"], arguments["DV"]))
-    tokens = max(1, min(_TILE_VALUES // widest, triton.next_power_of_2(count)))
+    # One tile whatever the count: another one for few rows would be another kernel to compile.
+    tokens = max(1, _TILE_VALUES // widest)
     grid = (triton.cdiv(count, tokens), 2 * arguments["HEADS"])
     kv_epilogue_kernel[grid](kv=kv, kv_stride=kv.stride(0), **arguments, TOKENS=tokens, num_warps=4)

@@ -15,6 +15,9 @@ import triton.language as tl
 from sglang_hc_kernels.contracts import Epilogue
 from sglang_hc_kernels.triton_kv import epilogue_arguments, finish_head, pair_columns
 
+FEW, MANY = 16, 512
+"""Row counts at which `default_tile` changes: up to the first, up to the second, above."""
+
 _SHARED_BYTES = 96 * 1024
 """Staging per program that every GPU since sm_86 can give (99 KiB on sm_86 and sm_89)."""
 
@@ -33,7 +36,7 @@ def default_tile(count: int, head_size: int, element_size: int = 2) -> Tile:
     """Tile by number of tokens: small batches read weights once, large ones fill tensor cores."""
     lanes = max(32, triton.next_power_of_2(head_size))
     # 128 rows of a 256-wide head spill registers on sm_90.
-    tokens = 16 if count <= 16 else 64 if count <= 512 or lanes > 128 else 128
+    tokens = FEW if count <= FEW else 64 if count <= MANY or lanes > 128 else 128
     depth = 64
     stage = (tokens + lanes) * depth * element_size
     stages = max(2, min(4, _SHARED_BYTES // stage))
@@ -95,7 +98,7 @@ def _project_head(
     return first, second, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["positions", "slots"])
 def project_kv_kernel(
     hidden,
     hidden_stride,

@@ -15,7 +15,10 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MAX_WORDS_PER_PROGRAM = 1024
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["source_count", "target_count"],
+    do_not_specialize_on_alignment=["source_rows", "target_rows"],
+)
 def copy_rows_kernel(
     source_table,
     source_rows,
