@@ -15,8 +15,9 @@ from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
-from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import HostLane
+from sglang_hc.transfer.saving import save_path
 from sglang_hc.transfer.taps import TapBuffer
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
@@ -33,7 +34,7 @@ def tiers_of(slots: int, policy: EvictionPolicy[BlockNode] | None = None) -> Tie
     buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
     filing = Filing(ThreadExecutor(pool, buffers))
     lane = HostLane()
-    hidden = Snapshots(layout, buffers, 0, "hidden", CPU, lane, filing)
+    hidden = save_path("hidden", buffers, 0, pool, lane, filing)
     device: Any = None  # nothing is restored or gathered from the device here
     capture = Capture(layout, host, filing, hidden, None, device, time.monotonic)
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)

@@ -53,13 +53,13 @@ class TiersMachine(RuleBasedStateMachine):
     """One device, one host tier, requests that share prefixes often (three token ids)."""
 
     plan = LayerPlan(0, 1, 1)
+    ring = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane(),
-            frames=5,
-            recomputer=self,
+            frames=5, recomputer=self, ring=self.ring,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -329,6 +329,7 @@ class LateMachine(TiersMachine):
     """Copies happen as late as the fences allow."""
 
     plan = LayerPlan(0, 4, 2)
+    ring = 8192
 
     def make_lane(self) -> object:
         return LateLane()

@@ -152,7 +152,8 @@ def test_rows_are_filed_in_order(io: Io) -> None:
     ]
     assert io.executor.drain() == [Completion(ticket, True) for ticket in tickets]
     assert memory.pool.hidden[1, 2, 60:, 0].tolist() == [2, 3, 4, 5]
-    assert (memory.pool.kv[1][1] == 9).all() and not memory.pool.kv[0][1].any()
+    assert (memory.pool.kv[1][0] == 9).all() and not memory.pool.kv[0].any()
+    assert not memory.pool.kv[1][1].any(), "a copy takes hidden states only"
 
 
 def test_a_failed_operation_is_an_answer(io: Io) -> None:

@@ -13,12 +13,14 @@ from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.capture import Capture
-from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.direct import DeviceRing
+from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.ranges import Ranges, each_range
 from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import Recomputer
 from sglang_hc.transfer.rows import gather, scatter
+from sglang_hc.transfer.saving import save_path
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -176,11 +178,12 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
 
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
-    lane: Lane | None = None, recomputer: Recomputer | None = None, frames: int = 0,
+    lane: Lane | None = None, recomputer: Recomputer | None = None, frames: int = 0, ring: int = 0,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
-    frames: of the read buffer, each two blocks as KV; 0 for none.
+    frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
+    device's own memory, which rows are saved through, and KV never through snapshots; 0 for none.
     """
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
     tier = HostTier(BlockTree(layout.fingerprint("toy")), slots, LruPolicy())
@@ -191,16 +194,20 @@ def build(
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
     filing = Filing(executor)
+    memory = DeviceRing(ring, CPU) if ring else None
+    size = buffers * rows * plan.hidden * HIDDEN_BYTES
+    twins = torch.empty(size, dtype=torch.uint8) if ring else None
     hidden = kv = None
     if plan.hidden:
-        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", CPU, back, filing)
+        hidden = save_path("hidden", hidden_buffers, 0, pool, back, filing, memory, twins)
     if plan.kv:
-        kv = Snapshots(layout, kv_buffers, buffers, "kv", CPU, back, filing)
+        kv_buffers = [] if ring else kv_buffers
+        kv = save_path("kv", kv_buffers, buffers, pool, back, filing, memory)
     capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
     early = None
     if frames:
-        ring = StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
-        early = ReadBuffer(layout, tier, pool, lane, ring)
+        staging = StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
+        early = ReadBuffer(layout, tier, pool, lane, staging)
     tiers = Tiers(
         layout, tier, pool, capture, filing, device, lane, CPU, None, recomputer=recomputer,
         read_buffer=early,

@@ -27,7 +27,8 @@ class Bench:
         self.executor = StepExecutor(self.pool, self.buffers)
         self.filing = Filing(self.executor)
         lane = StreamLane(device) if device else HostLane()
-        self.snapshots = Snapshots(LAYOUT, self.buffers, 0, "hidden", CPU, lane, self.filing)
+        twins = torch.empty(buffers * rows * LAYERS * WIDTH, dtype=torch.uint8) if device else None
+        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, lane, self.filing)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
         """`rows` rows of value, value + 1, ... to a slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 
 from sglang_hc.transfer.taps import TapBuffer
@@ -50,15 +51,23 @@ def test_a_projection_called_by_keyword_is_tapped_too() -> None:
     assert taps.states[0, 0].tolist() == [5.0] * 4
 
 
-def test_too_many_rows_and_a_paused_tap_leave_the_buffer_alone() -> None:
+@pytest.mark.parametrize(("given", "left"), [(1, 1), (2, 2), (3, 2)])
+def test_of_a_pass_with_more_rows_than_the_buffer_the_first_are_left(given: int, left: int) -> None:
     taps, (first, _) = tapped(rows=2)
     taps.states.fill_(7)
-    first(torch.ones(3, 4))
+    hidden = torch.arange(4.0 * given).view(given, 4)
+    first(hidden)
+    assert torch.equal(taps.states[0, :left], hidden[:left])
+    assert bool((taps.states[0, left:] == 7).all()) and bool((taps.states[1] == 7).all())
+
+
+def test_a_paused_tap_leaves_the_buffer_alone() -> None:
+    taps, (first, _) = tapped(rows=2)
+    taps.states.fill_(7)
     with contextlib.suppress(RuntimeError), taps.paused():
         first(torch.ones(2, 4))
         raise RuntimeError("the pass failed")
     assert bool((taps.states == 7).all())
-    assert taps.rows == 2
     first(torch.ones(2, 4))
     assert bool((taps.states[0] == 1).all())
 

@@ -10,6 +10,7 @@ from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.pins import Claims, TimeToLive
 from sglang_hc.srt import plugin
+from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS, CaptureMemory
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.projection import fastest_projection, fastest_stream
@@ -33,20 +34,17 @@ from sglang_hc.store.io_messages import DiskSpec
 from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Side, lane_for
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
 from sglang_hc.transfer.recording import host_tier
 from sglang_hc.transfer.retention import Retention, pins_for
+from sglang_hc.transfer.saving import save_path
 from sglang_hc.transfer.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 
 logger = logging.getLogger(__name__)
-
-SNAPSHOT_ROWS = 1024
-SNAPSHOT_BUFFERS = 6
-"""Rows that may be on their way from the device to slots: buffers x rows, per kind."""
 
 
 def build_tree_cache(ctx: Any) -> HcRadixCache:
@@ -106,7 +104,7 @@ def _recomputer(
     recomputer = None
     reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
     if reason is None:
-        recomputer = LayerRecomputer(runner, state.taps)
+        recomputer = LayerRecomputer(runner, state.memory.taps)
         count = 2 * max(allocator.page_size, 16)
         slots = allocator.alloc(count)
         if slots is None:
@@ -133,8 +131,8 @@ def _tiers(
 ) -> Tiers:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = 0
-    if state.taps is not None:
-        hidden_bytes = state.taps.states.shape[2] * state.taps.states.element_size()
+    if state.memory.taps is not None:
+        hidden_bytes = state.memory.taps.row_bytes
     shape = StateShape(rows.num_layers, hidden_bytes, part_bytes, dtype)
     layout = BlockLayout(state.plan, shape)
     size = host_share(config, replica_of(runner))
@@ -151,7 +149,7 @@ def _tiers(
     blocks = BlockTree(fingerprint)
     window, tier = host_tier(config.eviction, blocks, num_slots, recorder, pins, ttl)
     claims = Claims(window, pins)
-    io = _open_io(config, runner, layout, num_slots, fingerprint)
+    io = _open_io(config, runner, state.memory, layout, num_slots, fingerprint)
     pool = io.memory.pool
     lane = lane_for(rows.device, [runner.forward_stream])
     saving = lane.opposite()
@@ -159,11 +157,14 @@ def _tiers(
     hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
     filing = Filing(io.executor)
     hidden = kv = None
-    if hidden_buffers:
-        hidden = Snapshots(layout, hidden_buffers, 0, "hidden", rows.device, saving, filing)
-    if kv_buffers:
+    memory = state.memory
+    if state.plan.hidden:
+        hidden = save_path(
+            "hidden", hidden_buffers, 0, pool, saving, filing, memory.ring, memory.twins
+        )
+    if state.plan.kv:
         first = len(hidden_buffers)
-        kv = Snapshots(layout, kv_buffers, first, "kv", rows.device, saving, filing)
+        kv = save_path("kv", kv_buffers, first, pool, saving, filing, memory.ring, None)
     capture = Capture(layout, tier, filing, hidden, kv, rows, time.monotonic)
     logger.info(
         "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",
@@ -189,7 +190,7 @@ def _tiers(
         rows,
         lane,
         rows.device,
-        state.taps,
+        state.memory.taps,
         disk,
         queue,
         recomputer,
@@ -233,7 +234,12 @@ def _read_buffer(
 
 
 def _open_io(
-    config: HcConfig, runner: Any, layout: BlockLayout, num_slots: int, fingerprint: bytes
+    config: HcConfig,
+    runner: Any,
+    capture: CaptureMemory,
+    layout: BlockLayout,
+    num_slots: int,
+    fingerprint: bytes,
 ) -> Io:
     """Host memory, executor and disk. The I/O process is started here and not by the launcher,
     because only now the sizes are known; see docs/decisions/io-process.md."""
@@ -241,9 +247,9 @@ def _open_io(
     memory = MemorySpec(
         layout,
         num_slots,
-        SNAPSHOT_ROWS,
+        capture.sizes.snapshot_rows,
         SNAPSHOT_BUFFERS if plan.hidden else 0,
-        SNAPSHOT_BUFFERS if plan.kv else 0,
+        SNAPSHOT_BUFFERS if plan.kv and capture.ring is None else 0,
     )
     disk = None
     if config.disk:

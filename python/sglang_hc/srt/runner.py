@@ -19,10 +19,10 @@ from sglang_hc.metrics import Exporter
 from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import adapters, profile
+from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.recompute import recompute_excluded
 from sglang_hc.srt.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
-from sglang_hc.transfer.taps import TapBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +31,20 @@ MODEL_STATE = "_hc_model"
 
 
 class ModelState:
-    """What load_model settled: plan, costs (None: unknown), adapters, taps. `tree` comes later."""
+    """What load_model settled: plan, costs (None: unknown), adapters, and the device memory that
+    capture needs. `tree` comes later."""
 
     def __init__(
-        self, plan: LayerPlan, cost: CostModel | None, layers: list[adapters.LayerAdapter] | None
+        self,
+        plan: LayerPlan,
+        cost: CostModel | None,
+        layers: list[adapters.LayerAdapter] | None,
+        memory: CaptureMemory,
     ) -> None:
         self.plan = plan
         self.cost = cost
         self.layers = layers
-        self.taps: TapBuffer | None = None
+        self.memory = memory
         self.tree: Any = None
         self.requests: list[Any] = []
 
@@ -54,19 +59,12 @@ def after_load_model(result: Any, self: Any) -> None:
     reason = hidden_excluded(self, layers)
     cost = profile.cost_model(self, config, layers, reason is None)
     plan = _plan(self, config, cost, layers, reason)
-    state = ModelState(plan, cost, layers if plan.hidden else None)
-    setattr(self, MODEL_STATE, state)
-    if plan.hidden:
+    memory = take_capture_memory(self, plan, layers)
+    setattr(self, MODEL_STATE, ModelState(plan, cost, layers if plan.hidden else None, memory))
+    if memory.taps is not None:
         assert layers is not None
-        state.taps = TapBuffer(
-            layers=len(plan.hidden_layers),
-            rows=_rows_per_pass(self.server_args, self.model_config.context_len),
-            hidden_size=layers[0].qkv.weight.shape[1],
-            dtype=self.dtype,
-            device=layers[0].qkv.weight.device,
-        )
         for index, layer in enumerate(plan.hidden_layers):
-            state.taps.install(index, layers[layer].qkv)
+            memory.taps.install(index, layers[layer].qkv)
 
 
 def forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any):
@@ -192,10 +190,3 @@ def hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) -> 
         logger.error("sglang-hc: self-check failed, hidden states are not used: %s", wrong)
         return f"the self-check failed: {wrong}"
     return None
-
-
-def _rows_per_pass(args: Any, context_len: int) -> int:
-    """Most rows one forward pass may have: a prefill chunk and, mixed in, running requests."""
-    chunk = args.chunked_prefill_size or -1
-    prefill = chunk if chunk > 0 else max(args.max_prefill_tokens, context_len)
-    return prefill + (args.max_running_requests or 1024)

@@ -38,7 +38,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class CopyRows:
-    """Copy the first `rows` tokens of one slot to another."""
+    """Copy the hidden states of the first `rows` tokens of one slot to another."""
 
     source: int
     target: int

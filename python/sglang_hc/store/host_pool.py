@@ -49,9 +49,12 @@ class HostPool:
         return slot
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` tokens of every stored layer from one slot to another."""
-        for view in (self.hidden, *self.kv):
-            view[target, :, :rows] = view[source, :, :rows]
+        """Copy the hidden states of the first `rows` tokens from one slot to another.
+
+        KV is not copied: whoever publishes the other slot reads it from the device pool, and its
+        rows may be on their way there already.
+        """
+        self.hidden[target, :, :rows] = self.hidden[source, :, :rows]
 
     def _rows(self, offset: int, layers: int, stride: int, row_bytes: int) -> Bytes:
         return np.lib.stride_tricks.as_strided(

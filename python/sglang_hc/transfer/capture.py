@@ -9,6 +9,9 @@ Positions are written once per life of a request; a position written again (a st
 discarded) is overwritten, so the last writer wins. Rows before a request's first own position come
 from the host tier itself; where it does not have them there is a hole, and the request's hidden
 states are not kept (counted). KV has no holes: it is read from the device pool at commit.
+
+What cannot be kept is cut from the end, never from the front: a request keeps its rows up to the
+first one that found no place (counted with the reason), and whole blocks of them are published.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
-from sglang_hc.transfer.filing import Filing, Snapshots
+from sglang_hc.transfer.filing import Filing
+from sglang_hc.transfer.rows import DevicePool, word
+from sglang_hc.transfer.saving import PassRows, SavePath
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
@@ -37,26 +42,20 @@ class Segment(NamedTuple):
     rows: int
 
 
-class DevicePool(Protocol):
-    """The device's KV pool, as far as it is read."""
-
-    def gather(
-        self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
-    ) -> None:
-        """Rows `slots` of each layer to rows [at, at + n) of targets[part][layer's index].
-
-        targets: per part of a KV row a (layers, capacity, part bytes) uint8 tensor.
-        """
-
-
 @dataclass(eq=False)
 class _Stage:
-    """Slots a running request writes. Rows [start, end) of its sequence are in them."""
+    """Slots a running request writes. Rows [start, end) of its sequence are in them.
+
+    cut: rows after `end` were not taken, so none behind them will be. missed: tokens up to there
+    were counted as kept or as not kept.
+    """
 
     namespace: str | None
     start: int
     end: int
     slots: dict[int, int] = field(default_factory=dict)
+    cut: bool = False
+    missed: int = 0
 
 
 class Capture:
@@ -71,8 +70,8 @@ class Capture:
         layout: BlockLayout,
         tier: HostTier,
         filing: Filing,
-        hidden: Snapshots | None,
-        kv: Snapshots | None,
+        hidden: SavePath | None,
+        kv: SavePath | None,
         pool: DevicePool,
         clock: Callable[[], float],
     ) -> None:
@@ -84,7 +83,7 @@ class Capture:
         self._kv = kv
         self._pool = pool
         self._clock = clock
-        self._stages: dict[str, _Stage | None] = {}
+        self._stages: dict[str, _Stage] = {}
         self.counters: Counter[str] = Counter()
         self.on_ready: Callable[[BlockNode], None] = lambda node: None
         """Told of every block whose bytes are in place."""
@@ -103,14 +102,14 @@ class Capture:
         The first rows of a block that the prefix ends in are copied from the host tier.
         """
         self.drop(rid)
-        self._stages[rid] = None
         start = len(prefix) // TOKEN_BYTES
+        base = start % BLOCK_TOKENS
+        stage = self._stages[rid] = _Stage(namespace, start - base, start, cut=True)
         match = self._tier.tree.match(namespace, prefix)
         if match.tokens < start:
             self.counters["hole"] += 1
+            stage.end = 0
             return
-        base = start % BLOCK_TOKENS
-        stage = _Stage(namespace, start - base, start)
         if base:
             node = match.nodes[-1]
             self._tier.pin([node])  # making room must not take the block to be copied
@@ -120,34 +119,50 @@ class Capture:
                 stage.slots[start // BLOCK_TOKENS] = slot
             self._tier.unpin([node])
             if slot is None:
+                self.counters["host_full"] += 1
+                stage.end = 0
                 return
-        self._stages[rid] = stage
+        stage.cut = False
 
     def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
-        """Stage the rows of one forward pass. `taps`: (hidden layers, rows, hidden_bytes) uint8.
+        """Stage the rows of one forward pass. `taps`: (hidden layers, rows, hidden_bytes) uint8,
+        the first rows of the pass; it may have had more.
 
-        The rows are copied on the compute stream before this returns, so the next pass may
-        overwrite them.
+        Rows are taken in the order of the pass, and what does not fit is left out from the end. The
+        rows are copied on the compute stream before this returns, so the next pass may overwrite
+        them.
         """
         if self._hidden is None:
             return
-        spans: list[RowSpan] = []
-        last = 0
-        for segment in segments:
-            spans += self._place(segment)
-            last = max(last, segment.row + segment.rows)
-        if not spans:
-            return
-        if self._hidden.room < last:
-            self._filing.poll()
-        if self._hidden.room < last:
-            self._refuse({segment.rid for segment in segments}, "backpressure")
-            return
 
         def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
-            targets[0][:, at : at + count].copy_(taps[:, first : first + count])
+            target, source = targets[0][:, at : at + count], taps[:, first : first + count]
+            wide = word(target, source)
+            target.view(wide).copy_(source.view(wide))
 
-        self._hidden.add(last, fill, spans)
+        rows = self._hidden.begin(fill)
+        for segment in segments:
+            stage = self._stages.get(segment.rid)
+            if stage is not None:
+                self._take_segment(stage, segment, rows, taps.shape[1])
+        rows.end()
+
+    def _take_segment(self, stage: _Stage, segment: Segment, rows: PassRows, tapped: int) -> None:
+        if not stage.start <= segment.position <= stage.end:
+            stage.end = min(stage.end, segment.position)  # what comes behind is out of date
+            self._cut(stage, "gap")
+            return
+        rewritten = segment.position < stage.end
+        stage.end = segment.position
+        stage.cut = False
+        count = min(segment.rows, max(0, tapped - segment.row))
+        if count < segment.rows:
+            self._cut(stage, "tap_overflow")
+        room = rows.room(segment.row, count, rewritten)
+        if room < count:
+            self._cut(stage, "backpressure")
+        spans = self._place(stage, segment.position, segment.row, room)
+        rows.add(segment.row, count, spans, rewritten)
 
     def commit(
         self, rid: str, namespace: str | None, tokens: bytes, slots: torch.Tensor, final: bool
@@ -179,13 +194,9 @@ class Capture:
 
     def flush(self) -> None:
         """Send every staged row on its way."""
-        for snapshots in (self._hidden, self._kv):
-            if snapshots is not None:
-                snapshots.flush()
-
-    def give_up(self, rid: str) -> None:
-        """Keep nothing more of a running request."""
-        self._refuse({rid}, "given_up")
+        for path in (self._hidden, self._kv):
+            if path is not None:
+                path.flush()
 
     def clear(self) -> None:
         """Forget every stage and every block. Waits for what is being filed."""
@@ -200,34 +211,27 @@ class Capture:
         return len(self._staged())
 
     def _staged(self) -> set[int]:
-        stages = [stage for stage in self._stages.values() if stage is not None]
-        return {slot for stage in stages for slot in stage.slots.values()}
+        return {slot for stage in self._stages.values() for slot in stage.slots.values()}
 
-    def _place(self, segment: Segment) -> list[RowSpan]:
-        """Where the rows go; gives the request the slots it needs. Empty: it is not kept."""
-        stage = self._stages.get(segment.rid)
-        if stage is None:
-            return []
-        if not stage.start <= segment.position <= stage.end:
-            self._refuse({segment.rid}, "gap")
-            return []
+    def _place(self, stage: _Stage, position: int, row: int, rows: int) -> list[RowSpan]:
+        """Where rows [row, row + rows) of a pass go: to positions from `position` on. Gives the
+        request the slots it needs; when there are no more, the rest is cut off."""
         spans = []
-        position, row = segment.position, segment.row
-        stop = segment.position + segment.rows
+        stop = position + rows
         while position < stop:
             block, offset = divmod(position, BLOCK_TOKENS)
             slot = stage.slots.get(block)
             if slot is None:
                 slot = self._new_slot()
                 if slot is None:
-                    self._refuse({segment.rid}, "host_full")
-                    return []
+                    self._cut(stage, "host_full")
+                    break
                 stage.slots[block] = slot
             count = min(BLOCK_TOKENS - offset, stop - position)
             spans.append(RowSpan(row, slot, offset, count))
             position += count
             row += count
-        stage.end = stop
+        stage.end = position
         return spans
 
     def _publish(
@@ -240,11 +244,8 @@ class Capture:
         final: bool,
     ) -> None:
         first_block = known.tokens // BLOCK_TOKENS
-        length = len(tokens) // TOKEN_BYTES
         stage = self._stages.get(rid)
-        if self._hidden is not None and (stage is None or stage.end < length):
-            self.counters["not_staged_tokens"] += length - first_block * BLOCK_TOKENS
-            return
+        length = self._staged_length(stage, len(tokens) // TOKEN_BYTES, known.tokens)
         blocks: list[tuple[int, int]] = []  # (block, slot), before anything is published
         for block in range(first_block, -(-length // BLOCK_TOKENS)):
             slot = self._slot_for(stage, block, min((block + 1) * BLOCK_TOKENS, length), final)
@@ -252,7 +253,7 @@ class Capture:
                 break
             blocks.append((block, slot))
         if self._kv is not None and blocks:
-            blocks = self._gather_kv(blocks, device_slots, length)
+            self._gather_kv(self._kv, blocks, device_slots, length)
         self.flush()
         # Looked up only now: an empty namespace's root goes when making room empties it.
         parent = known.nodes[first_block - 1] if first_block else self._tier.tree.root(namespace)
@@ -269,6 +270,18 @@ class Capture:
                 continue
             self.counters["kept_tokens"] += high - low
             self._when_filed(slot, parent)
+
+    def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
+        """How many of the first `length` tokens can be published: all of them, or the whole blocks
+        of those that are staged. Counts the others once; `known` are in the tree already."""
+        if self._hidden is None or (stage is not None and stage.end >= length):
+            return length
+        end = stage.end // BLOCK_TOKENS * BLOCK_TOKENS if stage is not None else 0
+        counted = max(end, known, stage.missed if stage is not None else 0)
+        self.counters["not_staged_tokens"] += max(0, length - counted)
+        if stage is not None:
+            stage.missed = max(stage.missed, length)
+        return end
 
     def _slot_for(self, stage: _Stage | None, block: int, high: int, final: bool) -> int | None:
         """A staged slot with this block's hidden rows, ready to be published; None: no such."""
@@ -288,23 +301,14 @@ class Capture:
         return copy
 
     def _gather_kv(
-        self, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
-    ) -> list[tuple[int, int]]:
-        """Send the KV rows of `blocks` on their way; returns the blocks there was room for."""
-        assert self._kv is not None
-        self._filing.poll()
-        fitting = blocks[: self._kv.room // BLOCK_TOKENS]
-        if len(fitting) < len(blocks):
-            self.counters["backpressure"] += 1
-            staged = self._staged()
-            self._discard([slot for _, slot in blocks[len(fitting) :] if slot not in staged])
-        if not fitting:
-            return []
-        low = fitting[0][0] * BLOCK_TOKENS
-        high = min((fitting[-1][0] + 1) * BLOCK_TOKENS, length)
+        self, path: SavePath, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
+    ) -> None:
+        """Send the KV rows of consecutive `blocks` on their way, as many as they are."""
+        low = blocks[0][0] * BLOCK_TOKENS
+        rows = min((blocks[-1][0] + 1) * BLOCK_TOKENS, length) - low
         spans = [
-            RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, high - block * BLOCK_TOKENS))
-            for i, (block, slot) in enumerate(fitting)
+            RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, rows - i * BLOCK_TOKENS))
+            for i, (_, slot) in enumerate(blocks)
         ]
         layers = self._layout.plan.kv_layers
 
@@ -312,8 +316,10 @@ class Capture:
             wanted = device_slots[low + first : low + first + count]
             self._pool.gather(layers, wanted, targets, at)
 
-        self._kv.add(high - low, fill, spans)
-        return fitting
+        taken = path.begin(fill)
+        assert taken.room(0, rows, rewritten=False) == rows, "KV always finds a way"
+        taken.add(0, rows, spans, rewritten=False)
+        taken.end()
 
     def _when_filed(self, slot: int, node: BlockNode) -> None:
         """Serve the block once everything submitted so far, its rows included, is in place.
@@ -360,12 +366,11 @@ class Capture:
             self._filing.bad_slots.discard(slot)
         return slot
 
-    def _refuse(self, rids: set[str], reason: str) -> None:
-        for rid in rids:
-            if self._stages.get(rid) is not None:
-                self.counters[reason] += 1
-                self.drop(rid)
-                self._stages[rid] = None
+    def _cut(self, stage: _Stage, reason: str) -> None:
+        """Nothing behind the end of this stage is kept. Counted once, with the first reason."""
+        if not stage.cut:
+            self.counters[reason] += 1
+        stage.cut = True
 
     def _discard(self, slots: list[int]) -> None:
         """Free staged slots once nothing is on its way to them any more."""
@@ -385,4 +390,4 @@ class Capture:
             filed.on_done.append(unstage)
 
 
-__all__ = ["Capture", "DevicePool", "Segment"]
+__all__ = ["Capture", "Segment"]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from sglang_hc.forms import BlockLayout
-from sglang_hc.store.executor import CopyRows, Executor, FileRows, Operation, RowSpan
+from sglang_hc.store.executor import Completion, CopyRows, Executor, FileRows, Operation, RowSpan
 from sglang_hc.store.host_pool import SnapshotBuffer
 from sglang_hc.transfer.lanes import Lane, Mark
 
@@ -36,18 +36,29 @@ class Filing:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._waiting: deque[tuple[Mark | None, Operation, Filed]] = deque()
+        self._waiting: deque[tuple[Mark | None, Operation | None, Filed]] = deque()
         self._running: dict[int, tuple[Operation, Filed]] = {}
+        self._passed: list[Filed] = []
+        """Points that everything has passed, until the next poll says so."""
         self._last = Filed(done=True)
         self.bad_slots: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._running) + len(self._passed)
 
     def submit(self, operation: Operation, after: Mark | None = None) -> Filed:
         """Queue an operation that may start once `after` is done."""
         self._last = Filed()
         self._waiting.append((after, operation, self._last))
+        self._feed()
+        return self._last
+
+    def pass_point(self, after: Mark) -> Filed:
+        """A point in the order of operations, for bytes that reach their slots without any: it is
+        done when `after` and every operation before it are. What is submitted later waits for it.
+        """
+        self._last = Filed()
+        self._waiting.append((after, None, self._last))
         self._feed()
         return self._last
 
@@ -58,8 +69,7 @@ class Filing:
     def poll(self) -> None:
         """Feed the executor and take in what it has completed. Never waits."""
         self._feed()
-        for ticket, ok in self._executor.poll():
-            self._complete(ticket, ok)
+        self._take_in(self._executor.poll())
 
     def drain(self) -> None:
         """Wait until everything submitted is in place. For flushes, not for the hot path."""
@@ -68,8 +78,7 @@ class Filing:
             if mark is not None:
                 mark.wait()
             self._feed()
-        for ticket, ok in self._executor.drain():
-            self._complete(ticket, ok)
+        self._take_in(self._executor.drain())
 
     def levels(self) -> dict[str, int]:
         """Numbers of the executor that go up and down."""
@@ -90,15 +99,32 @@ class Filing:
             if mark is not None and not mark.done():
                 return
             self._waiting.popleft()
-            self._running[self._executor.submit(operation)] = (operation, filed)
+            if operation is not None:
+                self._running[self._executor.submit(operation)] = (operation, filed)
+            elif self._running:
+                _, before = next(reversed(self._running.values()))
+                before.on_done.append(partial(_finish, filed))
+            else:
+                self._passed.append(filed)
+
+    def _take_in(self, completions: list[Completion]) -> None:
+        passed, self._passed = self._passed, []
+        for filed in passed:
+            _finish(filed)
+        for ticket, ok in completions:
+            self._complete(ticket, ok)
 
     def _complete(self, ticket: int, ok: bool) -> None:
         operation, filed = self._running.pop(ticket)
-        filed.done = True
         if not ok or (isinstance(operation, CopyRows) and operation.source in self.bad_slots):
             self.bad_slots.update(_targets(operation))
-        for callback in filed.on_done:
-            callback()
+        _finish(filed)
+
+
+def _finish(filed: Filed) -> None:
+    filed.done = True
+    for callback in filed.on_done:
+        callback()
 
 
 def _targets(operation: Operation) -> list[int]:
@@ -125,15 +151,18 @@ class Snapshots:
 
     def __init__(
         self,
-        layout: BlockLayout,
         buffers: Sequence[SnapshotBuffer],
         first_index: int,
         kind: str,
-        device: torch.device,
+        twins: torch.Tensor | None,
         lane: Lane,
         filing: Filing,
     ) -> None:
-        """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor."""
+        """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor.
+
+        twins: memory of the device, uint8, with room for a twin of each buffer; None where the
+        device has no memory of its own.
+        """
         self._lane = lane
         self._filing = filing
         self.capacity = buffers[0].capacity
@@ -141,12 +170,14 @@ class Snapshots:
         for index, buffer in enumerate(buffers, start=first_index):
             arrays = [buffer.hidden] if kind == "hidden" else buffer.kv
             host = [torch.from_numpy(array) for array in arrays]
-            twin = host
-            if lane.own_memory:
-                twin = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in host]
-                for array in arrays:
+            device = host
+            if twins is not None:
+                device = []
+                for tensor, array in zip(host, arrays, strict=True):
+                    device.append(twins[: tensor.numel()].view(tensor.shape))
+                    twins = twins[tensor.numel() :]
                     lane.pin(array)
-            self._free.append(_Staging(index, host, twin))
+            self._free.append(_Staging(index, host, device))
         self._current: _Staging | None = None
         self._rows = 0
         self._spans: list[RowSpan] = []
@@ -175,7 +206,7 @@ class Snapshots:
                 self._current, self._rows = self._free.pop(), 0
             count = min(rows - first, self.capacity - self._rows)
             fill(self._current.device, self._rows, first, count)
-            self._spans += _shifted(spans, first, first + count, self._rows - first)
+            self._spans += shifted(spans, first, first + count, self._rows - first)
             self._rows += count
             first += count
             if self._rows == self.capacity:
@@ -199,7 +230,7 @@ class Snapshots:
         return self._filed
 
 
-def _shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:
+def shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:
     """Parts of `spans` whose source rows lie in [low, high), with source rows moved by `shift`."""
     parts = []
     for source, slot, slot_row, rows in spans:

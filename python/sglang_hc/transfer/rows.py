@@ -17,6 +17,18 @@ class PoolRows(Protocol):
         """One (slots, part bytes) uint8 view per part of a KV row."""
 
 
+class DevicePool(Protocol):
+    """The device's KV pool, as far as it is read."""
+
+    def gather(
+        self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
+    ) -> None:
+        """Rows `slots` of each layer to rows [at, at + n) of targets[part][layer's index].
+
+        targets: per part of a KV row a (layers, capacity, part bytes) uint8 tensor.
+        """
+
+
 def word(*tensors: torch.Tensor) -> torch.dtype:
     """The widest words in which all of some (n, bytes) uint8 tensors can be seen.
 

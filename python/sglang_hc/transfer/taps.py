@@ -14,7 +14,8 @@ import torch
 
 
 class TapBuffer:
-    """(layers, rows, hidden_size) states of the last pass. Only its first rows are valid."""
+    """(layers, rows, hidden_size) states of the last pass. Only its first rows are valid; of a pass
+    with more rows than the buffer, the first ones are left here."""
 
     def __init__(
         self, layers: int, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -26,6 +27,11 @@ class TapBuffer:
     def rows(self) -> int:
         return self.states.shape[1]
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of one layer."""
+        return self.states.shape[2] * self.states.element_size()
+
     def install(self, index: int, projection: torch.nn.Module) -> None:
         """Tap the first argument of `projection` into layer `index`. Before any graph capture."""
         target = self.states[index]
@@ -34,9 +40,8 @@ class TapBuffer:
             if self._paused:
                 return
             hidden = args[0] if args else kwargs["hidden_states"]
-            count = hidden.shape[0]
-            if count <= target.shape[0]:
-                target[:count].copy_(hidden)
+            count = min(hidden.shape[0], target.shape[0])
+            target[:count].copy_(hidden[:count])
 
         projection.register_forward_pre_hook(tap, with_kwargs=True)
 

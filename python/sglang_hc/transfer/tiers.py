@@ -162,16 +162,13 @@ class Tiers:
     # -- capture ---------------------------------------------------------------------------------
 
     def after_pass(self, segments: Sequence[Segment], rows: int) -> None:
-        """A forward pass of `rows` rows was submitted: stage its rows, end its restorations."""
+        """A forward pass of `rows` rows was submitted: stage its rows, end its restorations.
+
+        Of a pass with more rows than the taps hold, the first are staged.
+        """
         self._finish_pass()
-        if self._taps is None or not segments:
-            return
-        if rows > self._taps.rows:
-            self.counters["tap_overflow"] += 1
-            for segment in segments:
-                self.capture.give_up(segment.rid)
-            return
-        self.capture.take(segments, self._taps.bytes(rows))
+        if self._taps is not None and segments:
+            self.capture.take(segments, self._taps.bytes(min(rows, self._taps.rows)))
 
     # -- upkeep ----------------------------------------------------------------------------------
 

@@ -1,0 +1,149 @@
+"""Device memory that capture needs, sized and taken when the model is loaded.
+
+That is before SGLang measures how much is left for its KV pool, so `--mem-fraction-static` covers
+it and nothing has to be left free for it by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.policy.model_shape import ModelConfigError
+from sglang_hc.srt.adapters import LayerAdapter
+from sglang_hc.srt.scratch_layer import layer_shape, model_shape
+from sglang_hc.transfer.direct import DeviceRing
+from sglang_hc.transfer.taps import TapBuffer
+
+logger = logging.getLogger(__name__)
+
+UNCHUNKED_ROWS = 16_384
+"""Rows of the taps when prompts are not cut into chunks: SGLang's largest chunk by default. A
+model's whole context would be tens of GB."""
+
+RUNNING = 1024
+"""Requests that run at once, where no option says it."""
+
+SNAPSHOT_BUFFERS = 6
+HOST_SNAPSHOT_ROWS = 1024
+"""Rows of a snapshot on a machine without an accelerator, where they hold prefills too."""
+
+UNKNOWN_KV_BYTES = 4096
+"""KV of a token and layer where the model's config does not say it, to size the ring by."""
+
+RING_SHARE = 0.05
+"""Most of the device's memory that rows on their way to the host may take. A smaller ring than a
+pass loses nothing; the next pass may wait for the link."""
+
+
+@dataclass(frozen=True)
+class CaptureSizes:
+    """What capture needs for passes of `rows` rows. Bytes are on the device.
+
+    snapshot_rows: of one of SNAPSHOT_BUFFERS buffers for rows that come few at a time.
+    """
+
+    rows: int
+    tap_bytes: int
+    ring_bytes: int
+    snapshot_rows: int
+    twin_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.tap_bytes + self.ring_bytes + self.twin_bytes
+
+
+@dataclass(frozen=True)
+class CaptureMemory:
+    """taps: None without hidden layers. ring, twins: None on a device without memory of its own.
+
+    twins: what snapshots gather in before they are copied to the host.
+    """
+
+    sizes: CaptureSizes
+    taps: TapBuffer | None
+    ring: DeviceRing | None
+    twins: torch.Tensor | None
+
+
+def capture_sizes(
+    args: Any, plan: LayerPlan, layer: StateShape, context: int, device_bytes: int | None
+) -> CaptureSizes:
+    """args: SGLang's. layer: one layer's state. device_bytes: memory of the device, None where the
+    host's memory is the device's."""
+    rows = rows_per_pass(args, context)
+    hidden = plan.hidden * layer.hidden_bytes
+    kv = plan.kv * sum(layer.kv_parts)
+    if device_bytes is None:
+        return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0)
+    ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
+    # Three decode steps of all requests: one computed, one copied, one filed.
+    snapshot = min(512, max(128, (args.max_running_requests or RUNNING) * 3 // SNAPSHOT_BUFFERS))
+    twins = SNAPSHOT_BUFFERS * snapshot * hidden
+    return CaptureSizes(rows, rows * hidden, ring, snapshot, twins)
+
+
+def rows_per_pass(args: Any, context: int) -> int:
+    """Most rows of one forward pass that are captured: a prefill chunk, or a decode step of all
+    requests, or both where they are mixed."""
+    chunk = args.chunked_prefill_size or -1
+    running = args.max_running_requests or RUNNING
+    prefill = min(max(args.max_prefill_tokens, context), UNCHUNKED_ROWS) if chunk <= 0 else chunk
+    return prefill + running if args.enable_mixed_chunk else max(prefill, running)
+
+
+def take_capture_memory(
+    runner: Any, plan: LayerPlan, layers: list[LayerAdapter] | None
+) -> CaptureMemory:
+    """For a loaded model; `layers` are needed for hidden layers. Raises ConfigError when the device
+    has not enough."""
+    args, context = runner.server_args, runner.model_config.context_len
+    layer = _layer(runner, layers)
+    device = next(runner.model.parameters()).device
+    own = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if own else None
+    sizes = capture_sizes(args, plan, layer, context, total)
+    if sizes.rows < context and (args.chunked_prefill_size or -1) <= 0 and plan.hidden:
+        logger.info(
+            "sglang-hc: without --chunked-prefill-size a pass may have %d rows; the hidden states "
+            "of its first %d are saved",
+            context,
+            sizes.rows,
+        )
+    try:
+        taps = ring = twins = None
+        if plan.hidden:
+            width = layer.hidden_bytes // runner.dtype.itemsize
+            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device)
+        if own:
+            ring = DeviceRing(sizes.ring_bytes, device)
+            twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch's out of memory, on any device
+        raise ConfigError(
+            f"saving passes of {sizes.rows} rows takes {sizes.bytes / 2**30:.1f} GiB beside the "
+            "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
+            f"(now {args.chunked_prefill_size}), or --hc-forms kv ({_first_line(error)})"
+        ) from None
+    return CaptureMemory(sizes, taps, ring, twins)
+
+
+def _layer(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
+    if layers is not None:
+        return layer_shape(runner, layers[0])
+    try:
+        return model_shape(runner)
+    except ModelConfigError:
+        return StateShape(1, 0, (UNKNOWN_KV_BYTES,), str(runner.dtype))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+__all__ = ["CaptureMemory", "CaptureSizes", "capture_sizes", "rows_per_pass", "take_capture_memory"]

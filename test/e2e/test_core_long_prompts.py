@@ -1,0 +1,60 @@
+"""Prompts as long as the prefill chunks of 80 GB cards are kept whole, alone and two at once."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from support.core import Core, run_in_child
+
+POOL = 62_000
+"""Tokens of the device pool: two of the longest prompts."""
+
+CHUNK = 8192
+PLANS = ("hidden", "kv", "hidden:1,kv:1")
+SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 32_768}
+"""Of the tiny Llama, made shallow and long. Its weights are in place; the rest of them is left."""
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(length)]
+
+
+def second_turns(forms: str, lengths: list[int]) -> dict[str, Any]:
+    """All prompts at once, out of the device, then each again with a few words more."""
+    core = Core(
+        "--hc-forms", forms, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", str(POOL),
+        "--hc-host-size-gb", "2", "--dtype", "bfloat16", "--context-length", "32768",
+        "--json-model-override-args", json.dumps(SHAPE),
+    )  # fmt: skip
+    prompts = [prompt(seed, length) for seed, length in enumerate(lengths)]
+    rids = [core.submit(tokens, 4) for tokens in prompts]
+    core.run()
+    first = [core.reply(rid).tokens for rid in rids]
+    core.settle()
+    core.scheduler.tree_cache.evict(_all_of(core))
+    again = [core.ask([*p, *r, *prompt(9, 8)], 1) for p, r in zip(prompts, first, strict=True)]
+    core.settle()
+    return {"again": again, "stats": core.tree.stats()}
+
+
+def _all_of(core: Core) -> Any:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    return EvictParams(num_tokens=core.scheduler.max_total_num_tokens)
+
+
+CASES = [(forms, lengths) for lengths in ([7000], [30_000], [7000, 7000]) for forms in PLANS]
+
+
+@pytest.mark.parametrize(("forms", "lengths"), [*CASES, ("hidden:1,kv:1", [30_000, 30_000])])
+def test_a_long_prompt_is_kept(models: None, forms: str, lengths: list[int]) -> None:
+    seen = run_in_child(second_turns, forms, lengths, timeout=550)
+    for length, reply in zip(lengths, seen["again"], strict=True):
+        assert reply.device == 0
+        assert reply.host >= 0.98 * length, seen["stats"]
+    assert "not_staged_tokens" not in seen["stats"]
