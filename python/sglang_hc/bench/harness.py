@@ -39,8 +39,12 @@ def execute(
     """
     _terminate_like_interrupt()
     longest = max(point.trace(0).longest_prompt for point in points)
-    suite = Suite(setup.arms, points, setup.suite_settings(longest))
+    kept = setup.kept(experiment, names)
+    suite = Suite(setup.arms, points, setup.suite_settings(longest, kept))
     cells = suite.run()
+    if not cells:
+        print(f"nothing left to run: {setup.args.cells} holds every run")
+        return 0
     _check_answers(cells)
     reference = setup.arms[0]
     compared = not setup.args.no_compare

@@ -31,11 +31,12 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Commit of the source tree this package runs from, `-dirty` when files differ."""
+    """Commit of the source tree this package runs from, `-dirty` when files differ; what HC_COMMIT
+    says where there is no git."""
     folder = Path(__file__).parents[1]
     head = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     if not head:
-        return "unknown"
+        return os.environ.get("HC_COMMIT", "unknown")
     changed = _output("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ".")
     return f"{head}-dirty" if changed else head
 

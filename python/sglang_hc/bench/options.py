@@ -18,6 +18,8 @@ from typing import Any
 from sglang_hc.bench import arms as arms_module
 from sglang_hc.bench.arms import Arm, ServerSettings
 from sglang_hc.bench.client import APIS, Api, make_api
+from sglang_hc.bench.kept import KeptRuns
+from sglang_hc.bench.metrics import Groups
 from sglang_hc.bench.suite import SuiteSettings
 from sglang_hc.bench.tokens import Tokenizer, load_tokenizer, load_vocabulary, with_text
 from sglang_hc.bench.workload import Trace, Vocabulary, warm_up
@@ -77,6 +79,13 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     client.add_argument("--tag", default="", help="put before the arm name in the JSONL tag")
     client.add_argument("--output", type=Path, default=Path(output), help="folder for results")
     client.add_argument(
+        "--cells",
+        type=Path,
+        metavar="FILE",
+        help="append every run to FILE as a line of JSON as soon as it is over, and do not run "
+        "again what FILE holds",
+    )
+    client.add_argument(
         "--quick", action="store_true", help="small preset that ends in minutes on two CPU cores"
     )
 
@@ -114,7 +123,14 @@ class Setup:
         """The trace as the chosen interface needs it."""
         return with_text(trace, self.tokenizer()) if self.api.needs_text else trace
 
-    def suite_settings(self, longest_prompt: int) -> SuiteSettings:
+    def kept(self, experiment: str, names: Groups) -> KeptRuns | None:
+        """Where runs go as soon as they are over; None without --cells."""
+        if self.args.cells is None:
+            return None
+        model = Path(self.args.model or "model").name
+        return KeptRuns(self.args.cells, experiment, model, self.described(), names)
+
+    def suite_settings(self, longest_prompt: int, kept: KeptRuns | None) -> SuiteSettings:
         """Settings of a run whose longest prompt has that many tokens."""
         args = self.args
         return SuiteSettings(
@@ -124,11 +140,12 @@ class Setup:
             warmup=self.finish(warm_up(args.warmup, longest_prompt, self.vocabulary)),
             timeout_s=args.request_timeout,
             api=self.api,
+            kept=kept,
         )
 
     def described(self) -> dict[str, Any]:
         """The settings for the result file."""
-        skip = ("run", "command", "experiment", "run_experiment", "output", "tag")
+        skip = ("run", "command", "experiment", "run_experiment", "output", "tag", "cells")
         return {
             key: str(value) if isinstance(value, Path) else value
             for key, value in vars(self.args).items()

@@ -32,26 +32,30 @@ def write(result: dict[str, Any], plots: Sequence[Path], path: Path) -> None:
             for turn in result["conversation"]
         ),
         "<h2>Where the tier does not pay</h2>",
-        _list(report.loss_lines(result)),
-        *(_image(plot) for plot in plots),
+        bullets(report.loss_lines(result)),
+        *(image(plot) for plot in plots),
     ]
     for table in report.tables(result):
-        body += [f"<h2>{html.escape(table.title)}</h2>", _table(table)]
+        body += [f"<h2>{html.escape(table.title)}</h2>", html_table(table)]
     body += [
         "<h2>What varied</h2>",
-        _list(report.varied_lines(result)),
+        bullets(report.varied_lines(result)),
         "<h2>Work</h2>",
-        _list([_work(point) for point in result["points"]]),
+        bullets([_work(point) for point in result["points"]]),
         "<h2>Commands</h2>",
         f"<pre>{html.escape(_commands(result))}</pre>",
         "<h2>Settings</h2>",
-        _list([f"{key}: {value}" for key, value in result["settings"].items()]),
+        bullets([f"{key}: {value}" for key, value in result["settings"].items()]),
     ]
-    page = (
+    path.write_text(document(title, body), encoding="utf-8")
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A whole page around pieces of HTML. title: plain text."""
+    return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
     )
-    path.write_text(page, encoding="utf-8")
 
 
 def _commands(result: dict[str, Any]) -> str:
@@ -65,11 +69,13 @@ def _work(point: dict[str, Any]) -> str:
     return f"{point['name']}: {point['trace']}, {point['requests']} requests{notes}"
 
 
-def _list(lines: Sequence[str]) -> str:
+def bullets(lines: Sequence[str]) -> str:
+    """HTML list of plain text."""
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _table(table: report.Table) -> str:
+def html_table(table: report.Table) -> str:
+    """HTML of a table without its title."""
     head = "".join(f"<th>{html.escape(word)}</th>" for word in table.head)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>"
@@ -78,6 +84,7 @@ def _table(table: report.Table) -> str:
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 
-def _image(path: Path) -> str:
+def image(path: Path) -> str:
+    """HTML of a PNG file, the picture inside."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></p>'

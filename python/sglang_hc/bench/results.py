@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_hc.bench import machine, metrics
 from sglang_hc.bench.arms import HICACHE, Arm
+from sglang_hc.bench.cells import rounded
 from sglang_hc.bench.compare import Agreement
 from sglang_hc.bench.metrics import Groups
 from sglang_hc.bench.suite import Cell, Point
@@ -37,32 +38,59 @@ def build(
     Ratios are given against HiCache too, when it is an arm.
     """
     by_name = {point.name: point for point in points}
-    runs = [_run(cell, by_name[cell.point], names) for cell in cells]
-    reference = arms[0].name
+    runs = [run_json(cell, by_name[cell.point], names) for cell in cells]
+    result = from_runs(
+        experiment,
+        runs,
+        arms=[
+            {"name": arm.name, "command": arm.command, "start_s": start_s.get(arm.name, [])}
+            for arm in arms
+        ],
+        skipped=skipped,
+        points=[point_json(point) for point in points],
+        agreement=[agreement.to_json() for agreement in agreements],
+        settings=settings,
+        command=_command(),
+        measured_on=machine.describe(),
+    )
+    return {**result, "conversation": _conversation(points[0].trace(0), cells)}
+
+
+def from_runs(
+    experiment: str,
+    runs: Sequence[dict[str, Any]],
+    *,
+    arms: Sequence[dict[str, Any]],
+    points: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    command: str,
+    measured_on: dict[str, Any],
+    skipped: Sequence[str] = (),
+    agreement: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """A result whose parts are JSON already, as they stand in cells; see `build`."""
+    reference = arms[0]["name"]
     ratios = metrics.ratio_rows(runs, reference)
     for arm in arms[1:]:
-        if arm.name in HICACHE:
-            rows = metrics.ratio_rows(runs, arm.name)
+        if arm["name"] in HICACHE:
+            rows = metrics.ratio_rows(runs, arm["name"])
             ratios += [row for row in rows if row["arm"] not in (reference, *HICACHE)]
     return {
         "schema": SCHEMA,
         "experiment": experiment,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": _command(),
-        "machine": machine.describe(),
+        "command": command,
+        "machine": measured_on,
         "settings": settings,
         "reference": reference,
-        "arms": [
-            {"name": arm.name, "command": arm.command, "start_s": start_s.get(arm.name, [])}
-            for arm in arms
-        ],
+        "arms": list(arms),
         "skipped": list(skipped),
-        "points": [_point(point) for point in points],
-        "runs": runs,
+        "points": list(points),
+        "runs": list(runs),
         "ratios": ratios,
         "losses": metrics.losses(ratios),
-        "agreement": [agreement.to_json() for agreement in agreements],
-        "conversation": _conversation(points[0].trace(0), cells),
+        "agreement": list(agreement),
+        "conversation": [],
     }
 
 
@@ -90,7 +118,8 @@ def _command() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def _point(point: Point) -> dict[str, Any]:
+def point_json(point: Point) -> dict[str, Any]:
+    """One object of `points`."""
     trace = point.trace(0)
     return {
         "name": point.name,
@@ -101,7 +130,8 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-def _run(cell: Cell, point: Point, names: Groups) -> dict[str, Any]:
+def run_json(cell: Cell, point: Point, names: Groups) -> dict[str, Any]:
+    """One object of `runs`."""
     return {
         "arm": cell.arm,
         "point": cell.point,
@@ -135,14 +165,3 @@ def write(result: dict[str, Any], cells: Sequence[Cell], tag: str, output: Path)
             place = {"arm": cell.arm, "point": cell.point, "repeat": cell.repeat}
             for record in cell.run.records:
                 file.write(json.dumps({**place, **record.to_json()}) + "\n")
-
-
-def rounded(value: Any) -> Any:
-    """The same JSON value with six significant digits in every float."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return value

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+from sglang_hc.bench import processes
 
 _LOG_TAIL_LINES = 15
 _STOP_GRACE_S = 10.0
@@ -48,9 +49,9 @@ class ServerProcess:
     """Starts `python -m MODULE ARGS --host 127.0.0.1 --port P` and waits until /health says 200.
 
     A context manager: on exit the whole process group and every descendant is gone, also when
-    the body raised. `env` is added to the environment. Output of all processes goes to
-    `log_path`, appended. Raises ServerFailed when the server ends early or is not healthy after
-    `timeout_s`.
+    the body raised; the launcher is gone as well when this process is killed with SIGKILL. `env`
+    is added to the environment. Output of all processes goes to `log_path`, appended. Raises
+    ServerFailed when the server ends early or is not healthy after `timeout_s`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ServerProcess:
         with open(self.log_path, "ab") as log:
             log_begins = log.tell()
             self._process = subprocess.Popen(
-                [*self._words, "--host", "127.0.0.1", "--port", str(self.port)],
+                processes.tied([*self._words, "--host", "127.0.0.1", "--port", str(self.port)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -114,17 +115,7 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        descendants = _descendants(process.pid)
-        _signal_group(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_GRACE_S)
-        _signal_group(process.pid, signal.SIGKILL)
-        # A child may have left the group; it is still one that this server started.
-        for pid, started in descendants:
-            if _start_time(pid) == started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        process.wait()
+        processes.end(process, _STOP_GRACE_S)
 
     def log_tail(self) -> str:
         """Last lines of the log, for messages."""
@@ -179,40 +170,3 @@ def _healthy(url: str) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the command name; empty when the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _start_time(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def _descendants(root: int) -> list[tuple[int, str]]:
-    """(pid, start time) of every process below `root`; the time guards against reused ids."""
-    parents: dict[int, list[int]] = {}
-    for pid in _all_pids():
-        fields = _stat(pid)
-        if fields:
-            parents.setdefault(int(fields[1]), []).append(pid)
-    found, todo = [], [root]
-    while todo:
-        children = parents.get(todo.pop(), [])
-        todo.extend(children)
-        found.extend(children)
-    return [(pid, _start_time(pid)) for pid in found]
-
-
-def _all_pids() -> Iterable[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

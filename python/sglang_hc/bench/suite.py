@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -17,6 +18,9 @@ from sglang_hc.bench.driver import Pace, Run, drive
 from sglang_hc.bench.server import ServerFailed, ServerProcess
 from sglang_hc.bench.workload import Trace
 from sglang_hc.cli.main import UsageError
+
+if TYPE_CHECKING:
+    from sglang_hc.bench.kept import KeptRuns
 
 _START_TIMEOUT_S = 900.0
 
@@ -52,7 +56,8 @@ class Cell:
 @dataclass(frozen=True)
 class SuiteSettings:
     """together: all servers live, interleaved point by point; otherwise one server at a time,
-    interleaved repeat by repeat. Logs go to output/logs. warmup: sent to every fresh server."""
+    interleaved repeat by repeat. Logs go to output/logs. warmup: sent to every fresh server.
+    kept: takes every run as soon as it is over; what it has already is not run again."""
 
     repeat: int
     together: bool
@@ -60,6 +65,7 @@ class SuiteSettings:
     warmup: Trace
     timeout_s: float
     api: Api
+    kept: KeptRuns | None = None
 
 
 class Suite:
@@ -73,24 +79,37 @@ class Suite:
         self.start_s: dict[str, list[float]] = {}
 
     def run(self) -> list[Cell]:
-        """All cells, in the order they ran. Raises UsageError when a server does not start."""
+        """All cells, in the order they ran, without those that are kept already. Raises UsageError
+        when a server does not start."""
         together = self._settings.together or all(arm.url for arm in self._arms)
         cells: list[Cell] = []
         with contextlib.ExitStack() as servers:
             if together:
                 for arm in self._arms:
-                    servers.enter_context(self._served(arm))
+                    if any(self._todo(arm, repeat) for repeat in range(self._settings.repeat)):
+                        servers.enter_context(self._served(arm))
             for repeat in range(self._settings.repeat):
                 # A B, B A, ...: a drift of the machine hits both sides equally.
                 order = self._arms if repeat % 2 == 0 else self._arms[::-1]
                 if together:
                     for point in self._points:
-                        cells += [self._cell(arm, point, repeat) for arm in order]
+                        cells += [
+                            self._cell(arm, point, repeat)
+                            for arm in order
+                            if point in self._todo(arm, repeat)
+                        ]
                 else:
                     for arm in order:
-                        with self._served(arm):
-                            cells += [self._cell(arm, point, repeat) for point in self._points]
+                        todo = self._todo(arm, repeat)
+                        if todo:
+                            with self._served(arm):
+                                cells += [self._cell(arm, point, repeat) for point in todo]
         return cells
+
+    def _todo(self, arm: Arm, repeat: int) -> list[Point]:
+        """The points of one repeat that nobody kept."""
+        kept = self._settings.kept
+        return [p for p in self._points if not (kept and kept.has(arm.name, p.name, repeat))]
 
     @contextlib.contextmanager
     def served(self, arm: Arm) -> Iterator[str]:
@@ -137,7 +156,11 @@ class Suite:
         trace = point.trace(repeat)
         words = f"{arm.name} {point.name} repeat {repeat + 1}/{self._settings.repeat}"
         with tqdm(total=trace.num_requests, desc=words, unit="req", mininterval=0.5) as bar:
-            return asyncio.run(self._cell_async(arm, point, repeat, trace, bar.update))
+            cell = asyncio.run(self._cell_async(arm, point, repeat, trace, bar.update))
+        if self._settings.kept is not None:
+            starts = self.start_s.get(arm.name) or [0.0]
+            self._settings.kept.keep(cell, point, arm, starts[-1])
+        return cell
 
     async def _cell_async(
         self, arm: Arm, point: Point, repeat: int, trace: Trace, progress: Callable[[], object]
