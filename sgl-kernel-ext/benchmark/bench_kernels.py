@@ -28,6 +28,9 @@ from sglang_hc_kernels.triton_project import Tile
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20
 COPY_LAYERS = 8
+GROUPS = ("epilogue", "project", "gather")
+"""What is compared, in the order of `groups`."""
+
 TILES = (Tile(64, 64, 4, 4), Tile(64, 128, 4, 2), Tile(128, 32, 8, 4), Tile(128, 64, 8, 3))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernel_cases import FP8, Case, cases, close
+from kernel_cases import FP8, Case, cases, close, examples
 from sglang_hc_kernels import ArgumentError, Epilogue, Rotary, ops, reference, triton_kv
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -16,7 +16,7 @@ def strided_kv(case: Case, generator: torch.Generator, device: str) -> torch.Ten
     return whole.to(case.dtype).to(device)[:, 5:]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases(DTYPES))
 def test_kernel_agrees_with_the_reference(case: Case, device: str) -> None:
     generator = torch.Generator().manual_seed(case.seed)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel_cases import Case, cases, close
+from kernel_cases import Case, cases, close, examples
 from sglang_hc_kernels import ArgumentError, Epilogue, ops, reference, triton_project
 from sglang_hc_kernels.triton_project import Tile, default_tile
 
@@ -40,7 +40,7 @@ def check(case: Case, depth: int, device: str, tile: Tile | None, share: float) 
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(case=cases((torch.bfloat16, torch.float16)), depth=st.integers(1, 80))
 def test_fused_projection_agrees_with_the_reference(case: Case, depth: int, device: str) -> None:
     check(case, depth, device, None, share=1.0)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_cases import examples
 from sglang_hc_kernels import ArgumentError, ops, reference, triton_rows
 from sglang_hc_kernels.ops import PointerTable
 
@@ -13,7 +14,7 @@ def random_bytes(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     layers=st.integers(1, 3),
     count=st.integers(0, 12),
