@@ -14,7 +14,7 @@ import sys
 from settings import run
 
 PRESET = [
-    *("--arms", "stock,hicache,auto", "--arm-args", "hicache=--page-size 64"),
+    *("--arms", "stock,hicache,auto"),
     *("--max-total-tokens", "65536", "--host-size-gb", "64"),
     *("--sessions", "24", "--turns", "5", "--system-len", "4096", "--input-len", "128"),
     *("--output-len", "64", "--think", "exponential:4", "--rates", "1,4"),

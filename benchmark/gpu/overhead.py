@@ -10,7 +10,7 @@ import sys
 from settings import run
 
 PRESET = [
-    *("--arms", "stock,hicache,auto", "--arm-args", "hicache=--page-size 64"),
+    *("--arms", "stock,hicache,auto"),
     *("--max-total-tokens", "131072", "--host-size-gb", "64"),
     *("--decode-heavy", "128:256", "--prefill-heavy", "2048:8", "--batches", "1,16,64"),
     *("--requests", "4", "--repeat", "3", "--servers", "turns", "--no-compare"),

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]  # a source tree works uninstalled
 
 from make_tiny_models import BOS, EOS, PAD, build_tokenizer  # noqa: E402
+from sglang_hc.bench.arms import HICACHE  # noqa: E402
 from sglang_hc.cli.main import main as sglang_hc  # noqa: E402
 
 CONTEXT = 16384
@@ -76,8 +77,25 @@ SHAPES = {
 }
 
 WITHIN_ONE_PERCENT = 0.99
-REHEARSAL = "--json-model-override-args " + shlex.quote('{"num_hidden_layers": 2}')
-"""Two layers of the true widths: what a CPU can run of these shapes."""
+HICACHE_PAGE = "--page-size 64"
+"""HiCache copies whole pages; with SGLang's default of one token it would be slow for no reason."""
+
+
+def rehearsal(shape: str) -> str:
+    """Server flags that shrink a shape to what a CPU runs in seconds: two narrow layers with the
+    shape's ratio of query to key-value heads."""
+    arguments = SHAPES[shape].arguments
+    group = arguments["num_attention_heads"] // arguments["num_key_value_heads"]
+    small = {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8 // group,
+        "head_dim": 32,
+        "vocab_size": TOKENIZER_SIZE,
+    }
+    return "--json-model-override-args " + shlex.quote(json.dumps(small))
 
 
 def make_shape(name: str, models: Path) -> Path:
@@ -101,10 +119,10 @@ def make_shape(name: str, models: Path) -> Path:
     return folder
 
 
-def run(experiment: str, preset: Sequence[str], rehearsal: Sequence[str], about: str) -> int:
+def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: str) -> int:
     """`sglang-hc bench EXPERIMENT` on a shape, with `preset`, then what was typed; then the goals.
 
-    With --rehearse two layers of the shape and the lengths of `rehearsal` run on a CPU.
+    With --rehearse a shrunk shape and the lengths of `shorter` run on a CPU.
     Returns the exit status of the benchmark.
     """
     parser = argparse.ArgumentParser(
@@ -117,16 +135,17 @@ def run(experiment: str, preset: Sequence[str], rehearsal: Sequence[str], about:
     parser.add_argument("--server-args", default="", help="further flags for every server")
     parser.add_argument("--output", help=f"folder (default: out/gpu-{experiment}-SHAPE)")
     parser.add_argument(
-        "--rehearse", action="store_true", help="the same on a CPU: two layers, short, no HiCache"
+        "--rehearse", action="store_true", help="the same on a CPU: tiny, short, no HiCache"
     )
     args, typed = parser.parse_known_args()
     output = args.output or f"out/gpu-{experiment}-{args.shape}"
     flags = "--load-format dummy --dtype bfloat16"
     if args.rehearse:
-        flags += f" {REHEARSAL}"
+        flags += f" {rehearsal(args.shape)}"
     words = [
         *("--model", str(make_shape(args.shape, args.models)), "--output", output, *preset),
-        *(rehearsal if args.rehearse else ()),
+        *(shorter if args.rehearse else ()),
+        *_hicache_pages([*preset, *typed]),
         *("--server-args", f"{flags} {args.server_args}".strip(), *typed),
     ]
     status = sglang_hc(["bench", experiment, *words])
@@ -135,6 +154,13 @@ def run(experiment: str, preset: Sequence[str], rehearsal: Sequence[str], about:
         title = "Goals on a GPU (this was a rehearsal)" if args.rehearse else "Goals"
         print("\n".join(["", title, *goal_lines(json.loads(path.read_text()), args.shape)]))
     return status
+
+
+def _hicache_pages(words: Sequence[str]) -> list[str]:
+    """Page size of the HiCache arms among the last --arms."""
+    last = max(index for index, word in enumerate(words) if word == "--arms")
+    arms = [arm for arm in words[last + 1].split(",") if arm in HICACHE]
+    return [word for arm in arms for word in ("--arm-args", f"{arm}={HICACHE_PAGE}")]
 
 
 def goal_lines(result: dict[str, Any], shape: str) -> list[str]:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
-from settings import ROOT, sglang_hc
+from settings import HICACHE_PAGE, ROOT, sglang_hc
 
 from make_tiny_models import main as make_tiny_models
+from sglang_hc.bench.cells import CellFile
 
 ARMS = "stock,hicache,kv,hidden,auto"
 ROOMY = "stock=--max-total-tokens 16384"
@@ -41,24 +43,36 @@ def main() -> int:
     parser.add_argument("--page-size", type=int, default=1, help="of every arm but HiCache (64)")
     parser.add_argument("--server-args", default="", help="further flags for every server")
     parser.add_argument("--output", type=Path, default=Path("out/gpu-smoke"))
+    parser.add_argument("--cells", type=Path, help="append the verdict of each model to this file")
     args = parser.parse_args()
+    file = CellFile(args.cells, "smoke")
     folder = ROOT / "models"
     if make_tiny_models(["--output", str(folder), "--only", args.models]):
         return 2
     flags = f"--dtype {args.dtype} --page-size {args.page_size} {args.server_args}".strip()
     problems = []
     for model in args.models.split(","):
+        key = f"smoke/{model}/{args.dtype}/page {args.page_size}/{args.arms}"
+        if file.has(key):
+            continue
         output = args.output / model
         words = ["--model", str(folder / model), "--arms", args.arms, "--arm-args", ROOMY]
         if "hicache" in args.arms.split(","):
-            words += ["--arm-args", "hicache=--page-size 64"]
+            words += ["--arm-args", f"hicache={HICACHE_PAGE}"]
+        began = time.monotonic()
         status = sglang_hc(
             ["bench", "multi-turn", *words, *WORK, "--server-args", flags, "--output", str(output)]
         )
-        if status:
-            problems.append(f"{model}: the benchmark ended with status {status}")
+        seconds = time.monotonic() - began
+        found = [f"{model}: the benchmark ended with status {status}"] if status else []
         if status != 2:
-            problems += [f"{model}: {line}" for line in without_restores(output / "result.json")]
+            found += [f"{model}: {line}" for line in without_restores(output / "result.json")]
+            agreement = json.loads((output / "result.json").read_text())["agreement"]
+            verdicts = {item["arm"]: item["verdict"] for item in agreement}
+            file.add(key, {"model": model, "outputs": verdicts, "problems": found}, seconds)
+        else:
+            file.failed(key, found[0], "", seconds)
+        problems += found
     print("\n".join(["", *(problems or ["every arm restored, and every answer is explained"])]))
     return 1 if problems else 0
 

@@ -1,11 +1,12 @@
 """What capture costs a decode step: time between tokens with capture on against plain SGLang.
 
-    python benchmark/restore/capture.py --shape llama-2-7b [--batches 1,8,32] [--out FILE]
+    python benchmark/restore/capture.py --shape llama-2-7b [--batches 1,8,32] [--cells FILE]
     python benchmark/restore/capture.py --shape llama-2-7b --rehearse
 
 Engines with and without capture (`--hc-disable`) take turns, each in a process of its own, with
 CUDA graphs where there is a GPU. A step's time is that between two iterations of the scheduler's
-loop while all requests of the batch decode and nothing else happens.
+loop while all requests of the batch decode and nothing else happens. With --cells each engine's
+times are kept as soon as they are measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -23,11 +25,15 @@ from typing import Any
 
 from cases import answer, run_case
 from engine import ROOT
-from settings import REHEARSAL, SHAPES, make_shape
+from goals import capture_lines
+from settings import SHAPES, make_shape, rehearsal
+from tables import pair_rows
 
-from sglang_hc.bench import machine
+from sglang_hc.bench.cells import CellFile
 
-GOAL = 1.01
+ELEMENT = 2
+"""Bytes of an element of what is kept."""
+
 SETTLING = 8
 """Steps at either end of a batch's decoding that are left out."""
 
@@ -41,8 +47,9 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
     words = ["--max-total-tokens", str(tokens), "--max-running-requests", str(largest)]
     words += ["--hc-disable"] if case["arm"] == "off" else ["--hc-forms", case["forms"]]
     core = Core(
-        *words, "--hc-host-size-gb", case["host_gb"], *shlex.split(case["server_args"]),
-        model=case["folder"], SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
+        *words, "--hc-host-size-gb", case["host_gb"], "--hc-io", "process",
+        *shlex.split(case["server_args"]), model=case["folder"],
+        SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
         SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
     )  # fmt: skip
     rng = random.Random(1)
@@ -69,6 +76,38 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def host_gb(folder: Path, forms: str, tokens: int) -> float:
+    """Host memory for every token that one engine sees, and a quarter more. Pinning more would only
+    take longer."""
+    config = json.loads((folder / "config.json").read_text())
+    kv = 2 * config["num_key_value_heads"] / config["num_attention_heads"]
+    widest = 1.0 if forms == "hidden" else max(1.0, kv)
+    row = config["hidden_size"] * widest * config["num_hidden_layers"] * ELEMENT
+    return max(1.0, 1.25 * tokens * row / (1 << 30))
+
+
+def key(args: argparse.Namespace, repeat: int, arm: str) -> str:
+    tiny = "tiny " if args.rehearse else ""
+    return f"capture/{tiny}{args.shape}/{args.forms}/{args.batches}/repeat {repeat}/{arm}"
+
+
+def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, float] | None:
+    """Times of one engine by batch, kept under a key; None when it failed."""
+    began = time.monotonic()
+    try:
+        found: dict[str, float] = run_case(__file__, case)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        file.failed(name, "the engine failed", str(error), time.monotonic() - began)
+        print(f"{name} failed: {error}", flush=True)
+        return None
+    values = {field: case[field] for field in ("shape", "arm", "repeat", "forms")}
+    file.add(name, {**values, "step_s": found}, time.monotonic() - began)
+    print(
+        f"{name}: {', '.join(f'batch {b} {1e3 * s:.3f} ms' for b, s in found.items())}", flush=True
+    )
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,12 +118,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="pairs of engines")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=192)
-    parser.add_argument("--host-size-gb", default="48")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--server-args", default="", help="further SGLang flags")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="where shapes go")
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--rehearse", action="store_true", help="two layers, short, for a CPU")
+    parser.add_argument("--cells", type=Path, help="keep every engine's times in this file")
+    parser.add_argument("--rehearse", action="store_true", help="tiny and short, for a CPU")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -92,45 +130,36 @@ def main() -> int:
         return 0
     flags = f"--load-format dummy --dtype {args.dtype} {args.server_args}"
     if args.rehearse:
-        args.batches, args.prompt, args.new = "1,2", 64, 60
-        args.host_size_gb, flags = "1", f"{flags} {REHEARSAL}"
+        args.batches, args.prompt, args.new = "1,2", 64, 40
+        flags = f"{flags} {rehearsal(args.shape)}"
+    folder = make_shape(args.shape, args.models).resolve()
+    batches = [int(word) for word in args.batches.split(",")]
+    tokens = (1 + sum(batches)) * (args.prompt + args.new)
+    size = 1.0 if args.rehearse else host_gb(folder, args.forms, tokens)
     case = {
-        "folder": str(make_shape(args.shape, args.models).resolve()),
-        "batches": [int(word) for word in args.batches.split(",")],
+        "shape": args.shape,
+        "folder": str(folder),
+        "batches": batches,
         "forms": args.forms,
         "prompt": args.prompt,
         "new": args.new,
-        "host_gb": args.host_size_gb,
+        "host_gb": f"{size:.3g}",
         "server_args": flags,
     }
-    pairs = []
+    file = CellFile(args.cells, "capture")
+    good, pairs = True, []
     for repeat in range(args.repeats):
         order = ("off", "on") if repeat % 2 == 0 else ("on", "off")
-        pairs.append({arm: run_case(__file__, {**case, "arm": arm}) for arm in order})
-    rows = []
-    for batch in map(str, case["batches"]):
-        on, off = (statistics.median(pair[arm][batch] for pair in pairs) for arm in ("on", "off"))
-        ratios = [pair["on"][batch] / pair["off"][batch] for pair in pairs]
-        ratio = statistics.median(ratios)
-        rows.append(
-            {"batch": int(batch), "on_s": on, "off_s": off, "ratio": ratio, "ratios": ratios}
-        )
-        verdict = "met" if ratio <= GOAL else "MISSED"
-        print(
-            f"{verdict}: batch {batch}, {1e3 * on:.3f} ms with capture, {1e3 * off:.3f} without,"
-            f" {ratio:.4f} times (goal {GOAL:g})"
-        )
-    if args.out is not None:
-        result = {
-            "experiment": "capture",
-            "command": shlex.join(["python", "benchmark/restore/capture.py", *sys.argv[1:]]),
-            "machine": machine.describe(),
-            "settings": case | {"shape": args.shape, "repeats": args.repeats},
-            "rows": rows,
-            "pairs": pairs,
+        todo = [arm for arm in order if not file.has(key(args, repeat, arm))]
+        found = {
+            arm: run(file, key(args, repeat, arm), {**case, "arm": arm, "repeat": repeat})
+            for arm in todo
         }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+        good &= None not in found.values()
+        if len(found) == len(order) and None not in found.values():
+            pairs.append({arm: times for arm, times in found.items() if times is not None})
+    print("\n".join(capture_lines(pair_rows(pairs))))
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+
+from sglang_hc.bench import processes
+
 MARK = "RESULT "
 
 
 def run_case(script: str, case: dict[str, Any], timeout: float = 900) -> Any:
     """What `script --case CASE` answers. Raises RuntimeError with the end of its output."""
     done = subprocess.run(
-        [sys.executable, script, "--case", json.dumps(case)],
+        processes.tied([sys.executable, script, "--case", json.dumps(case)]),
         capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith(MARK)]

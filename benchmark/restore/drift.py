@@ -1,6 +1,6 @@
 """Restored K/V against the originals, per model family and dtype; with CUDA graphs, if there are.
 
-    python benchmark/restore/drift.py [--models llama-mha,qwen3] [--dtypes bfloat16] [--out FILE]
+    python benchmark/restore/drift.py [--models llama-mha,qwen3] [--dtypes bfloat16] [--cells FILE]
 
 Several requests of different lengths run together, prompt and a reply of more than a block, so
 that some blocks hold nothing but decoded rows, and batches are padded to the sizes of the graphs.
@@ -8,7 +8,8 @@ Their K/V are noted, everything is pushed off the device, and what comes back is
 row, prompt and decoded rows apart. A tap that a replayed graph does not run leaves the states of
 another step: such rows are off by the size of the values. KV form must be equal byte for byte.
 
-Exit status 1: a difference above the rounding of one projection, or nothing came back.
+Exit status 1: a difference above the rounding of one projection, nothing came back, or a case
+failed; the others run all the same. With --cells each case is kept as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import argparse
 import json
 import random
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from cases import answer, run_case
 from engine import ROOT
 
-from sglang_hc.bench import machine
+from sglang_hc.bench.cells import CellFile
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
 PROMPTS = (70, 131, 200)
@@ -70,7 +73,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     limit = TOLERANCE[runner.dtype] if "hidden" in plan else 0.0
     graphs = runner.device == "cuda" and not runner.server_args.disable_cuda_graph
     return {
-        **{name: case[name] for name in ("model", "dtype", "forms")},
+        **{name: case[name] for name in ("model", "dtype", "forms", "deterministic")},
         "layer_plan": plan,
         "cuda_graphs": graphs,
         "restored_tokens": restored,
@@ -89,8 +92,11 @@ def main() -> int:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")
     parser.add_argument("--forms", default="hidden,kv")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="under --enable-deterministic-inference"
+    )
     parser.add_argument("--server-args", default="", help="further SGLang flags")
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--cells", type=Path, help="keep every case in this file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -101,28 +107,41 @@ def main() -> int:
 
     if make_tiny_models(["--output", str(ROOT / "models"), "--only", args.models]):
         return 2
-    rows = []
-    for model in args.models.split(","):
-        for dtype in args.dtypes.split(","):
-            for forms in args.forms.split(","):
-                case = {"model": model, "dtype": dtype, "forms": forms}
-                row = run_case(__file__, {**case, "server_args": args.server_args})
-                rows.append(row)
-                print(
-                    f"{'ok ' if row['good'] else 'BAD'} {model:12} {dtype:9} {row['layer_plan']:12}"
-                    f" prompt rows {row['worst_prompt_row']:.1e}, decoded rows"
-                    f" {row['worst_decoded_row']:.1e}, {row['restored_tokens']} tokens",
-                    flush=True,
-                )
-    if args.out is not None:
-        result = {
-            "experiment": "drift",
-            "command": shlex.join(["python", "benchmark/restore/drift.py", *sys.argv[1:]]),
-            "machine": machine.describe(),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(row["good"] for row in rows) else 1
+    flags = args.server_args + " --enable-deterministic-inference" * args.deterministic
+    file = CellFile(args.cells, "drift")
+    cases = [
+        {"model": m, "dtype": d, "forms": f, "deterministic": args.deterministic}
+        for m in args.models.split(",")
+        for d in args.dtypes.split(",")
+        for f in args.forms.split(",")
+    ]
+    todo = [case for case in cases if not file.has(key(case))]
+    good = [run(file, case, flags) for case in todo]
+    return 0 if all(good) else 1
+
+
+def key(case: dict[str, Any]) -> str:
+    how = "deterministic" if case["deterministic"] else "default"
+    return f"drift/{case['model']}/{case['dtype']}/{case['forms']}/{how}"
+
+
+def run(file: CellFile, case: dict[str, Any], flags: str) -> bool:
+    """Measures and keeps one case. Returns whether it is good."""
+    began = time.monotonic()
+    try:
+        row = run_case(__file__, {**case, "server_args": flags})
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        file.failed(key(case), "the case failed", str(error), time.monotonic() - began)
+        print(f"BAD {key(case)}: {error}", flush=True)
+        return False
+    file.add(key(case), row, time.monotonic() - began)
+    print(
+        f"{'ok ' if row['good'] else 'BAD'} {row['model']:12} {row['dtype']:9}"
+        f" {row['layer_plan']:12} prompt rows {row['worst_prompt_row']:.1e}, decoded rows"
+        f" {row['worst_decoded_row']:.1e}, {row['restored_tokens']} tokens",
+        flush=True,
+    )
+    return bool(row["good"])
 
 
 if __name__ == "__main__":

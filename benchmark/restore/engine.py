@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "benchmark"
 import torch  # noqa: E402
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape  # noqa: E402
+from sglang_hc.policy.cost_model import CostModel  # noqa: E402
 from sglang_hc.policy.eviction import LruPolicy  # noqa: E402
+from sglang_hc.store.disk import DirectorySpec  # noqa: E402
+from sglang_hc.store.host_memory import MemorySpec  # noqa: E402
 from sglang_hc.store.host_pool import HostPool  # noqa: E402
+from sglang_hc.store.io_messages import DiskSpec  # noqa: E402
+from sglang_hc.store.open_io import open_io  # noqa: E402
 from sglang_hc.transfer.restore import Restoration, RestorePass  # noqa: E402
 from sglang_hc.transfer.staging import StagingRing  # noqa: E402
-from sglang_hc.tree.block_tree import BlockTree  # noqa: E402
+from sglang_hc.tree.block_tree import BlockNode, BlockTree  # noqa: E402
 from sglang_hc.tree.host_tier import HostTier  # noqa: E402
 from sglang_hc.tree.identity import pack_tokens  # noqa: E402
 from support.core import Core  # noqa: E402
@@ -32,38 +38,34 @@ PATTERN = 1 << 20
 
 
 class Engine:
-    """The parts that a restoration uses, for one model. Everything runs on the current stream."""
+    """The parts that a restoration uses, for one model, as the server's factory put them together:
+    projection and stream chosen here, lane, pool, recomputation, measured costs. Everything runs
+    on the current stream."""
 
     def __init__(self, folder: Path, tokens: int, flags: list[str]) -> None:
-        """tokens: the longest history."""
-        from sglang_hc.srt import adapters
-        from sglang_hc.srt.kv_pool import KvPoolRows
-        from sglang_hc.srt.recompute import LayerRecomputer
+        """tokens: the longest history; at most the positions of the model."""
+        from sglang_hc.srt.runner import MODEL_STATE
 
-        words = ["--max-total-tokens", str(tokens + 1024), "--context-length", str(tokens + 1024)]
-        words += ["--hc-forms", "kv", "--hc-host-size-gb", "0.25", "--hc-read-buffer-gb", "0"]
+        # In hidden form the factory chooses a projection and a stream; KV form uses neither.
+        words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25", "--hc-read-buffer-gb", "0"]
+        words += ["--max-total-tokens", str(tokens + 1024), "--disable-cuda-graph"]
         self.core = Core(
-            *words, "--disable-cuda-graph", *flags, model=str(folder.resolve()),
+            *words, *flags, model=str(folder.resolve()), profile=None,
             SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
             SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
         )  # fmt: skip
+        tiers = self.core.tree.tiers
         self.runner: Any = self.core.scheduler.tp_worker.model_runner
-        family = adapters.family_of(self.runner.model)
-        assert family is not None, "the model's hidden states cannot be restored"
-        self.adapters = adapters.layer_modules(self.runner.model, family)
-        self.sink = KvPoolRows(self.runner.token_to_kv_pool, self.adapters)
-        self.device = self.sink.device
-        self.lane = self.core.tree.tiers._lane
-        self.recomputer = LayerRecomputer(self.runner, None)
+        self.cost: CostModel = getattr(self.runner, MODEL_STATE).cost
+        self.shape: StateShape = tiers.layout.shape
+        assert self.cost is not None, "the server could not measure its costs; its log says why"
+        assert self.shape.hidden_bytes, "the model's hidden states cannot be restored"
+        self.sink = tiers._sink
+        self.lane, self.side = tiers._lane, tiers._side
+        self.recomputer = tiers.recomputer
+        self.device: torch.device = self.sink.device
         self.dtype: torch.dtype = self.runner.dtype
         self.vocabulary: int = self.runner.model_config.vocab_size
-        weight = self.adapters[0].qkv.weight
-        self.shape = StateShape(
-            self.sink.num_layers,
-            weight.shape[1] * weight.element_size(),
-            self.sink.part_bytes,
-            str(self.dtype).removeprefix("torch."),
-        )
         allocator = self.runner.token_to_kv_pool_allocator
         self.slots: torch.Tensor = allocator.alloc(tokens).to(torch.int64)
 
@@ -85,53 +87,80 @@ class Engine:
         return time.perf_counter() - begin
 
 
-class Stored:
-    """A history of `tokens` tokens in host memory under one layer plan."""
+@dataclass(frozen=True)
+class History:
+    """The blocks of one history in slots of a pool, in the order of the tokens."""
 
-    def __init__(self, engine: Engine, plan: LayerPlan, tokens: int, scattered: bool) -> None:
-        """scattered: neighbours of the path lie anywhere in the pool."""
+    host: HostTier
+    nodes: tuple[BlockNode, ...]
+
+
+class Stored:
+    """A history of `tokens` tokens in host memory under one layer plan, as a server with an I/O
+    process has it; with `disk` that process has the directory as well. Close it after use."""
+
+    def __init__(self, engine: Engine, plan: LayerPlan, tokens: int, disk: str | None) -> None:
         self.engine = engine
         self.layout = BlockLayout(plan, engine.shape)
-        blocks = -(-tokens // BLOCK_TOKENS)
-        self.pool = HostPool(self.layout, blocks)
+        self._blocks = -(-tokens // BLOCK_TOKENS)
+        spec = MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0, 0)
+        self.io = open_io("process", spec, self._directory(disk) if disk else None)
+        self.pool = self.io.memory.pool
         _fill(self.pool, engine.dtype)
-        engine.lane.pin(self.pool.buffer)
-        self.host = HostTier(BlockTree(self.layout.fingerprint()), blocks, LruPolicy())
-        if scattered:
-            taken = [self.host.stage(0.0) for _ in range(blocks)]
-            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
-            for index in order.tolist():
-                self.host.unstage(taken[index])
+        engine.lane.pin(self.pool.buffer, self.layout.slot_bytes)
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(engine.vocabulary, (tokens,), generator=generator).tolist()
-        parent = self.host.tree.root(None)
-        for first in range(0, tokens, BLOCK_TOKENS):
-            slot = self.host.stage(0.0)
-            piece = pack_tokens(self.tokens[first : first + BLOCK_TOKENS])
-            parent = self.host.publish(parent, piece, slot, 0.0).node
-            parent.ready = True
-        self.nodes = tuple(parent.path())
+        self._histories: dict[str, History] = {}
         self.ring = StagingRing.sized_for(self.layout, engine.device, engine.lane)
 
-    def restoration(self, tokens: int, recompute: int) -> Restoration:
-        slots = self.engine.slots
-        nodes = self.nodes[: -(-tokens // BLOCK_TOKENS)]
-        return Restoration(nodes, 0, tokens, slots[:tokens], recompute, slots[:0])
+    def _directory(self, path: str) -> DiskSpec:
+        size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
+        directory = DirectorySpec(path, size)
+        return DiskSpec((directory,), self.layout.fingerprint(), "restore", 0)
+
+    def history(self, slots: str) -> History:
+        """slots: `adjacent`, or `scattered` for neighbours of the path anywhere in the pool."""
+        if slots not in self._histories:
+            self._histories[slots] = self._history(slots == "scattered")
+        return self._histories[slots]
+
+    def _history(self, scattered: bool) -> History:
+        host = HostTier(BlockTree(self.layout.fingerprint()), self._blocks, LruPolicy())
+        if scattered:
+            taken = [host.stage(0.0) for _ in range(self._blocks)]
+            order = torch.randperm(self._blocks, generator=torch.Generator().manual_seed(0))
+            for index in order.tolist():
+                host.unstage(taken[index])
+        parent = host.tree.root(None)
+        for first in range(0, len(self.tokens), BLOCK_TOKENS):
+            slot = host.stage(0.0)
+            piece = pack_tokens(self.tokens[first : first + BLOCK_TOKENS])
+            parent = host.publish(parent, piece, slot, 0.0).node
+            parent.ready = True
+        return History(host, tuple(parent.path()))
 
     def restore(
-        self, tokens: int, recompute: int = 0, sink: Any = None, early: Any = None,
+        self, tokens: int, slots: str, recompute: int = 0, early: Any = None,
         kv_per_hidden: float = 0.0,
     ) -> None:  # fmt: skip
         """Submit what a server does between admission and the last layer's K/V."""
         engine = self.engine
+        nodes = self.history(slots).nodes[: -(-tokens // BLOCK_TOKENS)]
+        whole = engine.slots[:tokens]
+        restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
         restore = RestorePass(
-            self.layout, self.pool, sink or engine.sink, engine.lane,
-            [self.restoration(tokens, recompute)], self.ring, engine.recomputer, early,
-            kv_per_hidden, engine.core.tree.tiers._side,
+            self.layout, self.pool, engine.sink, engine.lane, [restoration], self.ring,
+            engine.recomputer, early, kv_per_hidden, engine.side,
         )  # fmt: skip
         with torch.no_grad():
             restore.recompute()
             restore.finish()
+
+    def close(self) -> None:
+        """End the I/O process. The memory goes with this object."""
+        if self.io.blocks is not None:
+            self.io.blocks.close()
+        self.io.executor.close()
 
 
 def _fill(pool: HostPool, dtype: torch.dtype) -> None:

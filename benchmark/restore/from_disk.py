@@ -1,53 +1,47 @@
-"""A history on disk: written once through the server's store, read back as a prefetch does."""
+"""A history on disk: written once by the server's I/O process, read back as a prefetch does."""
 
 from __future__ import annotations
 
 import time
 
-from engine import Stored
+from engine import History, Stored
 
-from sglang_hc.store.block_io import DiskThreads
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
+from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 
 PATIENCE = 600.0
 
 
 class OnDisk:
-    """The blocks of `stored` in a directory. The directory is the caller's to delete."""
+    """The blocks of `stored`, which was made with a directory. The directory is the caller's."""
 
-    def __init__(self, stored: Stored, directory: str) -> None:
-        self._stored = stored
-        spec = DirectorySpec(directory, int(1.5 * stored.pool.bytes.nbytes) + (1 << 30))
-        layout = stored.layout
-        store = DiskStore.open([spec], layout.chunks(), stored.host.tree.fingerprint, "restore")
-        self._io = DiskThreads(store, stored.pool)
-        parent = stored.host.tree.root(None).block_id
+    def __init__(self, stored: Stored, history: History) -> None:
+        assert stored.io.blocks is not None
+        self._blocks = stored.io.blocks
+        parent = history.host.tree.root(None).block_id
         waiting = 0
-        for position, node in enumerate(stored.nodes):
+        for position, node in enumerate(history.nodes):
             block = Block(node.block_id, parent, "", position, node.tokens)
-            while not self._io.write(position, block, node.slot, time.monotonic() + PATIENCE):
+            while not self._blocks.write(position, block, node.slot, time.monotonic() + PATIENCE):
                 waiting -= self._answers()
             waiting += 1
             parent = node.block_id
         self._finish(waiting)
 
-    def read(self, blocks: int) -> None:
-        """The first so many blocks into the slots they came from."""
-        nodes = self._stored.nodes[:blocks]
+    def read(self, history: History, blocks: int) -> None:
+        """The first so many blocks into the slots of a history."""
+        nodes = history.nodes[:blocks]
         for ticket, node in enumerate(nodes):
-            self._io.read(ticket, node.block_id, node.slot, time.monotonic() + PATIENCE)
+            self._blocks.read(ticket, node.block_id, node.slot, time.monotonic() + PATIENCE)
+        self._blocks.flush()
         self._finish(len(nodes))
-
-    def close(self) -> None:
-        self._io.close()
 
     def _finish(self, waiting: int) -> None:
         while waiting:
             waiting -= self._answers()
 
     def _answers(self) -> int:
-        done = self._io.poll()
+        done = self._blocks.poll()
         assert all(answer.outcome in (Outcome.OK, Outcome.DUPLICATE) for answer in done), done
         if not done:
             time.sleep(0.0002)

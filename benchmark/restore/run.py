@@ -1,14 +1,15 @@
 """How long does a history take to come back: recomputed, as KV, as hidden states, as planned?
 
-    python benchmark/restore/run.py --shape llama-2-7b [--out FILE]
-    python benchmark/restore/run.py --shape llama-2-7b --rehearse      # two layers, on a CPU
+    python benchmark/restore/run.py --shape llama-2-7b [--cells FILE]
+    python benchmark/restore/run.py --shape llama-2-7b --rehearse      # tiny, on a CPU
 
 Arms, taken in turns: `recompute`; `kv` and `hidden` alone from host memory; `mix`, the layer plan
-and the restore plan that the policies choose from what was measured here; `mix early`, the same
-with the read buffer full, as after a wait in the queue; with --disk the loads once more, read from
-that directory into host memory first, as a prefetch does. Beside each arm stands the bound: its
-bytes over the copy bandwidth or its operations over the GEMM rate, whichever is more, both measured
-in this process. A time runs from an idle device to the last layer's K/V in the pool.
+and the restore plan that the policies choose from what the server measured at its start; `mix
+early`, the same with the read buffer full, as after a wait in the queue; with --disk the loads once
+more, read from that directory into host memory first, as a prefetch does. Beside each arm stands
+the bound: its bytes over the copy bandwidth or its operations over the GEMM rate, whichever is
+more, both measured in this process. A time runs from an idle device to the last layer's K/V in the
+pool. With --cells each history is kept as soon as it is measured, and not measured again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +32,13 @@ from typing import Any
 from ceilings import bound, copy_bandwidth, gemm_rate
 from engine import ROOT, Engine, Stored
 from from_disk import OnDisk
-from measured import cost_model
-from settings import REHEARSAL, SHAPES, make_shape
+from goals import restore_lines
+from settings import CONTEXT, SHAPES, make_shape, rehearsal
 
-from sglang_hc.bench import machine
+from sglang_hc.bench.cells import CellFile
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
-from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.transfer.queue_view import Waiting
@@ -42,22 +46,19 @@ from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
 from sglang_hc.transfer.restore_choice import RestoreChoice
 from sglang_hc.tree.identity import pack_tokens
 
-HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (256, 512, 1024)}
-SINGLE = ("recompute", "kv", "hidden")
-READ_BUFFER = 512 << 20
-GOALS = {"llama-2-7b": {"kv": 2.1, "recompute": 4.4}}
-"""HCache, Table 1 and Fig. 8 for the multi-head shape; for the others: never slower."""
-OF_BOUND = 0.9
+HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}
+SLOTS = ("adjacent", "scattered")
+READ_BUFFER = {"cuda": 512 << 20, "cpu": 8 << 20}
+ON_DISK = ("kv", "mix")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`run` brings `history` tokens back; `plan` says what of it is recomputed, hidden and KV.
+    """`run` brings a history back; `plan` says what of it is recomputed, hidden and KV.
 
     before: what has happened already when a request is admitted; not timed.
     """
 
-    history: int
     source: str
     name: str
     plan: LayerPlan
@@ -68,10 +69,12 @@ class Arm:
 class Early:
     """A read buffer that has had all the time it needs."""
 
-    def __init__(self, engine: Engine, stored: Stored) -> None:
+    def __init__(self, engine: Engine, stored: Stored, slots: str) -> None:
         self._engine, self._stored = engine, stored
-        frames = frames_for(READ_BUFFER, stored.layout, engine.device, engine.lane)
-        self.buffer = ReadBuffer(stored.layout, stored.host, stored.pool, engine.lane, frames)
+        size = READ_BUFFER[engine.device.type]
+        frames = frames_for(size, stored.layout, engine.device, engine.lane)
+        host = stored.history(slots).host
+        self.buffer = ReadBuffer(stored.layout, host, stored.pool, engine.lane, frames)
 
     def fill(self, history: int) -> None:
         self.buffer.clear()
@@ -84,181 +87,217 @@ class Early:
         self.buffer.poll()
 
 
-def arms_of(
-    engine: Engine, stored: dict[str, Stored], cost: CostModel, histories: Sequence[int],
-    disks: dict[str, OnDisk],
-) -> list[Arm]:  # fmt: skip
-    layers, mix = engine.layers, stored["mix"]
-    early = Early(engine, mix)
-    arms = []
-    for n in histories:
-        choice = RestoreChoice(cost, mix.layout.plan, can_recompute=True, counters=Counter())
+class Measurement:
+    """Everything of one shape: what is stored, the plan, and the cells."""
+
+    def __init__(self, engine: Engine, model: ModelShape, args: argparse.Namespace) -> None:
+        self.engine, self.model, self.args = engine, model, args
+        self.bandwidth, self.rate = copy_bandwidth(engine), gemm_rate(engine)
+        self.planned = auto_plan(
+            engine.cost, engine.shape, (SourceTier.HOST,), allow_hidden=True,
+            allow_recompute=engine.recomputer is not None,
+        )  # fmt: skip
+        self._stack = ExitStack()
+        self._stored: dict[str, Stored] = {}
+        self._disks: dict[str, OnDisk] = {}
+        self._early: dict[str, Early] = {}
+
+    def __enter__(self) -> Measurement:
+        folder = self.args.disk and self._stack.enter_context(
+            tempfile.TemporaryDirectory(dir=self.args.disk)
+        )
+        layers, longest = self.engine.layers, max(self.args.histories)
+        plan = self.planned.plan
+        # A plan that stores nothing has nothing to bring back; recomputation is planned then.
+        keeps = plan if plan.recompute < layers else LayerPlan(0, 0, layers)
+        plans = {"kv": LayerPlan(0, 0, layers), "hidden": LayerPlan(0, layers, 0), "mix": keeps}
+        for name, kept in plans.items():
+            disk = f"{folder}/{name}" if folder and name in ON_DISK else None
+            stored = Stored(self.engine, kept, longest, disk)
+            self._stored[name] = self._stack.enter_context(closing(stored))
+            if disk is not None:
+                self._disks[name] = OnDisk(stored, stored.history("adjacent"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def facts(self) -> dict[str, Any]:
+        """What all rows of this shape share."""
+        cost = self.engine.cost
+        return {
+            "copy_bytes_per_second": self.bandwidth,
+            "gemm_operations_per_second": self.rate,
+            "layer_plan": str(self.planned.plan),
+            "explanation": self.planned.explanation,
+            "beside_the_compute_stream": self.engine.side is not None,
+            "cost_model": json.loads(cost.to_json()),
+            "complaints": list(cost.complaints()),
+        }
+
+    def arms(self, slots: str, n: int) -> list[Arm]:
+        """What brings `n` tokens back; with a disk, recomputation and what comes from there."""
+        layers, stored, mix = self.engine.layers, self._stored, self._stored["mix"]
+        can = self.engine.recomputer is not None
+        choice = RestoreChoice(self.engine.cost, mix.layout.plan, can, Counter())
         chosen = choice.choose([Span(SourceTier.HOST, n)], context=0, new=NEW_TOKENS)
-        again = chosen.recompute if chosen.tokens else layers
-        rate = choice.kv_per_hidden(n)
-        plan = mix.layout.plan
+        again = chosen.recompute if chosen.tokens or not can else layers
+        rate, plan = choice.kv_per_hidden(n), mix.layout.plan
         hidden = max(0, plan.recompute + plan.hidden - again)
         run = LayerPlan(again, hidden, layers - again - hidden)
-        arms += [
-            Arm(n, "-", "recompute", LayerPlan(layers, 0, 0), _restore(stored["kv"], n, layers)),
-            Arm(n, "host", "kv", LayerPlan(0, 0, layers), _restore(stored["kv"], n)),
-            Arm(n, "host", "hidden", LayerPlan(0, layers, 0), _restore(stored["hidden"], n)),
-            Arm(n, "host", "mix", run, _restore(mix, n, again, rate=rate)),
+
+        def load(name: str, recompute: int = 0, early: ReadBuffer | None = None) -> None:
+            stored[name].restore(n, slots, recompute, early, rate if name == "mix" else 0.0)
+
+        arms = []
+        if can:
+            whole = LayerPlan(layers, 0, 0)
+            arms.append(Arm("-", "recompute", whole, lambda: load("kv", layers)))
+        if self._disks:
+            for name, at in (("kv", 0), ("mix", again)):
+                done = stored[name].layout.plan if name == "kv" else run
+                arms.append(
+                    Arm("disk", name, done, lambda a=name, r=at: self._read(a, slots, n, r))
+                )
+            return arms
+        early = self._early.setdefault(slots, Early(self.engine, mix, slots))
+        return [
+            *arms,
+            Arm("host", "kv", LayerPlan(0, 0, layers), lambda: load("kv")),
+            Arm("host", "hidden", LayerPlan(0, layers, 0), lambda: load("hidden")),
+            Arm("host", "mix", run, lambda: load("mix", again)),
             Arm(
-                n, "host", "mix early", run, _restore(mix, n, again, early.buffer, rate),
-                lambda n=n: early.fill(n),
+                "host", "mix early", run, lambda: load("mix", again, early.buffer),
+                lambda: early.fill(n),
             ),
         ]  # fmt: skip
-        for name, disk in disks.items():
-            load = _restore(stored[name], n, again if name == "mix" else 0, rate=rate)
-            arms.append(
-                Arm(
-                    n, "disk", name, arms[-2].plan if name == "mix" else stored[name].layout.plan,
-                    lambda load=load, disk=disk, n=n: (disk.read(-(-n // BLOCK_TOKENS)), load()),
-                )
-            )  # fmt: skip
-    return arms
 
+    def _read(self, name: str, slots: str, n: int, recompute: int) -> None:
+        stored = self._stored[name]
+        self._disks[name].read(stored.history(slots), -(-n // BLOCK_TOKENS))
+        stored.restore(n, slots, recompute)
 
-def _restore(
-    stored: Stored, history: int, recompute: int = 0, early: ReadBuffer | None = None,
-    rate: float = 0.0,
-) -> Callable[[], None]:  # fmt: skip
-    return lambda: stored.restore(history, recompute, early=early, kv_per_hidden=rate)
-
-
-def measure(engine: Engine, model: ModelShape, args: argparse.Namespace) -> dict[str, Any]:
-    bandwidth, rate = copy_bandwidth(engine), gemm_rate(engine)
-    layers, longest = engine.layers, max(args.histories)
-    scattered = args.slots == "scattered"
-    stored = {
-        name: Stored(engine, plan, longest, scattered)
-        for name, plan in (("kv", LayerPlan(0, 0, layers)), ("hidden", LayerPlan(0, layers, 0)))
-    }
-    cost = cost_model(engine, stored["kv"], stored["hidden"], args.histories)
-    planned = auto_plan(
-        cost, engine.shape, (SourceTier.HOST,), allow_hidden=True, allow_recompute=True
-    )
-    plan = planned.plan
-    # A plan that stores nothing has nothing to bring back; what is planned then is recomputation.
-    keeps = plan if plan.recompute < layers else LayerPlan(0, 0, layers)
-    stored["mix"] = Stored(engine, keeps, longest, scattered)
-    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
-        disks = {}
-        if args.disk:
-            disks = {name: OnDisk(stored[name], f"{folder}/{name}") for name in ("kv", "mix")}
-        arms = arms_of(engine, stored, cost, args.histories, disks)
-        times: list[list[float]] = [[] for _ in arms]
-        for turn in range(args.rounds + 1):  # the first pays for memory and for choosing kernels
-            for arm, taken in zip(arms, times, strict=True):
-                arm.before()
-                seconds = engine.seconds(arm.run)
-                if turn:
-                    taken.append(seconds)
-        for disk in disks.values():
-            disk.close()
-    rows = []
-    for arm, taken in zip(arms, times, strict=True):
-        least = bound(engine, model, arm.plan, arm.history, bandwidth, rate)
+    def row(self, arm: Arm, slots: str, n: int, taken: list[float]) -> dict[str, Any]:
+        least = bound(self.engine, self.model, arm.plan, n, self.bandwidth, self.rate)
         median = statistics.median(taken)
-        rows.append(
-            {
-                "history": arm.history,
-                "source": arm.source,
-                "arm": arm.name,
-                "runs_as": str(arm.plan),
-                "seconds": median,
-                "all_seconds": taken,
-                "bound_seconds": least,
-                "of_bound": least / median,
-            }
+        return {
+            "shape": self.args.shape,
+            "layers": self.engine.layers,
+            "dtype": self.engine.shape.dtype,
+            "attention_backend": self.engine.runner.server_args.attention_backend,
+            "slots": slots,
+            "history": n,
+            "source": arm.source,
+            "arm": arm.name,
+            "runs_as": str(arm.plan),
+            "seconds": median,
+            "all_seconds": taken,
+            "bound_seconds": least,
+            "of_bound": least / median,
+        }
+
+
+def key(args: argparse.Namespace, slots: str, history: int, source: str, arm: str) -> str:
+    tiny = "tiny " if args.rehearse else ""
+    return f"restore/{tiny}{args.shape}/{slots}/{history}/{source}/{arm}"
+
+
+def measure(part: Measurement, slots: str, history: int, file: CellFile) -> list[dict[str, Any]]:
+    """Times the arms of one history in turns, keeps and returns their rows. One that fails is kept
+    as a failure and left out from then on."""
+    began = time.monotonic()
+
+    def name(arm: Arm) -> str:
+        return key(part.args, slots, history, arm.source, arm.name)
+
+    arms = [arm for arm in part.arms(slots, history) if not file.has(name(arm))]
+    times: dict[str, list[float]] = {name(arm): [] for arm in arms}
+    for turn in range(part.args.rounds + 1):  # the first pays for memory and for choosing kernels
+        for arm in list(arms):
+            seconds = timed(part.engine, arm, file, name(arm))
+            if seconds is None:
+                arms.remove(arm)
+            elif turn:
+                times[name(arm)].append(seconds)
+    rows = [part.row(arm, slots, history, times[name(arm)]) for arm in arms]
+    for arm, row in zip(arms, rows, strict=True):
+        file.add(name(arm), row, time.monotonic() - began)
+        print(
+            f"{slots:9} {history:6} {arm.source:5} {arm.name:10} {1e3 * row['seconds']:9.2f} ms"
+            f" {row['of_bound']:6.2f} of bound, {row['runs_as']}",
+            flush=True,
         )
-    return {
-        "copy_bytes_per_second": bandwidth,
-        "gemm_operations_per_second": rate,
-        "layer_plan": str(plan),
-        "explanation": planned.explanation,
-        "cost_model": json.loads(cost.to_json()),
-        "complaints": list(cost.complaints()),
-        "rows": rows,
-    }
+    return rows
 
 
-def goal_lines(result: dict[str, Any], shape: str) -> list[str]:
-    """One line per goal and history: met, or missed."""
-    table = {(row["history"], row["arm"]): row for row in result["rows"] if row["source"] != "disk"}
-    lines = []
-    for history in sorted({history for history, _ in table}):
-        mix = table[history, "mix"]
-        best = min(SINGLE, key=lambda arm: table[history, arm]["seconds"])
-        goals = GOALS.get(shape, {}) | {best: GOALS.get(shape, {}).get(best, 1.0)}
-        for rival, wanted in goals.items():
-            ratio = table[history, rival]["seconds"] / mix["seconds"]
-            verdict = "met" if ratio >= wanted else "MISSED"
-            lines.append(f"{verdict}: {history} tokens, {ratio:.2f} times {rival}, goal {wanted:g}")
-        verdict = "met" if mix["of_bound"] >= OF_BOUND else "MISSED"
-        share = f"{mix['of_bound']:.2f} of its bound, goal {OF_BOUND:g}"
-        lines.append(f"{verdict}: {history} tokens, {share}")
-    return lines
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    lines = ["history source arm         ms  of bound  runs as"]
-    lines += [
-        f"{row['history']:7} {row['source']:6} {row['arm']:9} {1e3 * row['seconds']:8.2f}"
-        f"  {row['of_bound']:8.2f}  {row['runs_as']}"
-        for row in result["rows"]
-    ]
-    return lines
+def timed(engine: Engine, arm: Arm, file: CellFile, name: str) -> float | None:
+    """Seconds of one run; None when it failed, which is kept."""
+    try:
+        arm.before()
+        return engine.seconds(arm.run)
+    except Exception as error:
+        file.failed(name, f"{type(error).__name__}: {error}", traceback.format_exc(), 0.0)
+        print(f"{name} failed: {error}", flush=True)
+        return None
 
 
 def main() -> int:
+    args = arguments()
+    file = CellFile(args.cells, "restore")
+    source, arms = (
+        ("disk", ON_DISK) if args.disk else ("host", ("kv", "hidden", "mix", "mix early"))
+    )
+    places = [(slots, history) for slots in args.slots for history in args.histories]
+    todo = [p for p in places if not all(file.has(key(args, *p, source, arm)) for arm in arms)]
+    if not todo:
+        print(f"nothing left to measure: {args.cells} holds every row")
+        return 0
+    flags = f"--load-format dummy --dtype {args.dtype} {args.server_args}"
+    if args.rehearse:
+        flags += f" {rehearsal(args.shape)}"
+    folder = make_shape(args.shape, args.models)
+    engine = Engine(folder, max(args.histories), shlex.split(flags))
+    config = engine.runner.model_config.hf_config.to_dict()
+    rows: list[dict[str, Any]] = []
+    with Measurement(engine, ModelShape.from_config(config), args) as part:
+        file.add(key(args, "facts", max(args.histories), source, "-"), part.facts(), 0.0)
+        for slots, history in todo:
+            rows += measure(part, slots, history, file)
+    title = "Goals on a GPU (this was a rehearsal)" if args.rehearse else "Goals"
+    print("\n".join(["", title, *restore_lines(rows, args.shape)]))
+    return 0 if all(file.has(key(args, *p, source, arm)) for p in todo for arm in arms) else 1
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--histories", type=_numbers, help="tokens, e.g. 1024,4096")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--disk", metavar="DIR", help="a source on disk too")
-    parser.add_argument("--slots", choices=("scattered", "adjacent"), default="scattered")
+    parser.add_argument("--disk", metavar="DIR", help="from a directory instead of host memory")
+    parser.add_argument("--slots", type=_slots, default=SLOTS, help="adjacent, scattered or both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--server-args", default="", help="further SGLang flags")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="where shapes go")
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
-    parser.add_argument("--rehearse", action="store_true", help="two layers, for a CPU")
-    args = parser.parse_args()
+    parser.add_argument("--cells", type=Path, help="keep every row in this file, and go on with it")
+    parser.add_argument("--rehearse", action="store_true", help="a shrunk shape, for a CPU")
+    args = parser.parse_args(words)
     args.histories = args.histories or HISTORIES["cpu" if args.rehearse else "cuda"]
-    flags = f"--load-format dummy --dtype {args.dtype} {args.server_args}"
-    if args.rehearse:
-        flags += f" {REHEARSAL}"
-    folder = make_shape(args.shape, args.models)
-    engine = Engine(folder, max(args.histories), shlex.split(flags))
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = engine.layers
-    result = {
-        "experiment": "restore",
-        "command": shlex.join(["python", "benchmark/restore/run.py", *sys.argv[1:]]),
-        "machine": machine.describe(),
-        "settings": {
-            "shape": args.shape,
-            "layers": engine.layers,
-            "dtype": str(engine.dtype).removeprefix("torch."),
-            "slots": args.slots,
-            "rounds": args.rounds,
-            "attention_backend": engine.runner.server_args.attention_backend,
-        },
-        **measure(engine, ModelShape.from_config(config), args),
-    }
-    title = "Goals on a GPU (this was a rehearsal)" if args.rehearse else "Goals"
-    print("\n".join([*table(result), "", title, *goal_lines(result, args.shape)]))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    if max(args.histories) > CONTEXT:
+        parser.error(f"--histories {max(args.histories)}: the shapes have {CONTEXT} positions")
+    return args
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
+
+
+def _slots(text: str) -> tuple[str, ...]:
+    words = tuple(text.split(","))
+    if not set(words) <= set(SLOTS):
+        raise argparse.ArgumentTypeError(f"{text}: give {','.join(SLOTS)} or one of them")
+    return words
 
 
 if __name__ == "__main__":

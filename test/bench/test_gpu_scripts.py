@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.bench import arms
+from sglang_hc.bench import arms, report
+from sglang_hc.bench.cells import latest, read
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmark" / "gpu"
 SHORT = ["--sessions", "2", "--turns", "2", "--system-len", "8", "--input-len", "6"]
@@ -96,9 +97,52 @@ def test_a_rehearsal_runs_two_layers_without_hicache(
     assert script("overhead.py", *words, "--output", str(tmp_path), gpu=False) == 0
     result = result_of(tmp_path)
     assert [arm["name"] for arm in result["arms"]] == ["stock", "auto"]
-    assert all('{"num_hidden_layers": 2}' in arm["command"] for arm in result["arms"])
+    assert all('"num_hidden_layers": 2' in arm["command"] for arm in result["arms"])
+    assert all('"num_key_value_heads": 2' in arm["command"] for arm in result["arms"])
     assert "hicache: left out" in result["skipped"][0]
     assert "this was a rehearsal" in capsys.readouterr().out
+
+
+def test_one_arm_is_kept_as_a_cell_and_not_run_again(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the campaign does: every arm in a process of its own, all of them in one file."""
+    cells = tmp_path / "cells.jsonl"
+    words = ["--shape", "llama-2-7b", "--models", str(tmp_path), *SHORT, "--cells", str(cells)]
+    for arm in ("auto", "hicache", "stock"):
+        assert script("multi_turn.py", *words, "--arms", arm, gpu=True) == 0
+    lines = read(cells)
+    assert [line["key"] for line in lines] == [
+        f"multi-turn/llama-2-7b-shape/{arm}/rate=inf/repeat 0"
+        for arm in ("auto", "hicache", "stock")
+    ]
+    assert "--page-size 64" in lines[1]["values"]["arm"]["command"]
+    assert "--cells" not in lines[0]["command"]
+    capsys.readouterr()
+    assert script("multi_turn.py", *words, "--arms", "hicache", gpu=True) == 0
+    assert "nothing left to run" in capsys.readouterr().out and len(read(cells)) == 3
+    # A second repeat runs that one only.
+    again = ["--arms", "stock", "--repeat", "2"]
+    assert script("multi_turn.py", *words, *again, gpu=True) == 0
+    assert [line["key"][-8:] for line in read(cells)[3:]] == ["repeat 1"]
+
+
+def test_cells_of_single_arms_become_one_result(
+    script: Script, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = tmp_path / "cells.jsonl"
+    words = ["--shape", "llama-2-7b", "--models", str(tmp_path), *SHORT, "--cells", str(cells)]
+    for arm in ("auto", "hicache", "stock"):
+        assert script("multi_turn.py", *words, "--arms", arm, gpu=True) == 0
+    monkeypatch.delitem(sys.modules, "tables", raising=False)
+    made = importlib.import_module("tables").served_results(latest(read(cells)))
+    result = made["multi-turn-llama-2-7b"]
+    assert [arm["name"] for arm in result["arms"]] == ["stock", "hicache", "auto"]
+    assert result["reference"] == "stock"
+    pairs = {(row["arm"], row["against"]) for row in result["ratios"]}
+    assert pairs == {("hicache", "stock"), ("auto", "stock"), ("auto", "hicache")}
+    assert [row[1] for row in report.overview_table(result).rows] == ["stock", "hicache", "auto"]
+    assert len(settings.goal_lines(result, "llama-2-7b")) == 3
 
 
 @pytest.mark.usefixtures("models")
