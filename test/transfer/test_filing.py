@@ -11,7 +11,7 @@ from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.transfer.filing import Filing, Snapshots
 from sglang_hc.transfer.lanes import HostLane
 from sglang_hc.transfer.taps import TapBuffer
-from support.streams import COMPUTE, COPIES, StreamDevice, StreamLane
+from support.streams import BACK, COMPUTE, COPIES, StreamDevice, StreamLane
 from support.tiers import CPU, StepExecutor
 
 LAYERS, WIDTH = 2, 8
@@ -21,14 +21,18 @@ LAYOUT = BlockLayout(LayerPlan(0, LAYERS, 0), StateShape(LAYERS, WIDTH, (8, 8), 
 class Bench:
     """Snapshots of `buffers` x `rows` rows over a late device, or over the host alone."""
 
-    def __init__(self, rows: int = 4, buffers: int = 2, device: StreamDevice | None = None) -> None:
+    def __init__(
+        self, rows: int = 4, buffers: int = 2, device: StreamDevice | None = None,
+        lane: StreamLane | None = None,
+    ) -> None:  # fmt: skip
         self.pool = HostPool(LAYOUT, 8)
         self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
         self.executor = StepExecutor(self.pool, self.buffers)
         self.filing = Filing(self.executor)
-        lane = StreamLane(device) if device else HostLane()
-        twins = torch.empty(buffers * rows * LAYERS * WIDTH, dtype=torch.uint8) if device else None
-        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, lane, self.filing)
+        used = lane or (StreamLane(device) if device else HostLane())
+        size = buffers * rows * LAYERS * WIDTH
+        twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
+        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.filing)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
         """`rows` rows of value, value + 1, ... to a slot."""
@@ -79,6 +83,25 @@ def test_flushing_nothing_returns_the_progress_of_what_was_sent_before() -> None
     assert sent is bench.snapshots.flush() and not sent.done
     bench.filing.drain()
     assert sent.done
+
+
+def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() -> None:
+    """Each direction has a stream of its own: the copies of a restoration that was asked for after
+    the snapshot are over while the pass that fills the snapshot still runs."""
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    bench = Bench(lane=lane.opposite())
+    device.submit(COMPUTE, None, after=(COMPUTE, 10**9))  # a pass that does not end
+    bench.add(1, 4, slot=0)
+    device.run_only(BACK)
+    source, target = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    lane.copy(target, source)
+    mark = lane.mark()
+    assert device.run_only(COPIES) and mark.done() and bool(target.all())
+    assert not device.run_only(BACK)
+    bench.filing.poll()
+    bench.executor.step()
+    assert len(bench.filing) == 1
 
 
 def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from sglang_hc.transfer.staging import (
 )
 from support.restores import FRAME, expected, filled_pool, nodes_in
 from support.streams import COMPUTE, COPIES, SIDE, StreamDevice, StreamLane, StreamPool
-from support.tiers import CPU
+from support.tiers import CPU, project
 
 SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
 
@@ -263,6 +264,45 @@ def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for(
     assert written == list(range(SIDE_LAYERS + 1))
     restore.finish()
     assert written == list(range(layers))
+
+
+class SlowRecomputer:
+    """Several passes; before each but the first the thread waits, and the copies go on."""
+
+    def __init__(self, device: StreamDevice, passes: int) -> None:
+        self.device, self.passes = device, passes
+        self.copied: list[int] = []
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        for _ in range(self.passes - 1):
+            self.device.run()
+            between()
+            self.copied.append(self.device.queues[COPIES].submitted)
+
+
+def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
+    """They would stop with the frames full, and the link stand still while the thread waits."""
+    plan = LayerPlan(1, 6, 0)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, plan.num_layers)
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
+    ring = StagingRing(2, FRAME, CPU, lane)
+    recomputer = SlowRecomputer(device, 4)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, recomputer)
+    assert lane.calls == 2
+    restore.recompute()
+    first, second, third = recomputer.copied
+    assert first < second <= third and lane.calls == 6
+    restore.finish()
+    device.run()
+    for layer in range(1, 7):
+        wanted = project(
+            layer, torch.from_numpy(pool.hidden)[:, layer - 1].reshape(128, -1), torch.arange(128)
+        )
+        for got, rows in zip(target.rows(layer), wanted, strict=True):
+            assert torch.equal(got, rows)
 
 
 def test_frames_are_gone_when_the_last_pass_over_them_is() -> None:

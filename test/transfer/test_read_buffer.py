@@ -13,7 +13,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.transfer.queue_view import Waiting
 from sglang_hc.transfer.read_buffer import PIECES_PER_PASS, ReadBuffer
 from sglang_hc.transfer.restore import Restoration, RestorePass
-from sglang_hc.transfer.staging import StagingRing
+from sglang_hc.transfer.staging import FEW_RUNS, StagingRing
 from sglang_hc.tree.identity import pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COPIES, StreamDevice, StreamLane, StreamPool
@@ -247,6 +247,25 @@ def test_what_is_on_its_way_from_disk_is_waited_for() -> None:
     fetching.clear()
     bench.look(rid)
     assert bench.copies > 0
+
+
+def test_scattered_blocks_are_copied_in_one_call() -> None:
+    """As in a restoration: the thread's time does not grow with the number of blocks."""
+    bench = Bench()
+    nodes = bench.host.tree.match(None, pack_tokens(path_tokens(0, 300))).nodes
+    slots = sorted(node.slot for node in nodes)
+    for node, slot in zip(nodes, [slots[i] for i in (4, 2, 0, 3, 1)], strict=True):
+        node.slot = slot
+    assert len(slots) > FEW_RUNS
+    bench.frames = StagingRing(10, 8 * FRAME, CPU, bench.lane)
+    bench.early = ReadBuffer(bench.pool.layout, bench.host, bench.pool, bench.lane, bench.frames)
+    bench.look(bench.wait(0))
+    plan = bench.pool.layout.plan
+    assert bench.lane.calls == plan.hidden + 2 * plan.kv
+    restoration = bench.restoration(0, 0, 300)
+    bench.restore([restoration])
+    assert bench.used == 300 * len(LAYERS)
+    bench.check([restoration])
 
 
 @pytest.mark.parametrize("on_device", [150, 149, 128])

@@ -13,7 +13,7 @@ from sglang_hc.transfer.side_choice import LAYERS, fastest_side
 from support.streams import COMPUTE, SIDE, StreamDevice, StreamLane, StreamPool
 from support.tiers import HIDDEN_BYTES, PARTS, project
 
-SHAPE = StateShape(6, HIDDEN_BYTES, PARTS, "uint8")
+SHAPE = StateShape(LAYERS + 1, HIDDEN_BYTES, PARTS, "uint8")
 
 
 @pytest.mark.parametrize("faster", [COMPUTE, SIDE])

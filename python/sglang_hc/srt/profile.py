@@ -17,6 +17,7 @@ from sglang_hc import __version__, profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.srt.adapters import LayerAdapter
+from sglang_hc.srt.projection import installed_kernels
 from sglang_hc.srt.scratch_layer import subject_of
 from sglang_hc.store.disk import DirectorySpec
 from sglang_hc.transfer.measure import measure
@@ -87,6 +88,7 @@ def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
         f"KV {args.kv_cache_dtype}",
         "hidden states" if hidden else "KV only",
         _device_name(runner),
+        *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),
         f"sglang-hc {__version__}",
         f"sglang {version('sglang')}",
@@ -100,6 +102,13 @@ def _device_name(runner: Any) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(runner.gpu_id))
     return f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}"
+
+
+def _kernels(runner: Any) -> list[str]:
+    """Whose kernels may project hidden states, where that is measured."""
+    if torch.device(runner.device).type != "cuda":
+        return []
+    return ["kernels of SGLang" if installed_kernels() is None else "own kernels"]
 
 
 def _processor() -> str:

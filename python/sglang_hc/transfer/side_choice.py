@@ -12,12 +12,13 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.choice import Seconds, fastest
 from sglang_hc.transfer.lanes import Lane, Side
-from sglang_hc.transfer.restore import Restoration, RestorePass, RestoreSink
+from sglang_hc.transfer.restore import SIDE_LAYERS, Restoration, RestorePass, RestoreSink
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.tree.block_tree import BlockNode
 
-LAYERS = 4
-"""Layers of the timed restoration."""
+LAYERS = 2 * SIDE_LAYERS
+"""Layers of the timed restoration: as many again as a side gets ahead, so that both ways are timed
+as they serve."""
 
 
 def fastest_side(
