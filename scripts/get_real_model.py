@@ -68,9 +68,10 @@ def download(folder: Path) -> None:
     )
     if done.returncode != 0:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        begins = max(0, said.lower().find("error"))  # warnings stand before it
         raise ModelError(
-            f"{PACKAGE} was not downloaded ({said[:300]}); this needs a registry of Python "
-            f"packages, or a finished models/{NAME} from another machine"
+            f"{PACKAGE} was not downloaded ({said[begins : begins + 200]}); this needs a registry "
+            f"of Python packages, or a finished models/{NAME} from another machine"
         )
 
 
