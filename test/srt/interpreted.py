@@ -56,6 +56,27 @@ def bytes_stay(pool: Any, slots: Any) -> bool:
     return same
 
 
+def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
+    """What a measurement had on the device goes with it, without the garbage collector: SGLang
+    sizes its KV pool by what is free right afterwards."""
+    import gc
+    import weakref
+
+    from sglang_hc.srt.scratch_layer import subject_of
+    from sglang_hc.transfer.measure import measure
+
+    gc.collect()
+    gc.disable()
+    subject = subject_of(runner, layers, True)
+    pool = subject.sink.pool
+    left = [weakref.ref(thing) for thing in (subject, subject.sink, pool, *pool.k_buffer)]
+    measure(subject, budget_s=0.2)
+    del subject, pool
+    gone = [ref() is None for ref in left]
+    gc.enable()
+    return len(gone) >= 4 and all(gone)
+
+
 def main(model: str) -> None:
     from support.core import Core
 
@@ -115,6 +136,7 @@ def main(model: str) -> None:
         lambda work: 0.0 if work.func is counted else 1.0, (1, 7, 900),
     )  # fmt: skip
     found["warmed_rows"] = ran[-3:]
+    found["scratch_is_gone"] = scratch_is_gone(runner, layers)
     found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))
     print("RESULT " + json.dumps(found))
 

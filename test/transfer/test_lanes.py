@@ -180,3 +180,40 @@ def test_cuda_copies_of_strided_rows_between_pinned_host_and_device() -> None:
     mark = lane.mark()
     mark.wait()
     assert torch.equal(target.cpu(), host[::2, 8:1008])
+
+
+@needs_cuda
+def test_cuda_copies_of_scattered_ranges_by_every_way_and_across_registrations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda")
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 16 * page)
+    lane = lanes.lane_for(device)
+    assert isinstance(lane, lanes.CudaLane)
+    buffer = mmap.mmap(-1, 64 * page)
+    lane.pin(buffer, page)
+    host = torch.frombuffer(buffer, dtype=torch.uint8).view(64, page)
+    host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
+    order = np.random.default_rng(0).permutation(64)[:40]
+    sizes = np.full(40, 1000, dtype=np.int64)
+    ranges = cuda_copies.Ranges(order * page + 24, np.arange(40) * 1000, sizes)
+    wanted = host[torch.from_numpy(order), 24:1024]
+    runtime, major = cuda_copies.cuda_runtime(), cuda_copies.cuda_major()
+    stream = lane._stream.cuda_stream
+    for name, way in cuda_copies.range_copies(runtime, major).items():
+        target = torch.zeros(40, 1000, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        way(target, host, ranges, stream)
+        lane.mark().wait()
+        assert torch.equal(target.cpu(), wanted), name
+    target = torch.zeros(64, 1000, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    lane.copy(target, host[:, 24:1024])
+    lane.mark().wait()
+    assert torch.equal(target.cpu(), host[:, 24:1024])
+    back = lane.opposite()
+    back.copy(host[:, 2024:3024], target)
+    back.mark().wait()
+    assert torch.equal(host[:, 2024:3024], host[:, 24:1024])
+    lane.close()
