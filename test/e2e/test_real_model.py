@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.core import Core, run_in_child
-from support.real_text import Drift, drift, push_out, tokens_of
+from support.real_text import drift, push_out, tokens_of
 
 DOCUMENT = 300
 """Tokens of the Declaration of Independence that the first turn reads."""
@@ -79,22 +79,26 @@ def both(model: str, forms: str, dtype: str) -> tuple[Any, Any, str, str]:
     return kept, evicted, str(core.tree.stats()["layer_plan"]), text
 
 
-@pytest.mark.parametrize(
-    ("forms", "plan", "most"),
-    [
-        ("kv", "kv:30", 0.0),
-        ("hidden", "hidden:30", 1e-5),
-        ("recompute:4,hidden:13,kv:13", "recompute:4,hidden:13,kv:13", 1e-5),
-    ],
-)
-def test_a_reply_goes_on_token_for_token_in_float32(
-    real_model: str, forms: str, plan: str, most: float
-) -> None:
-    kept, evicted, served, text = run_in_child(both, real_model, forms, "float32")
-    assert served == plan
+def check(kept: dict[str, Any], evicted: dict[str, Any], text: str) -> None:
+    """The same words; all of the history came back, but for the token that ended a reply."""
     assert "Declaration of Independence" in text, "the converted weights talk nonsense"
     assert kept["host"] == [0, 0, 0] and min(kept["device"][1:]) > DOCUMENT
     assert evicted["device"] == [0, 0, 0] and evicted["host"] == kept["device"]
     assert evicted["tokens"] == kept["tokens"]
-    assert all(found.worst <= most for found in evicted["drift"])
-    assert all(Drift(*found).outliers > 10 for found in evicted["drift"]), "no outliers to lose"
+    assert min(found.outliers for found in evicted["drift"]) > 10, "no outliers to lose"
+
+
+@pytest.mark.parametrize("forms", ["hidden:30", "recompute:4,hidden:13,kv:13"])
+def test_a_reply_goes_on_token_for_token_in_float32(real_model: str, forms: str) -> None:
+    kept, evicted, plan, text = run_in_child(both, real_model, forms, "float32")
+    assert plan == forms
+    check(kept, evicted, text)
+    assert max(found.worst for found in evicted["drift"]) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_form_is_a_copy(real_model: str, dtype: str) -> None:
+    kept, evicted, plan, text = run_in_child(both, real_model, "kv", dtype)
+    assert plan == "kv:30"
+    check(kept, evicted, text)
+    assert max(found.worst for found in evicted["drift"]) == 0.0
