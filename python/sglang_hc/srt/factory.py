@@ -25,6 +25,7 @@ from sglang_hc.srt.remote import with_remote
 from sglang_hc.srt.replicas import directories, host_share, replica_of
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.weights import model_identity
 from sglang_hc.store.disk import DirectoryError
@@ -81,7 +82,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
         rows.project = fastest_projection(runner, state.layers, allocator)
     tiers = _tiers(config, runner, state, rows, part_bytes, recomputer)
     order = _device_order(config, ctx.params, tiers)
-    cache = tree_over(ctx.params, tiers, runner, order)
+    cache = tree_over(ctx.params, tiers, ComputeStream.of(runner), order)
     runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.gate)
     state.tree = cache

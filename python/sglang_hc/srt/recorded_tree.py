@@ -11,6 +11,7 @@ from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import BlockLayout
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.replicas import replica_of
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.transfer.recording import Recorder, RecordingHostTier
 from sglang_hc.transfer.tiers import Tiers
@@ -71,12 +72,14 @@ class RecordedRadixCache(HcRadixCache):
         self.recorder.close()
 
 
-def tree_over(params: Any, tiers: Tiers, runner: Any, order: DeviceOrder | None) -> HcRadixCache:
+def tree_over(
+    params: Any, tiers: Tiers, compute: ComputeStream, order: DeviceOrder | None
+) -> HcRadixCache:
     """The tree over these tiers: one that records, where they do."""
     if isinstance(tiers.host, RecordingHostTier):
         recorder = tiers.host.recorder
-        return RecordedRadixCache(params, tiers, runner, order, recorder=recorder)
-    return HcRadixCache(params, tiers, runner, order)
+        return RecordedRadixCache(params, tiers, compute, order, recorder=recorder)
+    return HcRadixCache(params, tiers, compute, order)
 
 
 def recorder_for(

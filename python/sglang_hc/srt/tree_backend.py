@@ -7,7 +7,6 @@ content arrives layer by layer while the request's own tokens are prefilled.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from array import array
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from sglang_hc.policy.restore_plan import Span
 from sglang_hc.srt.eviction import DeviceOrder
 from sglang_hc.srt.host_match import HostMatch
 from sglang_hc.srt.pins import wish_of
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.transfer.capture import Segment
 from sglang_hc.transfer.restore import Restoration
@@ -60,13 +60,18 @@ class HcRadixCache(RadixCache):
     tiers: Tiers | None = None
 
     def __init__(
-        self, params: Any, tiers: Tiers, runner: Any, device_order: DeviceOrder | None = None
+        self,
+        params: Any,
+        tiers: Tiers,
+        compute: ComputeStream | None,
+        device_order: DeviceOrder | None = None,
     ) -> None:
-        """device_order: which leaves of the device tree leave first; None for SGLang's order."""
+        """compute: where the model runs; None where all runs on the stream that is current.
+        device_order: which leaves of the device tree leave first; None for SGLang's order."""
         super().__init__(params)
         self.tiers = tiers
         self._device_order = device_order
-        self._runner = runner
+        self._compute = compute or ComputeStream(self.device)
         self.token_to_kv_pool_host = HostPoolFacade(tiers)
         # SGLang reads the sizes of these to know whether anything is under way.
         self.ongoing_write_through: dict[int, Any] = {}
@@ -144,9 +149,7 @@ class HcRadixCache(RadixCache):
             choice.recompute,
             req.prefix_indices,
         )
-        if slots.is_cuda:  # read on the compute stream, allocated on this one
-            for tensor in (slots, req.prefix_indices):
-                tensor.record_stream(self._runner.forward_stream)
+        self._compute.will_read(slots, req.prefix_indices)
         live.choice.take(choice)
         live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
         req.host_hit_length = count
@@ -196,7 +199,7 @@ class HcRadixCache(RadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
-        with self._on_compute_stream():
+        with self._compute.entered():
             return self._live.start_restores()
 
     def check_hicache_events(self) -> None:
@@ -207,7 +210,7 @@ class HcRadixCache(RadixCache):
             self.exporter.publish(tiers.levels(), tiers.counts())
         self.waiting.look()
         if tiers.has_queued:
-            with self._on_compute_stream():
+            with self._compute.entered():
                 tiers.restore_now()
 
     # -- the waiting queue -----------------------------------------------------------------------
@@ -242,7 +245,8 @@ class HcRadixCache(RadixCache):
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
-        self._live.close()
+        with self._compute.entered():
+            self._live.close()
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -308,11 +312,12 @@ class HcRadixCache(RadixCache):
 
     def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
-        with self._on_compute_stream():
-            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
-            self._live.capture.commit(
-                req.rid, req.extra_key, packed, slots.to(torch.int64), final=final
-            )
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+        # SGLang gives the row to another request while the forward stream is still busy.
+        slots = row.to(torch.int64, copy=True)
+        self._compute.will_read(slots)
+        with self._compute.entered():
+            self._live.capture.commit(req.rid, req.extra_key, packed, slots, final=final)
         return packed
 
     # -- upkeep ----------------------------------------------------------------------------------
@@ -320,12 +325,14 @@ class HcRadixCache(RadixCache):
     def reset(self) -> None:
         """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
         if self.tiers is not None:
-            self.tiers.clear()
+            with self._compute.entered():
+                self.tiers.clear()
         super().reset()
 
     def forget_saved(self) -> None:
-        """The weights changed: nothing saved is valid."""
-        self._live.clear()
+        """The weights changed: nothing saved is valid. Requests may be running."""
+        with self._compute.entered():
+            self._live.clear()
         if self._live.disk is not None:
             self._live.disk.disown()
 
@@ -336,14 +343,6 @@ class HcRadixCache(RadixCache):
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
         self._live.check_integrity()
-
-    def _on_compute_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Device work is ordered with the forward passes by running on their stream."""
-        if self.device.type != "cuda":
-            return contextlib.nullcontext()
-        stream = self._runner.forward_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(stream)
 
 
 def _keeps(req: Any) -> bool:

@@ -1,0 +1,156 @@
+"""Every access to shared device memory is ordered, by streams and events, under SGLang's scheduler.
+
+Two requests run and more wait, so a row of the slot table gets its next owner at once. Then the
+conversations leave the device and come back. `support/ordered_core.py` says what is compared and
+how. The controls bring back mistakes that were made once or are easily made: a checker that does
+not find them is blind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_hc.tree.identity import pack_tokens
+from support.core import run_in_child
+from support.ordered_core import OrderedCore
+
+POOL = 640
+FLAGS = (
+    *("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32"),
+    *("--max-running-requests", "2"),
+)
+SERIAL = "--disable-overlap-schedule"
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 900) for _ in range(length)]
+
+
+def old_commit(core: OrderedCore) -> None:
+    """The row of the slot table is read on the forward stream, behind the batch that is under way:
+    SGLang has given the row to the next request by then."""
+    tree = core.tree
+
+    def commit(req: Any, tokens: Any, length: int, final: bool) -> bytes:
+        packed = pack_tokens(tokens[:length])
+        with tree._compute.entered():
+            slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+            tree._live.capture.commit(req.rid, req.extra_key, packed, slots.long(), final=final)
+        return packed
+
+    tree._commit = commit
+
+
+def forward_stream_always(core: OrderedCore) -> None:
+    """The tiers work on the forward stream while the model runs on the schedule stream."""
+    core.tree._compute._forward = core.scheduler.tp_worker.model_runner.forward_stream
+
+
+def schedule_stream_always(core: OrderedCore) -> None:
+    """The tiers work on whichever stream is current."""
+    core.tree._compute.entered = contextlib.nullcontext
+
+
+def allocator_not_told(core: OrderedCore) -> None:
+    """Memory made on the schedule stream and read on the forward stream is freed too early."""
+    core.tree._compute.will_read = lambda *made: None
+
+
+def forget_at_once(core: OrderedCore) -> None:
+    """New weights: the tiers are cleared on the schedule stream while requests run."""
+    core.tree.forget_saved = core.tree.tiers.clear
+
+
+def served(
+    flags: tuple[str, ...],
+    beside: bool = False,
+    control: Callable[[OrderedCore], None] | None = None,
+) -> dict[str, Any]:
+    """Six conversations of two turns, all of the first evicted before the second; then new weights
+    while requests run."""
+    core = OrderedCore(*FLAGS, *flags, beside=beside)
+    if control is not None:
+        control(core)
+    prompts = [prompt(i, 70 + 10 * i) for i in range(6)]
+    first = [core.submit(tokens, 6 + i) for i, tokens in enumerate(prompts)]
+    core.run()
+    told = [[*tokens, *core.reply(rid).tokens] for tokens, rid in zip(prompts, first, strict=True)]
+    core.settle()
+    core.flood(random.Random(1), 2 * POOL)
+    second = [core.submit([*tokens, *prompt(9, 20)], 6) for tokens in told]
+    core.run()
+    again = [core.reply(rid) for rid in second]
+    core.settle()
+    core.submit(prompt(20, 40), 30)
+    core.submit(prompt(21, 40), 30)
+    at_decode(core, core.tree.forget_saved)
+    core.run()
+    core.settle()
+    return {
+        "races": [str(race) for race in core.watch.races],
+        "sites": [race.sites for race in core.watch.races],
+        "accesses": core.watch.accesses,
+        "host": sum(reply.host for reply in again),
+        "stats": core.tree.stats(),
+    }
+
+
+def at_decode(core: OrderedCore, action: Callable[[], None]) -> None:
+    """Call `action` once, when the running requests have some replies' tokens."""
+    called: list[bool] = []
+    receive = core.scheduler.request_receiver.recv_requests
+
+    def receiving() -> Any:
+        running = core.scheduler.running_batch.reqs
+        if not called and running and len(running[0].output_ids) > 8:
+            called.append(True)
+            action()
+        return receive()
+
+    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receiving)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in turn", "beside"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--hc-forms", "kv"),
+        ("--hc-forms", "hidden", "--hc-read-buffer-gb", "0.01"),
+        ("--hc-forms", "recompute:1,hidden:1,kv:2", "--chunked-prefill-size", "64"),
+        ("--hc-forms", "hidden:2,kv:2", SERIAL),
+    ],
+    ids=" ".join,
+)
+def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bool) -> None:
+    seen = run_in_child(served, flags, beside)
+    assert not seen["races"], "\n".join(seen["races"])
+    assert seen["host"] > 300, "hardly anything was restored"
+    wanted = {"slot table", "host pool", "KV pool, layer 3, part 1", "frame"}
+    assert wanted <= seen["accesses"].keys()
+
+
+@pytest.mark.parametrize(
+    ("control", "flags", "region"),
+    [
+        (old_commit, ("--hc-forms", "kv"), "slot table"),
+        (forward_stream_always, ("--hc-forms", "kv", SERIAL), "KV pool"),
+        (forward_stream_always, ("--hc-forms", "recompute:1,kv:3", SERIAL), "KV pool"),
+        (schedule_stream_always, ("--hc-forms", "kv"), "KV pool"),
+        (allocator_not_told, ("--hc-forms", "kv"), "made in"),
+        (forget_at_once, ("--hc-forms", "hidden"), "snapshot"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_the_checker_sees(
+    models: None, control: Callable[[OrderedCore], None], flags: tuple[str, ...], region: str
+) -> None:
+    seen = run_in_child(served, flags, False, control)
+    found = [sites for sites in seen["sites"] if sites[0].startswith(region)]
+    assert found, f"found elsewhere: {seen['races']}"

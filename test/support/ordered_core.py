@@ -1,0 +1,183 @@
+"""SGLang's scheduler with the tiers on streams that hold order only, every access compared.
+
+What a GPU would have is put in the place of what a CPU has: streams, events, a lane of its own with
+device memory for snapshots, SGLang's barrier between its two streams, and that barrier's short form
+after a decode step, which waits for the model and not for what the tiers do behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sglang_hc.store.executor import CopyRows, FileRows, Operation
+from support.core import Core
+from support.happens_before import Clocks, Event, Stream
+from support.watch import Watch
+
+
+class _Mark:
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class OrderedLane:
+    """What `CudaLane` does, on streams of a `Clocks`."""
+
+    own_memory = True
+    batches = False
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._stream = clocks.stream("lane")
+        self._opposite: OrderedLane | None = None
+
+    def computed(self) -> _Mark:
+        return _Mark(self._clocks.current.record_event())
+
+    def after(self, computed: Any) -> None:
+        self._stream.wait_event(computed.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._clocks.on(self._stream):
+            target.copy_(source)
+
+    def mark(self) -> _Mark:
+        return _Mark(self._stream.record_event())
+
+    def before_compute(self, mark: Any) -> None:
+        self._clocks.current.wait_event(mark.event)
+
+    def side(self) -> Callable[[], AbstractContextManager[Any]]:
+        return partial(self._clocks.on, self._clocks.stream("side"))
+
+    def opposite(self) -> OrderedLane:
+        if self._opposite is None:
+            self._opposite = OrderedLane(self._clocks)
+            self._opposite._opposite = self
+        return self._opposite
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class OrderedCore(Core):
+    """A `Core` whose accesses are compared while it runs. One per process; it is not undone.
+
+    beside: restorations run beside the compute stream.
+    """
+
+    def __init__(self, *flags: str, beside: bool = False, **env: str) -> None:
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        from sglang_hc.srt import factory
+        from sglang_hc.srt.streams import ComputeStream
+
+        self.clocks = Clocks()
+        self.watch = Watch(self.clocks)
+        patches = contextlib.ExitStack()
+        patches.enter_context(self.clocks.installed())
+        lane = OrderedLane(self.clocks)
+        side = lane.side() if beside else None
+        told = partial(_told, self.watch)
+        for target, name, new in (
+            (factory, "lane_for", lambda *_: lane),
+            (factory, "_side", lambda *_: side),
+            (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
+            (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.clocks)),
+        ):
+            patches.enter_context(mock.patch.object(target, name, new))
+        super().__init__(*flags, **{"SGLANG_ENABLE_WAR_BARRIER": "1", **env})
+        self._watch_long_lived()
+        self.clocks.all_over()
+
+    def run(self, steps: int | None = None) -> None:
+        with self.watch:
+            super().run(steps)
+
+    def settle(self) -> None:
+        self.clocks.all_over()
+        super().settle()
+        self.clocks.all_over()
+
+    def _watch_long_lived(self) -> None:
+        tiers, watch = self.tree.tiers, self.watch
+        table = self.scheduler.req_to_token_pool.req_to_token
+        watch.region("slot table", table, table.itemsize)
+        for layer in range(tiers.layout.plan.num_layers):
+            for part, rows in enumerate(tiers._sink.rows(layer)):
+                watch.region(f"KV pool, layer {layer}, part {part}", rows, rows.shape[1])
+        if tiers._taps is not None:
+            watch.region("taps", tiers._taps.states)
+        watch.region("host pool", torch.from_numpy(tiers._pool.bytes), tiers.layout.slot_bytes)
+        buffers: dict[int, list[torch.Tensor]] = {}
+        for snapshots in (tiers.capture._hidden, tiers.capture._kv):
+            for staging in snapshots._free if snapshots is not None else ():
+                buffers[staging.index] = staging.host
+                for number, (host, twin) in enumerate(
+                    zip(staging.host, staging.device, strict=True)
+                ):
+                    watch.region(f"snapshot {staging.index}.{number} on the host", host)
+                    watch.region(f"snapshot {staging.index}.{number} on the device", twin)
+        for frame, _ in tiers._staging._free:
+            watch.region("frame", frame)
+        executor = tiers._filing._executor
+        executor.submit = _noting(executor.submit, watch, tiers._pool, buffers)
+
+
+def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:
+    """In the place of `record_stream`, which a CPU does not have."""
+    if isinstance(compute._forward, Stream):
+        for tensor in made:
+            watch.keep(tensor, compute._forward)
+
+
+def _publishing(original: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
+    """A decode step tells that it has read the slot table, as one by CUDA graph does, and as late
+    as this model does: when its last layer was submitted."""
+
+    def forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, forward_batch, *args, **kwargs)
+        if forward_batch.forward_mode.is_decode():
+            self.war_fastpath_read_done_event = clocks.current.record_event()
+        return output
+
+    return forward
+
+
+def _noting(
+    submit: Callable[[Operation], int],
+    watch: Watch,
+    pool: Any,
+    buffers: dict[int, list[torch.Tensor]],
+) -> Callable[[Operation], int]:
+    """What the executor will read and write, noted when it is handed the work."""
+    slots = torch.from_numpy(pool.bytes)
+
+    def noting(operation: Operation) -> int:
+        if isinstance(operation, FileRows):
+            for buffer in buffers[operation.buffer]:
+                watch.on_host("file rows", buffer, write=False)
+            for span in operation.spans:
+                watch.on_host("file rows", slots[span.slot], write=True)
+        if isinstance(operation, CopyRows):
+            watch.on_host("copy rows", slots[operation.source], write=False)
+            watch.on_host("copy rows", slots[operation.target], write=True)
+        return submit(operation)
+
+    return noting
