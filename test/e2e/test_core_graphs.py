@@ -42,8 +42,9 @@ def tap_by_reference(core: GraphCore) -> None:
         )
 
     def rows_of(rows: int) -> torch.Tensor:
-        latest = torch.stack([handed[i][:rows] for i in range(len(handed))])
-        return latest.contiguous().view(torch.uint8)
+        row = torch.arange(rows)
+        latest = [handed[i][row % len(handed[i])] for i in range(len(handed))]
+        return torch.stack(latest).view(torch.uint8)
 
     taps.bytes = rows_of
 

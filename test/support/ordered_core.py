@@ -2,7 +2,7 @@
 
 What a GPU would have is put in the place of what a CPU has: streams, events, a lane of its own with
 device memory for snapshots, SGLang's barrier between its two streams, and that barrier's short form
-after a decode step, which waits for the model and not for what the tiers do behind it.
+at a decode step by CUDA graph, behind which the schedule stream goes on while the model runs.
 """
 
 from __future__ import annotations
@@ -99,10 +99,12 @@ class OrderedCore(Core):
             (factory, "lane_for", lambda *_: lane),
             (factory, "_side", lambda *_: side),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
-            (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.clocks)),
+            (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.watch)),
         ):
             patches.enter_context(mock.patch.object(target, name, new))
         super().__init__(*flags, **{"SGLANG_ENABLE_WAR_BARRIER": "1", **env})
+        self.scheduler.tp_worker.model_runner.forward_stream.name = "forward"
+        self.scheduler.copy_stream.name = "results"
         self._watch_long_lived()
         self.clocks.all_over()
 
@@ -147,15 +149,19 @@ def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:
             watch.keep(tensor, compute._forward)
 
 
-def _publishing(original: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
-    """A decode step tells that it has read the slot table, as one by CUDA graph does, and as late
-    as this model does: when its last layer was submitted."""
+def _publishing(original: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    """A decode step reads the slot table and tells so before its graph is replayed. The attention
+    of this test reads it in every layer, which counts as read at that point."""
 
     def forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, forward_batch, *args, **kwargs)
-        if forward_batch.forward_mode.is_decode():
-            self.war_fastpath_read_done_event = clocks.current.record_event()
-        return output
+        if not forward_batch.forward_mode.is_decode():
+            return original(self, forward_batch, *args, **kwargs)
+        watch.read_before = "slot table", watch.clocks.submit()
+        self.war_fastpath_read_done_event = watch.clocks.current.record_event()
+        try:
+            return original(self, forward_batch, *args, **kwargs)
+        finally:
+            watch.read_before = None
 
     return forward
 

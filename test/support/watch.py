@@ -47,12 +47,14 @@ class Watch(TorchDispatchMode):
         self.races: list[Race] = []
         self.accesses: dict[str, int] = {}
         """How often each named region was touched: a checker that sees nothing finds nothing."""
+        self.read_before: tuple[str, Use] | None = None
+        """A region whose reads by the current stream count as made at an earlier step of it."""
         self._seen: set[tuple[str, ...]] = set()
         self._ops: list[Op] = []
         self._regions: list[Shadow] = []
         self._bases: list[int] = []
         self._storages: dict[int, tuple[StorageWeakRef, Storage]] = {}
-        self._shared: dict[int, Storage] = {}
+        self._shared: dict[int, tuple[StorageWeakRef, Storage]] = {}
 
     # -- what is watched ------------------------------------------------------------------------
 
@@ -106,11 +108,14 @@ class Watch(TorchDispatchMode):
         if shadow is None:
             return
         self.accesses[shadow.name] = self.accesses.get(shadow.name, 0) + 1
+        if self.read_before is not None and not write and shadow.name == self.read_before[0]:
+            use = self.read_before[1]
         found = shadow.access(cells(shadow, tensor, index), use, number, write)
         op = self._ops[number]
         if isinstance(shadow, Storage) and use.actor is not shadow.by:
             shadow.foreign[use.actor.index] = use.at, op
-            self._shared[id(shadow)] = shadow
+            key = tensor.untyped_storage()._cdata
+            self._shared[key] = self._storages[key]
         if found is not None:
             self._report(Race(shadow.name, found[0], self._ops[found[1]], op))
 
@@ -139,12 +144,9 @@ class Watch(TorchDispatchMode):
 
     def _dead(self) -> None:
         """Memory that Python gave back: the allocator may hand it out on its own stream at once."""
-        alive = {id(made): ref for ref, made in self._storages.values() if id(made) in self._shared}
-        for key, made in list(self._shared.items()):
-            ref = alive.get(key)
-            if ref is not None and not ref.expired():
-                continue
-            del self._shared[key]
+        gone = [key for key, (ref, _) in self._shared.items() if ref.expired()]
+        for key in gone:
+            _, made = self._shared.pop(key)
             for actor, (at, op) in made.foreign.items():
                 early = at > made.by.clock[actor] and actor not in made.kept
                 if early and (op.ours or made.born.ours):
