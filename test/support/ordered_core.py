@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
+from sglang_hc.transfer.ranges import Ranges, each_range
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
 from support.watch import Watch
@@ -37,7 +38,7 @@ class OrderedLane:
     """What `CudaLane` does, on streams of a `Clocks`."""
 
     own_memory = True
-    batches = False
+    batches = True
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
@@ -53,6 +54,10 @@ class OrderedLane:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._clocks.on(self._stream):
             target.copy_(source)
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        for into, out_of in each_range(target, source, ranges):
+            self.copy(into, out_of)
 
     def mark(self) -> _Mark:
         return _Mark(self._stream.record_event())
