@@ -22,7 +22,7 @@ from support.ordered_core import OrderedCore
 
 POOL = 640
 FLAGS = (
-    *("--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL), "--dtype", "float32"),
+    *("--hc-host-size-gb", "0.03", "--max-total-tokens", str(POOL), "--dtype", "float32"),
     *("--max-running-requests", "2"),
 )
 SERIAL = "--disable-overlap-schedule"
@@ -132,7 +132,7 @@ def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bo
     seen = run_in_child(served, flags, beside)
     assert not seen["races"], "\n".join(seen["races"])
     assert seen["host"] > 300, "hardly anything was restored"
-    wanted = {"slot table", "host pool", "KV pool, layer 3, part 1", "frame"}
+    wanted = {"slot table", "host pool", "ring", "KV pool, layer 3, part 1", "frame"}
     assert wanted <= seen["accesses"].keys()
 
 

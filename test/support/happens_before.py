@@ -19,9 +19,9 @@ import torch
 ACTORS = 12
 """The host and the streams there may be."""
 
-QUERIES = 3
-"""The host is told at the third time it asks that an event is over, unless it knew: on a GPU the
-copies are still under way at the first. Told, everything it submits later comes after the event."""
+LATE = 400
+"""Steps of the host, about two passes, after which it may be told that an event is over: on a GPU
+work is still under way when the host asks first. Once told, all it submits comes after the event."""
 
 
 class Actor:
@@ -69,13 +69,13 @@ class Event:
 
     def __init__(self, clocks: Clocks, **_: Any) -> None:
         self._clocks = clocks
-        self._asked = 0
+        self._at = 0
         self.clock: np.ndarray[Any, Any] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         clocks = self._clocks
         self.clock = np.maximum((stream or clocks.current).clock, clocks.host.clock)
-        self._asked = 0
+        self._at = int(clocks.host.clock[0])
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._clocks.current).wait_event(self)
@@ -85,9 +85,9 @@ class Event:
             self._clocks.host.after(self.clock)
 
     def query(self) -> bool:
-        self._asked += 1
-        known = self.clock is None or bool((self.clock <= self._clocks.host.clock).all())
-        if not known and self._asked < QUERIES:
+        host = self._clocks.host.clock
+        known = self.clock is None or bool((self.clock <= host).all())
+        if not known and host[0] - self._at < LATE:
             return False
         self.synchronize()
         return True

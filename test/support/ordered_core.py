@@ -8,6 +8,7 @@ at a decode step by CUDA graph, behind which the schedule stream goes on while t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,11 +17,18 @@ from unittest import mock
 
 import torch
 
+from sglang_hc.srt import capture_memory, factory, runner
+from sglang_hc.srt.capture_memory import CaptureMemory
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
+from sglang_hc.transfer.direct import DeviceRing
 from sglang_hc.transfer.ranges import Ranges, each_range
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
 from support.watch import Watch
+
+DEVICE_BYTES = 4 << 20
+"""Memory that capture is told the device has: the ring holds a few hundred rows."""
 
 
 class _Mark:
@@ -90,9 +98,6 @@ class OrderedCore(Core):
     def __init__(self, *flags: str, beside: bool = False, **env: str) -> None:
         from sglang.srt.model_executor.model_runner import ModelRunner
 
-        from sglang_hc.srt import factory
-        from sglang_hc.srt.streams import ComputeStream
-
         self.clocks = Clocks()
         self.watch = Watch(self.clocks)
         patches = contextlib.ExitStack()
@@ -100,9 +105,11 @@ class OrderedCore(Core):
         lane = OrderedLane(self.clocks)
         side = lane.side() if beside else None
         told = partial(_told, self.watch)
+        take = runner.take_capture_memory
         for target, name, new in (
             (factory, "lane_for", lambda *_: lane),
             (factory, "_side", lambda *_: side),
+            (runner, "take_capture_memory", partial(_with_device_memory, take)),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
             (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.watch)),
         ):
@@ -131,11 +138,18 @@ class OrderedCore(Core):
                 watch.region(f"KV pool, layer {layer}, part {part}", rows, rows.shape[1])
         if tiers._taps is not None:
             watch.region("taps", tiers._taps.states)
-        watch.region("host pool", torch.from_numpy(tiers._pool.bytes), tiers.layout.slot_bytes)
-        buffers: dict[int, list[torch.Tensor]] = {}
-        for snapshots in (tiers.capture._hidden, tiers.capture._kv):
-            for staging in snapshots._free if snapshots is not None else ():
-                buffers[staging.index] = staging.host
+        shape = tiers.layout.shape
+        row = math.gcd(shape.hidden_bytes, *shape.kv_parts)
+        watch.region("host pool", torch.from_numpy(tiers._pool.bytes), row)
+        buffers: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        for kind, path in (("hidden", tiers.capture._hidden), ("kv", tiers.capture._kv)):
+            if path is None:
+                continue
+            ring = path.direct._ring
+            if "ring" not in watch.names:
+                watch.region("ring", ring.memory, 16)
+            for staging in path.snapshots._free if path.snapshots is not None else ():
+                buffers[staging.index] = kind, staging.host
                 for number, (host, twin) in enumerate(
                     zip(staging.host, staging.device, strict=True)
                 ):
@@ -175,20 +189,38 @@ def _noting(
     submit: Callable[[Operation], int],
     watch: Watch,
     pool: Any,
-    buffers: dict[int, list[torch.Tensor]],
+    buffers: dict[int, tuple[str, list[torch.Tensor]]],
 ) -> Callable[[Operation], int]:
     """What the executor will read and write, noted when it is handed the work."""
-    slots = torch.from_numpy(pool.bytes)
+    hidden = [torch.from_numpy(pool.hidden)]
+    kv = [torch.from_numpy(part) for part in pool.kv]
 
     def noting(operation: Operation) -> int:
         if isinstance(operation, FileRows):
-            for buffer in buffers[operation.buffer]:
-                watch.on_host("file rows", buffer, write=False)
+            kind, snapshot = buffers[operation.buffer]
+            for part in snapshot:
+                watch.on_host("file rows", part, write=False)
             for span in operation.spans:
-                watch.on_host("file rows", slots[span.slot], write=True)
+                for part in hidden if kind == "hidden" else kv:
+                    rows = part[span.slot, :, span.slot_row : span.slot_row + span.rows]
+                    watch.on_host("file rows", rows, write=True)
         if isinstance(operation, CopyRows):
-            watch.on_host("copy rows", slots[operation.source], write=False)
-            watch.on_host("copy rows", slots[operation.target], write=True)
+            for part in hidden:
+                watch.on_host("copy rows", part[operation.source, :, : operation.rows], False)
+                watch.on_host("copy rows", part[operation.target, :, : operation.rows], True)
         return submit(operation)
 
     return noting
+
+
+def _with_device_memory(
+    original: Callable[..., CaptureMemory], runner: Any, plan: Any, layers: Any
+) -> CaptureMemory:
+    """What capture takes at load, as for a small device: rows pass through a ring in pieces."""
+    memory = original(runner, plan, layers)
+    layer = capture_memory._layer(runner, layers)
+    context = runner.model_config.context_len
+    sizes = capture_memory.capture_sizes(runner.server_args, plan, layer, context, DEVICE_BYTES)
+    ring = DeviceRing(sizes.ring_bytes, torch.device("cpu"))
+    twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8)
+    return CaptureMemory(sizes, memory.taps, ring, twins)

@@ -65,6 +65,11 @@ class Watch(TorchDispatchMode):
         self._regions.sort(key=lambda region: region.base)
         self._bases = [region.base for region in self._regions]
 
+    @property
+    def names(self) -> set[str]:
+        """Of the regions."""
+        return {region.name for region in self._regions}
+
     def keep(self, tensor: torch.Tensor, stream: Actor) -> None:
         """The allocator is told that `stream` uses the tensor (`Tensor.record_stream`)."""
         found = self._shadow_of(tensor)
