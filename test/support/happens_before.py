@@ -21,7 +21,7 @@ ACTORS = 12
 
 LATE = 400
 """Steps of the host, about two passes, after which it may be told that an event is over: on a GPU
-work is still under way when the host asks first. Once told, all it submits comes after the event."""
+work is still under way when the host asks first. What it submits once told comes after that."""
 
 
 class Actor:
