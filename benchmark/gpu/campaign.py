@@ -18,7 +18,6 @@ import argparse
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def listing(steps: Sequence[Step], output: Path | None) -> list[str]:
 
 
 def _measure(args: argparse.Namespace, steps: Sequence[Step]) -> int:
-    began = time.monotonic()
+    began = install.began()
     minutes = args.minutes or (REHEARSAL_MINUTES if args.rehearse else 25.0)
     if 60 * minutes <= RESERVE_S:
         return _refuse(f"--minutes {minutes:g} leaves nothing beside {RESERVE_S:g} s for the page")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ import torch
 
 from sglang_hc.bench import machine
 from sglang_hc.bench.cells import CellFile
+from sglang_hc.store.host_memory import page_setting
 from sglang_hc.transfer.lanes import Lane, lane_for
 from sglang_hc.transfer.ranges import Ranges
 
@@ -184,6 +186,21 @@ COPIES: dict[str, Callable[[Bench], dict[str, Any]]] = {
 }
 
 
+def facts() -> dict[str, Any]:
+    """The machine, its link to the GPU and what it was told about huge pages."""
+    query = "--query-gpu=pcie.link.gen.current,pcie.link.width.current,clocks.max.sm"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        link = done.stdout.strip()
+    except OSError:
+        link = ""
+    pages = {"shared_memory_pages": page_setting()}
+    return {**machine.describe(), "link_generation_width_clock": link, **pages}
+
+
 def measure(file: CellFile, name: str, work: Callable[[], dict[str, Any]]) -> bool:
     """One cell. False when it failed."""
     key = f"device/{name}"
@@ -214,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="small buffers, for a CPU")
     args = parser.parse_args()
     file = CellFile(args.cells, "device")
-    good = [measure(file, "machine", machine.describe)]
+    good = [measure(file, "machine", facts)]
     good += rates(file, 16 * MIB if args.rehearse else 2 * GIB)
     sizes = (0.01, 0.02) if args.rehearse else PINNED_GIB  # the slowest last
     good += [measure(file, f"pin {gib:g} GiB", lambda g=gib: pin(g)) for gib in sizes]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from settings import ROOT
 
-MARK = "HC_CAMPAIGN_BUNDLE"
-"""Set once a bundle was sourced, so that this happens once."""
+MARK = "HC_CAMPAIGN_BEGAN"
+"""Time of `time.monotonic` when a bundle was sourced; set, so that it happens once."""
 
 PLUGINS = "sglang.srt.plugins"
 ENTRY = "hc = sglang_hc.srt.plugin:activate"
@@ -40,12 +41,17 @@ def ensure(bundle: Path, words: Sequence[str]) -> str | None:
             f"sglang cannot be imported and --bundle {bundle} has no env.sh that installs it; see "
             "benchmark/gpu/README.md, or pip install -e . where there is a network"
         )
-    os.environ[MARK] = "1"
+    os.environ[MARK] = str(time.monotonic())
     # The file may set variables without exporting them; the steps need them all.
     line = 'set -a; . "$0" || exit 1; set +a; exec "$@"'
     command = ["bash", "-c", line, str(script.resolve()), sys.executable, *words]
     sys.stdout.flush()
     os.execvp("bash", command)
+
+
+def began() -> float:
+    """When this call began, the installation included; of `time.monotonic`."""
+    return float(os.environ.get(MARK) or time.monotonic())
 
 
 def environment(scratch: Path) -> dict[str, str]:

@@ -32,6 +32,8 @@ RESERVE_S = 15.0
 STEP_LOG, WHOLE_LOG = 512 << 10, 8 << 20
 """Bytes that one step, and all steps together, may write to the log."""
 
+REHEARSAL_LIMIT_S = 300.0
+
 GRACE_S = 5.0
 """A step that is stopped may use these seconds to stop its servers before it is killed."""
 
@@ -66,8 +68,9 @@ class Step:
         return 60 * (self.rehearsal_minutes if rehearse else self.minutes)
 
     def limit_s(self, rehearse: bool) -> float:
-        """A first run compiles kernels and reads cold files: twice what is expected, and more."""
-        return 2 * self.expected_s(rehearse) + 60
+        """A first run compiles kernels and reads cold files: twice what is expected, and more. A
+        rehearsal shares its cores with other work."""
+        return REHEARSAL_LIMIT_S if rehearse else 2 * self.expected_s(rehearse) + 60
 
 
 @dataclass

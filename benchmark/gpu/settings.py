@@ -93,7 +93,6 @@ def rehearsal(shape: str) -> str:
         "num_attention_heads": 8,
         "num_key_value_heads": 8 // group,
         "head_dim": 32,
-        "vocab_size": TOKENIZER_SIZE,
     }
     return "--json-model-override-args " + shlex.quote(json.dumps(small))
 
@@ -145,7 +144,7 @@ def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: s
     words = [
         *("--model", str(make_shape(args.shape, args.models)), "--output", output, *preset),
         *(shorter if args.rehearse else ()),
-        *_hicache_pages([*preset, *typed]),
+        *_arm_flags([*preset, *typed], args.rehearse),
         *("--server-args", f"{flags} {args.server_args}".strip(), *typed),
     ]
     status = sglang_hc(["bench", experiment, *words])
@@ -156,11 +155,19 @@ def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: s
     return status
 
 
-def _hicache_pages(words: Sequence[str]) -> list[str]:
-    """Page size of the HiCache arms among the last --arms."""
+FREE_LOADING = ROOT / "test" / "support" / "free_loading.json"
+"""Costs under which everything stored is restored: tiny models are recomputed sooner otherwise."""
+
+
+def _arm_flags(words: Sequence[str], rehearse: bool) -> list[str]:
+    """What single arms get, of the last --arms: HiCache its page size, and in a rehearsal ours a
+    reason to restore."""
     last = max(index for index, word in enumerate(words) if word == "--arms")
-    arms = [arm for arm in words[last + 1].split(",") if arm in HICACHE]
-    return [word for arm in arms for word in ("--arm-args", f"{arm}={HICACHE_PAGE}")]
+    flags = {arm: HICACHE_PAGE for arm in HICACHE}
+    if rehearse:
+        flags |= {arm: f"--hc-profile {FREE_LOADING}" for arm in ("kv", "hidden", "auto")}
+    arms = [arm for arm in words[last + 1].split(",") if arm in flags]
+    return [word for arm in arms for word in ("--arm-args", f"{arm}={flags[arm]}")]
 
 
 def goal_lines(result: dict[str, Any], shape: str) -> list[str]:

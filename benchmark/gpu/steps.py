@@ -6,6 +6,7 @@ Minutes are estimates; nothing of this has run on a GPU yet.
 from __future__ import annotations
 
 from runner import Step
+from settings import FREE_LOADING
 
 GPU, RESTORE = "benchmark/gpu", "benchmark/restore"
 NO_HICACHE = "SGLang's hierarchical cache does not start without a GPU"
@@ -105,7 +106,7 @@ STEPS = (
         "every arm starts, restores and says the same tokens",
         4.0,
         (f"{GPU}/smoke.py", "--models", "llama-mha", "--output", "{scratch}"),
-        ("--arms", "stock,hidden"),
+        ("--arms", "stock,hidden", f"--server-args=--hc-profile {FREE_LOADING}"),
     ),
     Step(
         "restore-7b-disk",

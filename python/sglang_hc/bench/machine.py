@@ -37,7 +37,9 @@ def commit() -> str:
     head = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     if not head:
         return os.environ.get("HC_COMMIT", "unknown")
-    changed = _output("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", ".")
+    # Without its lock: killed in the middle, git would leave the lock behind in the user's tree.
+    words = ("git", "--no-optional-locks", "-C", str(folder), "status")
+    changed = _output(*words, "--porcelain", "-uno", "--", ".")
     return f"{head}-dirty" if changed else head
 
 
