@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -151,7 +152,7 @@ def change(path: str, value: object) -> str:
         ("[]", "must be a JSON object"),
         ("{}", "field format is missing"),
         (change("format", "recipe"), "not a cost model"),
-        (change("version", 99), "format version 99, this release reads version 1"),
+        (change("version", 99), "format version 99, this release reads version 2"),
         (change("copies.host.kv.per_token", None), "field copies.host.kv.per_token is missing"),
         (change("copies.host.kv.per_token", -1), "copies.host.kv.per_token must be at least 0"),
         (change("copies.host.kv.fixed", "fast"), "must be a number, got 'fast'"),
@@ -169,3 +170,14 @@ def test_nonsense_in_a_profile_is_named(text, message):
     with pytest.raises(CostModelError, match=message) as caught:
         CostModel.from_json(text, "p.json")
     assert str(caught.value).startswith("p.json: ")
+
+
+def test_a_file_of_version_1_is_read_and_says_nothing_of_the_machine() -> None:
+    data = json.loads(dataclasses.replace(SHEET, noise=3.0).to_json())
+    assert CostModel.from_json(json.dumps(data), "f").is_noisy
+    del data["noise"]
+    old = CostModel.from_json(json.dumps(data | {"version": 1}), "f")
+    assert old.noise is None and not old.is_noisy
+    assert dataclasses.replace(SHEET, noise=None) == old
+    with pytest.raises(CostModelError, match="noise"):
+        CostModel.from_json(json.dumps(data), "f")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,16 +15,19 @@ import torch
 
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.auto_plan import auto_plan
-from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.cost_model import NOISY, CostModel, SourceTier
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.transfer.lanes import HostLane, Lane
 from sglang_hc.transfer.measure import (
+    ATTEMPTS,
     BUDGET_S,
     PREFILLS,
     ROUNDS,
+    Sampled,
     Subject,
     measure,
+    quietest,
     sample_sizes,
 )
 from sglang_hc.transfer.measure_disk import disk_samples
@@ -135,8 +139,73 @@ def test_a_sample_is_the_median_of_rounds_over_all_sizes() -> None:
         clock.now += 0.01
         return 9.0 if calls.count(size) == 4 else float(size)
 
-    assert sample_sizes(run, [(1,), (2,)], 2, 60.0, clock) == {(1,): 1.0, (2,): 2.0}
+    found = sample_sizes(run, [(1,), (2,)], 2, 60.0, clock)
+    assert found.times == {(1,): 1.0, (2,): 2.0}
+    assert found.noise == 1.0, "one slow repeat is no busy machine"
     assert calls == [1, 1, 2, 2] + [1, 2] * (ROUNDS - 1)
+
+
+def noise_of(repeats: Sequence[float], worked: float | None = None) -> float:
+    """Of one size whose repeats take so long; worked: the share of it that the thread computes."""
+    clock = Clock()
+    left = iter([1.0, *repeats])
+    computed = 0.0
+
+    def run(size: int) -> float:
+        nonlocal computed
+        seconds = next(left)
+        clock.now += seconds
+        computed += seconds * (worked or 0.0)
+        return seconds
+
+    cpu = (lambda: computed) if worked is not None else None
+    return sample_sizes(run, [(1,)], 1, 1e9, clock, cpu).noise
+
+
+def test_a_machine_with_other_work_is_noticed() -> None:
+    """By repeats that differ, or, where all are as slow, by waiting for a processor."""
+    assert noise_of([1.0, 1.2, 1.1, 1.0, 1.3]) <= NOISY < noise_of([1.0, 3.0, 2.0, 1.0, 4.0])
+    assert noise_of([4.0] * 5) == 1.0
+    assert noise_of([4.0] * 5, worked=0.9) <= NOISY < noise_of([4.0] * 5, worked=0.25)
+
+
+@pytest.mark.parametrize(
+    ("noises", "budget", "attempts", "kept"),
+    [
+        ([1.1], 60.0, 1, 1.1),
+        ([4.0, 1.2, 9.0], 60.0, 2, 1.2),
+        ([4.0, 3.0, 9.0, 1.0], 60.0, ATTEMPTS, 3.0),
+        ([4.0, 1.2], 15.0, 1, 4.0),  # two attempts of ten seconds each would not fit
+    ],
+)
+def test_what_is_noisy_is_measured_again_as_long_as_there_is_time(
+    noises: list[float], budget: float, attempts: int, kept: float
+) -> None:
+    clock = Clock()
+    allowed: list[float] = []
+
+    def sample(left: float) -> Sampled:
+        allowed.append(left)
+        clock.now += 10.0
+        return Sampled({(1,): 1.0}, noises[len(allowed) - 1])
+
+    assert quietest(sample, budget, clock).noise == kept
+    assert allowed == [budget - 10.0 * n for n in range(attempts)]
+
+
+def test_the_noisiest_part_makes_the_profile_noisy() -> None:
+    clock = Clock()
+    cost = CostModel.from_samples(measure(subject(clock, SlowLane(clock)), clock=clock), "here")
+    assert cost.noise == 1.0 and not cost.is_noisy
+    slow = subject(clock, SlowLane(clock))
+    rng = random.Random(1)
+
+    def prefill(new: int, context: int) -> None:
+        clock.now += rng.uniform(1, 8) * new * TOKEN_S
+
+    samples = measure(replace(slow, prefill=prefill), clock=clock)
+    cost = CostModel.from_samples(samples, "here")
+    assert cost.is_noisy and any("busy" in complaint for complaint in cost.complaints())
 
 
 def test_disk_is_read_through_the_store_and_nothing_stays(
@@ -172,7 +241,8 @@ def test_a_disk_too_slow_for_the_budget_gives_the_small_sizes(tmp_path: Path) ->
         return clock.now
 
     layout = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 8, (16, 16), "uint8"))
-    samples = disk_samples([str(tmp_path)], layout, [2048, 64, 1024, 256], 1.0, ticking)
+    samples, noise = disk_samples([str(tmp_path)], layout, [2048, 64, 1024, 256], 1.0, ticking)
+    assert noise == 1.0
     assert [tokens for tokens, _ in samples] == [64, 256]
 
 

@@ -24,8 +24,13 @@ from sglang_hc.policy.pipeline import LayerTimes
 S = TypeVar("S")
 F = TypeVar("F")
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+OLDER_VERSIONS = (1,)
+"""Still read. Version 1 does not say how busy the machine was."""
 PROFILE_FORMAT = "sglang-hc cost model"
+
+NOISY = 1.5
+"""A machine whose repeats differ by more than this (see `Samples.noise`) had other work to do."""
 
 ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""
@@ -57,7 +62,8 @@ class Samples:
 
     Each sample is one layer. Include the smallest size in use, one block, and the largest that is
     usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
-    overlap, ahead: see `CostModel`.
+    overlap, ahead: see `CostModel`. noise: 1 on a machine that did nothing else, and larger the
+    more the repeats of one measurement differ or wait for a processor; None when nobody looked.
     """
 
     copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
@@ -65,6 +71,7 @@ class Samples:
     project: Sequence[tuple[int, float]] = field(default_factory=tuple)
     overlap: bool = True
     ahead: float = math.inf
+    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class CostModel:
     copies: per tier that can be read. project: None when the model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     ahead: seconds of copies from host memory that the staging frames hold.
+    noise: see `Samples`.
     """
 
     fingerprint: str
@@ -85,6 +93,7 @@ class CostModel:
     project: Line | None = None
     overlap: bool = True
     ahead: float = math.inf
+    noise: float | None = None
 
     def __post_init__(self) -> None:
         for tier, copy in self.copies.items():
@@ -93,6 +102,11 @@ class CostModel:
                     f"cost model of {self.fingerprint}: the copy of hidden states from "
                     f"{tier.value} and their projection must both be known, or neither"
                 )
+
+    @property
+    def is_noisy(self) -> bool:
+        """The machine was busy while it was measured."""
+        return self.noise is not None and self.noise > NOISY
 
     def copy_hidden(self, tier: SourceTier, tokens: int) -> float:
         """Seconds to bring `tokens` hidden states of a layer; infinite without a HIDDEN form."""
@@ -130,19 +144,28 @@ class CostModel:
         )
 
     def complaints(self) -> tuple[str, ...]:
-        """One sentence for the log per poor fit; empty when all fits are good."""
+        """One sentence for the log per poor fit, and one for a busy machine; empty when all is
+        good."""
+        found = []
+        if self.is_noisy:
+            found.append(
+                f"the machine was busy while it was measured (noise {self.noise:.2f}, quiet is at "
+                f"most {NOISY}): these costs are corrected while the server runs; measure again "
+                "on an idle machine"
+            )
         fits: list[tuple[str, Line | Quadratic | None]] = []
         for tier, copy in self.copies.items():
             fits.append((f"the copy of hidden states from {tier.value}", copy.hidden))
             fits.append((f"the copy of KV from {tier.value}", copy.kv))
         fits.append(("the projection of hidden states", self.project))
         fits.append(("the prefill of a layer", self.prefill))
-        return tuple(
+        found += [
             f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
             "be off; measure again on an idle machine"
             for name, fit in fits
             if fit is not None and fit.is_poor
-        )
+        ]
+        return tuple(found)
 
     @classmethod
     def from_samples(cls, samples: Samples, fingerprint: str) -> CostModel:
@@ -167,6 +190,7 @@ class CostModel:
             project=_fit("projection", fit_line, samples.project) if samples.project else None,
             overlap=samples.overlap,
             ahead=samples.ahead,
+            noise=samples.noise,
         )
 
     @classmethod
@@ -218,6 +242,7 @@ class CostModel:
                 "origin": self.origin,
                 "overlap": self.overlap,
                 "ahead": None if math.isinf(self.ahead) else self.ahead,
+                "noise": self.noise,
                 "copies": {
                     tier.value: {"hidden": _line_data(copy.hidden), "kv": _line_data(copy.kv)}
                     for tier, copy in self.copies.items()
@@ -241,7 +266,8 @@ class CostModel:
         data = Fields.parse(text, where, CostModelError)
         if data.text("format") != PROFILE_FORMAT:
             raise CostModelError(f"{where}: not a cost model; give a profile file")
-        if data.number("version") != PROFILE_VERSION:
+        version = data.number("version")
+        if version != PROFILE_VERSION and version not in OLDER_VERSIONS:
             raise CostModelError(
                 f"{where}: format version {data.number('version'):g}, this release reads version "
                 f"{PROFILE_VERSION}; measure again with this version"
@@ -271,6 +297,7 @@ class CostModel:
             origin=data.text("origin"),
             overlap=data.flag("overlap"),
             ahead=math.inf if data.is_null("ahead") else data.number("ahead"),
+            noise=None if version == 1 or data.is_null("noise") else data.number("noise"),
             copies=copies,
             project=_read_optional(data, "project"),
             prefill=Quadratic(

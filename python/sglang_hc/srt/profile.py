@@ -37,19 +37,39 @@ def cost_model(
     if config.profile is not None:
         return profile_file.load_given(config.profile, name, tiers_of(config))
     cached = profile_file.load_cached(name)
-    if cached is not None:
+    if cached is not None and not _doubted(cached):
         return cached
     try:
         cost = measured(runner, config.disk, layers, hidden)
     except Exception:
+        if cached is not None:
+            logger.warning("sglang-hc: it could not be measured again", exc_info=True)
+            return cached
         logger.warning(
             "sglang-hc: this machine could not be measured, so every restoration is loaded even "
             "where recomputing would be faster",
             exc_info=True,
         )
         return None
+    if cached is not None and cached.noise is not None and cached.noise <= (cost.noise or 1.0):
+        logger.warning("sglang-hc: the machine is still busy; the quieter cached profile is used")
+        return cached
     profile_file.save_cached(cost)
     return cost
+
+
+def _doubted(cached: CostModel) -> bool:
+    """Whether a cached profile is to be measured again; says why."""
+    if cached.is_noisy:
+        logger.info(
+            "sglang-hc: measuring again, the machine was busy when the cached profile was measured"
+        )
+    elif cached.noise is None:
+        logger.info(
+            "sglang-hc: measuring again, the cached profile is from a release that did not look "
+            "whether the machine was busy"
+        )
+    return cached.is_noisy or cached.noise is None
 
 
 def tiers_of(config: HcConfig) -> tuple[SourceTier, ...]:
@@ -64,7 +84,9 @@ def measured(
     began = time.perf_counter()
     try:
         subject = subject_of(runner, layers, hidden)
-        samples = measure(subject, disks)
+        # On a CPU this thread does the work, and should wait for nothing else.
+        computed = time.thread_time if subject.device.type == "cpu" else None
+        samples = measure(subject, disks, computed=computed)
         del subject
     finally:
         if torch.device(runner.device).type == "cuda":

@@ -12,15 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
-from sglang_hc.policy.cost_model import Samples, SourceTier
+from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.lanes import Lane
-from sglang_hc.transfer.measure_disk import disk_samples
+from sglang_hc.transfer.measure_disk import disk_samples, spread
 from sglang_hc.transfer.restore import Restoration, RestorePass, RestoreSink
 from sglang_hc.transfer.staging import StagingRing
 from sglang_hc.tree.block_tree import BlockNode
@@ -30,6 +31,9 @@ BUDGET_S = 10.0
 
 ROUNDS = 5
 """Samples of each size; their median counts."""
+
+ATTEMPTS = 3
+"""Times that something is measured whose samples show a busy machine, if there is time."""
 
 LAYERS = 4
 """Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
@@ -54,6 +58,13 @@ Times = dict[tuple[int, ...], float]
 """Seconds per layer of each size."""
 
 Clock = Callable[[], float]
+
+
+class Sampled(NamedTuple):
+    """Medians, and how busy the machine was meanwhile: see `Samples.noise`."""
+
+    times: Times
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -82,18 +93,29 @@ def measure(
     disks: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     clock: Clock = time.perf_counter,
+    computed: Clock | None = None,
 ) -> Samples:
-    """Samples for `CostModel.from_samples`. disks: the `--hc-disk` directories.
+    """Samples for `CostModel.from_samples`. disks: the `--hc-disk` directories. computed: the
+    processor time of this thread in seconds, where this thread does all the work itself.
 
-    The two smallest sizes of everything (three of prefill) are measured whatever they take. Raises
-    what the parts raise: OSError or DirectoryError for a directory, RuntimeError for the device.
+    What shows that the machine is busy is measured again, up to ATTEMPTS times within its share of
+    the budget, and the quietest attempt counts. The two smallest sizes of everything (three of
+    prefill) are measured whatever they take. Raises what the parts raise: OSError or
+    DirectoryError for a directory, RuntimeError for the device.
     """
     bench = _Bench(subject, clock)
     tokens = [(n,) for n in TOKENS if n <= subject.rows]
     prefills = [(new, context) for new, context in PREFILLS if new + context <= subject.rows]
 
+    noises: list[float] = []
+
     def sample(name: str, run: Callable[..., float], sizes: Sizes, least: int = 2) -> Times:
-        return sample_sizes(run, sizes, least, SHARES[name] * budget_s, clock)
+        share = SHARES[name] * budget_s
+        found = quietest(
+            lambda left: sample_sizes(run, sizes, least, left, clock, computed), share, clock
+        )
+        noises.append(found.noise)
+        return found.times
 
     with torch.no_grad():
         copies = {Form.KV: sample("kv", bench.restore_kv, tokens)}
@@ -109,7 +131,8 @@ def measure(
         for form, times in copies.items():
             # Layers are dealt over the directories: each needs one.
             layout = _layout(form, subject.shape, max(LAYERS, len(disks)))
-            read = disk_samples(disks, layout, [n for (n,) in times], left, clock)
+            read, noise = disk_samples(disks, layout, [n for (n,) in times], left, clock)
+            noises.append(noise)
             found[SourceTier.DISK, form] = [
                 (n, seconds / layout.plan.num_layers + times[n,]) for n, seconds in read
             ]
@@ -119,17 +142,39 @@ def measure(
         project=_pairs(project),
         overlap=overlap,
         ahead=_ahead(subject, copies[Form.KV]),
+        noise=max(noises),
     )
 
 
+def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:
+    """The quietest of up to ATTEMPTS attempts; after one that is quiet, or when another one like
+    the last would not fit into the budget, none follows. sample: takes the seconds it may use."""
+    began = last = clock()
+    found = sample(budget_s)
+    for _ in range(ATTEMPTS - 1):
+        now = clock()
+        if found.noise <= NOISY or now - began + (now - last) > budget_s:
+            break
+        last = now
+        found = min(found, sample(budget_s - (now - began)), key=lambda one: one.noise)
+    return found
+
+
 def sample_sizes(
-    run: Callable[..., float], sizes: Sizes, least: int, budget_s: float, clock: Clock
-) -> Times:
+    run: Callable[..., float],
+    sizes: Sizes,
+    least: int,
+    budget_s: float,
+    clock: Clock,
+    computed: Clock | None = None,
+) -> Sampled:
     """Median of `run(*size)` for growing sizes, within a budget of seconds.
 
+    computed: see `measure`.
     A size is left out when one round with it would not fit any more, except the `least` first.
     """
     began = clock()
+    worked = computed() if computed is not None else 0.0
     taken: dict[tuple[int, ...], list[float]] = {}
     for size in sizes:
         spent = clock() - began
@@ -144,7 +189,11 @@ def sample_sizes(
             break
         for size, times in taken.items():
             times.append(run(*size))
-    return {size: statistics.median(times) for size, times in taken.items()}
+    noise = spread(list(taken.values()))
+    if computed is not None:
+        # Other work on the machine makes this thread wait for a processor, in every repeat alike.
+        noise = max(noise, (clock() - began) / max(computed() - worked, 1e-9))
+    return Sampled({size: statistics.median(times) for size, times in taken.items()}, noise)
 
 
 class _Bench:

@@ -29,8 +29,9 @@ def disk_samples(
     tokens: Sequence[int],
     budget_s: float,
     clock: Callable[[], float],
-) -> list[tuple[int, float]]:
-    """(tokens, seconds to read all stored layers of so many tokens into host slots).
+) -> tuple[list[tuple[int, float]], float]:
+    """(tokens, seconds to read all stored layers of so many tokens into host slots), and the
+    `spread` of the repeats.
 
     Written first, into scratch folders inside the `--hc-disk` directories that are removed again.
     Sizes whose blocks could not be written in half of the budget are left out, except the first
@@ -60,6 +61,14 @@ def disk_samples(
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def spread(repeats: Sequence[Sequence[float]]) -> float:
+    """How much the repeats of measurements differ: median over minimum of each, and of these the
+    median; 1 where nothing was repeated or took no time. One slow repeat changes neither median."""
+    return statistics.median(
+        statistics.median(times) / min(times) if min(times) > 0 else 1.0 for times in repeats
+    )
+
+
 def _write(
     store: DiskStore, pool: HostPool, least: int, budget_s: float, clock: Callable[[], float]
 ) -> int:
@@ -84,11 +93,11 @@ def _read(
     sizes: Sequence[tuple[int, int]],
     directories: int,
     clock: Callable[[], float],
-) -> list[tuple[int, float]]:
+) -> tuple[list[tuple[int, float]], float]:
     def fetch(index: int) -> Outcome:
         return store.read(_identity(index + 1), pool.slot(index))
 
-    samples = []
+    samples, repeats = [], []
     with ThreadPoolExecutor(READ_THREADS * directories) as readers:
         for tokens, blocks in sizes:
             times = []
@@ -99,7 +108,8 @@ def _read(
                 if any(status is not Outcome.OK for status in statuses):
                     raise OSError(f"blocks could not be read: {statuses}")
             samples.append((tokens, statistics.median(times)))
-    return samples
+            repeats.append(times)
+    return samples, spread(repeats)
 
 
 def _identity(index: int) -> bytes:
