@@ -165,6 +165,7 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote: str | None = None
     remote_config: str | None = None
     profile: str | None = None
+    restore: str = "cost"
     ttl: float | None = None
     io: str = "process"
     schedule: str = "off"
@@ -293,6 +294,10 @@ FLAGS: dict[str, Flag] = {
         "the first start, then cached)",
         metavar="FILE",
         check=check_profile,
+    ),
+    "restore": Flag(
+        "what is restored: what is faster than recomputing it by the measured costs, or every hit",
+        choices=("cost", "always"),
     ),
     "ttl": Flag(
         "blocks not used for so long leave the host tier and the disk (default: never)",

@@ -17,6 +17,13 @@ PREFIX = "sglang_hc_"
 PERIOD_S = 1.0
 """Shortest time between two updates: writing them takes the scheduler thread's time."""
 
+RESOURCES = {
+    "kv_copy": "copying K and V",
+    "hidden_copy": "copying hidden states",
+    "projection": "projecting hidden states",
+    "prefill": "computing tokens",
+    "disk": "reading from disk",
+}
 LEVELS = {
     "host_slots": "Slots of the host tier, of one block each.",
     "host_free_slots": "Slots of the host tier that hold nothing.",
@@ -27,6 +34,14 @@ LEVELS = {
     "disk_directories": "Directories of the disk tier that are in use.",
     "io_up": "1 while the I/O process is there.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
+    **{
+        f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."
+        for name, what in RESOURCES.items()
+    },
+    **{
+        f"cost_predicted_over_observed_{name}": f"Measured over observed costs of {what}."
+        for name, what in RESOURCES.items()
+    },
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
 }
@@ -41,6 +56,7 @@ COUNTS = {
     "restore_decision_recompute_more": "Host hits restored with stored layers recomputed.",
     "restore_decision_shorten": "Host hits of which a part was restored.",
     "restore_decision_refuse": "Host hits that were recomputed.",
+    "restore_decision_try": "Host hits restored in part or whole against the costs, to see them.",
     "evicted_blocks": "Blocks that left the host tier.",
     "expired_blocks": "Blocks that left the host tier because nobody used them for --hc-ttl.",
     "pins_refused": "Pins of requests that a bound refused or that found nothing to hold.",
@@ -57,6 +73,13 @@ COUNTS = {
     "overflow_requests": "Requests queued whose prompt was cut to fit the context window.",
     "overflow_dropped_tokens": "Tokens of their prompts that were left out.",
     "prefetch_not_worth": "Reads not begun: they would come too late, or recomputing is faster.",
+    "prefetch_tries": "Of these, reads that were begun all the same, to see what they take.",
+    "cost_corrections": "Times that what was observed changed the costs that decide.",
+    "cost_observations_kv_copy": "Restorations whose copies of K and V were timed.",
+    "cost_observations_hidden_copy": "Restorations whose copies of hidden states were timed.",
+    "cost_observations_projection": "Restorations whose projections were timed.",
+    "cost_observations_prefill": "Prefills that were timed.",
+    "cost_observations_disk": "Reads from an idle disk that were timed.",
     "io_losses": "Times the I/O process died or was killed because it hung.",
     "io_restarts": "Times the I/O process came back.",
     "io_lost_operations": "Operations that were under way when it was lost.",
@@ -96,7 +119,7 @@ class Exporter:
             self._options["registry"] = registry
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        self._seen: dict[str, int] = {}
+        self._seen: dict[str, float] = {}
         self._due = float("-inf")
         for name in COUNTS:
             self._count(name, 0)
@@ -108,7 +131,7 @@ class Exporter:
         self._due = now + PERIOD_S
         return True
 
-    def publish(self, levels: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    def publish(self, levels: Mapping[str, float], counts: Mapping[str, int]) -> None:
         """Write what changed. `levels` go up and down; `counts` only grow."""
         for name, value in levels.items():
             if self._seen.get(name) != value:
@@ -117,7 +140,7 @@ class Exporter:
             if self._seen.get(name) != value:
                 self._count(name, value)
 
-    def _level(self, name: str, value: int) -> None:
+    def _level(self, name: str, value: float) -> None:
         if name not in self._gauges:
             from prometheus_client import Gauge
 

@@ -36,10 +36,12 @@ def conversation(core: Core, evict: bool) -> list[Reply]:
 
 
 def engine(form: str, profile: str) -> Core:
-    return Core(
+    core = Core(
         "--hc-forms", form, "--hc-host-size-gb", "0.1", "--max-total-tokens", str(POOL),
         "--dtype", "float32", profile=profile,
     )  # fmt: skip
+    core.believe_profile()
+    return core
 
 
 def both(form: str, profile: str, prepare: Any = None) -> tuple[list, list, dict]:
@@ -114,6 +116,7 @@ def after_restart(directory: str, profile: str, history: list[int]) -> tuple[Rep
         "--hc-forms", "kv", "--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.1",
         "--max-total-tokens", str(POOL), "--dtype", "float32", profile=profile,
     )  # fmt: skip
+    core.believe_profile()
     reply = core.ask(history, 16)
     core.settle()
     return reply, core.tree.stats()

@@ -74,10 +74,14 @@ def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> 
     names = [block.block_id for block in blocks]
     assert io.contains(names) == 4 and io.contains([bytes(16), *names]) == 0
     assert io.capacity >= 4
+    before = time.monotonic()
     for index, name in enumerate(names):
         io.read(70 + index, name, 8 + index, soon())
     done = wait(io, 4)
-    assert sorted(done) == sorted(BlockDone(ticket, Outcome.OK, "disk") for ticket in range(70, 74))
+    assert sorted(answer[:3] for answer in done) == [
+        (ticket, Outcome.OK, "disk") for ticket in range(70, 74)
+    ]
+    assert all(before < answer.at < time.monotonic() for answer in done)
     for index, block in enumerate(blocks):
         assert np.array_equal(pool.slot(8 + index), data_of(block))
     assert io.levels()["disk_blocks"] == 4

@@ -61,7 +61,7 @@ class FakeLink:
             if isinstance(request, wire.Copy):
                 filed.append((request.ticket, True))
             elif isinstance(request, (wire.Read, wire.Write)):
-                blocks.append((request.ticket, Outcome.OK))
+                blocks.append((request.ticket, Outcome.OK, None))
         self.replies.append(wire.Answers(filed, blocks, [], False, 1, None))
 
 

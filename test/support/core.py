@@ -176,6 +176,14 @@ class Core:
         self.tree.evict(EvictParams(num_tokens=self.scheduler.max_total_num_tokens))
         assert self.tree.evictable_size() == 0
 
+    def believe_profile(self) -> None:
+        """What is seen from now on corrects no cost, and nothing that the costs refuse is tried:
+        for tests of decisions by stated costs."""
+        self.tree.tiers.costs.observe = lambda *_: None
+        choice = self.tree.tiers.choice
+        for tries in (choice._restore_tries, choice._hidden_tries, choice._fetch_tries):
+            tries._left = 1 << 40
+
     def flood(self, rng: random.Random, tokens: int, vocabulary: int = 900) -> None:
         """Push everything idle out of the device pool with unrelated requests."""
         size = self.scheduler.max_total_num_tokens

@@ -109,8 +109,8 @@ class MemoryDisk(NoBlocks):
         self.started.append(self.words[block_id])
         self._waiting.append(ticket)
 
-    def finish_reads(self) -> None:
-        self._done += [BlockDone(ticket, Outcome.OK, "disk") for ticket in self._waiting]
+    def finish_reads(self, at: float | None = None) -> None:
+        self._done += [BlockDone(ticket, Outcome.OK, "disk", at) for ticket in self._waiting]
         self._waiting.clear()
 
     def poll(self) -> list[BlockDone]:

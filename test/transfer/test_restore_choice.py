@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Span, plan_restore
-from sglang_hc.transfer.restore_choice import RestoreChoice
+from sglang_hc.transfer.restore_choice import TRY, RestoreChoice
 from support.profiles import cost_model
 
 PLAN = LayerPlan(1, 2, 3)
@@ -29,7 +30,8 @@ class Clock:
 def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestoreChoice, Counter, Clock]:
     counters: Counter[str] = Counter()
     clock = Clock()
-    return RestoreChoice(cost, PLAN, recompute, counters, clock), counters, clock
+    costs = None if cost is None else CorrectedCosts(cost)
+    return RestoreChoice(costs, PLAN, recompute, counters, clock), counters, clock
 
 
 def host(tokens: int) -> list[Span]:
@@ -54,6 +56,10 @@ def test_it_decides_as_the_policy_does(cost, spans, context, new, recompute, bus
         allow_recompute=recompute,
     )  # fmt: skip
     found = chooser.choose(spans, context, new)
+    if found.decision == TRY:
+        assert found.reason == plan.reason.value and found.tokens >= 64
+        assert not plan.tokens or plan.recompute_layers >= PLAN.recompute + PLAN.hidden
+        return
     assert (found.tokens, found.decision, found.reason) == (
         plan.tokens, plan.decision.value, plan.reason.value
     )  # fmt: skip
@@ -84,6 +90,7 @@ def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
 
 def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
     chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
+    chooser.take(chooser.choose(host(64), 0, 10))  # all HIDDEN layers are recomputed: one try
     found = chooser.choose(host(1000), 0, 10)
     assert found.decision == "recompute_more" and found.recompute > PLAN.recompute
     hidden = max(0, 3 - found.recompute)
@@ -161,3 +168,61 @@ def test_what_is_saved_is_the_time_to_recompute_what_would_come() -> None:
     chooser, _, _ = choice(cost_model(prefill=1e-3), recompute=False)
     saved = chooser.saved_seconds(0, 1000, 0, 10)
     assert saved == pytest.approx(5 * 1.0)  # one layer is never stored
+
+
+DEAR = cost_model(host=1.5e-4, disk=9.0, project=1e-9, prefill=1e-4, overlap=False)
+
+
+def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
+    chooser, counters, clock = choice(DEAR, recompute=False)
+    decisions = []
+    for _ in range(9):
+        clock.now += 1e6
+        found = chooser.choose(host(1024), 0, 64)
+        decisions.append(found.decision)
+        assert found == chooser.choose(host(1024), 0, 64), "asking changes nothing"
+        if found.tokens:
+            assert found.recompute == PLAN.recompute and found.copy_seconds > 0
+            chooser.take(found)
+        else:
+            chooser.refuse(found.reason)
+    assert [n for n, decision in enumerate(decisions) if decision == TRY] == [0, 2, 5]
+    assert counters["restore_decision_try"] == 3 and counters["restore_decision_refuse"] == 6
+    assert counters["restore_reason_fast_compute"] == 9
+
+
+def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
+    chooser, _, clock = choice(DEAR, recompute=False)
+    chooser.take(chooser.choose(host(1024), 0, 64))
+    clock.now += 1e6
+    for _ in range(9):
+        chooser.refuse("no_device_slots")
+    assert chooser.choose(host(1024), 0, 64).decision == "refuse"
+    chooser.refuse("fast_compute")
+    assert chooser.choose(host(1024), 0, 64).decision == TRY
+
+
+def test_corrected_costs_decide_from_the_next_request_on() -> None:
+    costs = CorrectedCosts(DEAR)
+    chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
+    assert chooser.choose(host(1024), 0, 64).decision == TRY
+    before = chooser.block_seconds
+    for _ in range(7):
+        costs.observe(Resource.KV_COPY, 10.0, 1.0)
+        costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
+        costs.observe(Resource.DISK, 10.0, 1.0)
+    assert chooser.choose(host(1024), 0, 64).decision == "load"
+    assert chooser.block_seconds == pytest.approx(before / 10)
+
+
+def test_always_restores_and_fetches_whatever_it_costs() -> None:
+    counters: Counter[str] = Counter()
+    costs = CorrectedCosts(cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9))
+    chooser = RestoreChoice(costs, PLAN, True, counters, Clock(), always=True)
+    found = chooser.choose(host(640), 64, 1)
+    assert (found.tokens, found.recompute, found.copy_seconds) == (640, PLAN.recompute, 0.0)
+    chooser.take(found)
+    assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
+    assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
+    assert chooser.host_token_seconds > 0, "ready-first still compares by what things cost"

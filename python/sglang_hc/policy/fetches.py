@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.tries import Tries
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
@@ -27,6 +28,14 @@ class FetchCosts(Protocol):
         """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
         host memory too: behind `host` ones there and `context` ones on the device. Negative when
         restoring them would be slower than recomputing them."""
+
+    @property
+    def tries(self) -> Tries | None:
+        """When a fetch that is not worth it is made all the same; None where the costs are not
+        doubted."""
+
+    def try_seconds(self, context: int, new: int) -> float:
+        """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
 
 
 class RestoreCosts(FetchCosts, Protocol):
@@ -49,9 +58,13 @@ class UnknownCosts:
 
     block_seconds = 0.0
     host_token_seconds, disk_token_seconds = 1.0, 8.0
+    tries: Tries | None = None
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return math.inf
+
+    def try_seconds(self, context: int, new: int) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,11 @@ class Lacking:
             return -math.inf
         new = max(1, self.tokens - held)
         return costs.saved_seconds(known - self.on_device, held - known, self.on_device, new)
+
+    def try_seconds(self, costs: FetchCosts) -> float:
+        """Longest that the request waits for a fetch that is a try; it counts as one that would
+        have to compute all that the device lacks."""
+        return costs.try_seconds(self.on_device, max(1, self.tokens - self.on_device))
 
 
 class TurnEstimate:

@@ -37,6 +37,9 @@ LOOKED_AT = 32
 RECHECKED = 48
 """Requests at the head for which blocks are fetched again when others have evicted them since."""
 
+TRY_BLOCKS = 4
+"""Most blocks that are fetched for a try (see `tries.Tries`)."""
+
 QUIET_PASSES = 16
 """Passes without an event after which the tiers are looked at anyway: a block may have lost its
 last user unseen, and make room now."""
@@ -288,19 +291,44 @@ class Prefetcher(Generic[K]):
         wanted = self._worth(lack, first, end, turn_in)
         started = 0
         if wanted:
-            spare = self._sooner_than(request)
-            started = self._below.start(request, lack, first, wanted, spare)
+            started = self._begin(request, lack, first, wanted)
             self.counters["prefetches"] += started > 0
         elif first < end:
             self.counters["prefetch_not_worth"] += 1
-        for block_id in path[first : first + started]:
-            self.fetches.wait(request, block_id)
+            started = self._try(request, lack, first, end)
         if started < wanted:
             self._unseen[request] = None
         self._reached(request, lack, first + started)
-        saved = lack.saved(self.costs, lack.first, first + wanted)
-        self._requests[request].patience = saved
+        if wanted or not started:
+            patience = lack.saved(self.costs, lack.first, first + wanted)
+        else:
+            patience = lack.try_seconds(self.costs)
+        self._requests[request].patience = patience
         return wanted
+
+    def _begin(self, request: K, lack: Lacking, first: int, count: int) -> int:
+        """Fetch `count` blocks, or as many as find room; the request waits for them."""
+        spare = self._sooner_than(request)
+        started = self._below.start(request, lack, first, count, spare)
+        for block_id in lack.path[first : first + started]:
+            self.fetches.wait(request, block_id)
+        return started
+
+    def _try(self, request: K, lack: Lacking, first: int, end: int) -> int:
+        """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
+        A request counts once, however often it is looked at. Returns the blocks on their way."""
+        tries, record = self.costs.tries, self._requests[request]
+        if tries is None or record.doubted:
+            return 0
+        record.doubted = True
+        if not tries.due:
+            tries.refused()
+            return 0
+        started = self._begin(request, lack, first, min(end - first, TRY_BLOCKS))
+        if started:
+            tries.tried()
+            self.counters["prefetch_tries"] += 1
+        return started
 
     def _worth(self, lack: Lacking, first: int, end: int, turn_in: float) -> int:
         """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if

@@ -29,6 +29,7 @@ class WaitingRequest:
     wait_until: end of its wait, once its turn has come and it waits.
     fetches: fetches that it has waited for at its turn.
     settled: nothing more is fetched for it; it is served with what is there.
+    doubted: a fetch for it was not worth it, and was counted as a refusal or tried.
     loaded_tokens: tokens that came from disk while it waited.
     restore_seconds: cost to restore what it has; None until it is asked for.
     bypassed: passes in which a request behind it was admitted before it.
@@ -43,6 +44,7 @@ class WaitingRequest:
     wait_until: float | None = None
     fetches: int = 0
     settled: bool = False
+    doubted: bool = False
     loaded_tokens: int = 0
     restore_seconds: float | None = None
     bypassed: int = 0

@@ -224,6 +224,14 @@ class GpuCosts:
         restored = self.restore_seconds(host + fetched)
         return without - max(restored, self.prefill_seconds(new, known + fetched))
 
+    @property
+    def tries(self) -> None:
+        """Nothing is tried: what is simulated costs what this class says."""
+
+    def try_seconds(self, context: int, new: int) -> float:
+        """Nothing is tried."""
+        return 0.0
+
     def _step_floor(self) -> float:
         """Reading every weight once, and launching."""
         shape = self.model.shape

@@ -197,6 +197,7 @@ def _tiers(
         recomputer,
         read_buffer=_read_buffer(config, state, layout, tier, pool, lane, rows.device, queue),
         cost=state.cost,
+        always=config.restore == "always",
         side=_side(runner, state, lane, shape, rows),
         retention=Retention(tier, disk, pins, claims),
     )

@@ -72,6 +72,7 @@ def forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: 
     state: ModelState | None = getattr(self, MODEL_STATE, None)
     if state is None or state.tree is None:
         return original(self, forward_batch, *args, **kwargs)
+    state.tree.before_forward(forward_batch)
     output = original(self, forward_batch, *args, **kwargs)
     state.tree.after_forward(forward_batch, state.requests)
     return output

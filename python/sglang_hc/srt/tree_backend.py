@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.metrics import Exporter
@@ -249,6 +250,12 @@ class HcRadixCache(RadixCache):
             self._live.close()
 
     # -- capture ---------------------------------------------------------------------------------
+
+    def before_forward(self, forward_batch: Any) -> None:
+        """A pass is about to run: if it only prefills, its time tells what prefill costs."""
+        if forward_batch.forward_mode == ForwardMode.EXTEND:
+            new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+            self._live.before_prefill(list(zip(map(int, new), map(int, before), strict=True)))
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""

@@ -39,12 +39,14 @@ BATCH_BYTES = 64 << 20
 class BlockDone(NamedTuple):
     """Answer to one operation, under the ticket that its caller gave it.
 
-    tier: which tier served or took the block, `disk` or `remote`.
+    tier: which tier served or took the block, `disk` or `remote`. at: when it was done, on
+    `time.monotonic`; None where that is not known.
     """
 
     ticket: int
     outcome: Outcome
     tier: str
+    at: float | None = None
 
 
 def count_write(counts: Counter[str], done: BlockDone) -> None:
@@ -218,7 +220,7 @@ class DiskThreads:
     # -- threads ---------------------------------------------------------------------------------
 
     def _answer(self, ticket: int, outcome: Outcome) -> None:
-        self._done.append(BlockDone(ticket, outcome, "disk"))
+        self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
         self._on_done()
 
     def _read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:

@@ -217,9 +217,9 @@ class ProcessBlocks:
             if not self._clearing:
                 self._known.update(dict.fromkeys(reply.block_ids))
             return
-        for ticket, outcome in reply.blocks:
+        for ticket, outcome, at in reply.blocks:
             if ticket in self._moves:
-                self._end(ticket, outcome)
+                self._end(ticket, outcome, at)
         for block_id in reply.removed:
             self._known.pop(block_id, None)
         if reply.cleared:
@@ -244,7 +244,7 @@ class ProcessBlocks:
     def earliest_deadline(self) -> float:
         return min((move.deadline for move in self._moves.values()), default=float("inf"))
 
-    def _end(self, ticket: int, outcome: Outcome) -> None:
+    def _end(self, ticket: int, outcome: Outcome, at: float | None = None) -> None:
         move = self._moves.pop(ticket)
         self._writing -= move.written
         if outcome is Outcome.OK or outcome is Outcome.DUPLICATE:
@@ -252,4 +252,4 @@ class ProcessBlocks:
                 self._known[move.block_id] = None
         elif outcome is Outcome.MISSING:
             self._known.pop(move.block_id, None)
-        self._done.append(BlockDone(ticket, outcome, "disk"))
+        self._done.append(BlockDone(ticket, outcome, "disk", at))

@@ -127,15 +127,15 @@ class Known(_Message, tag=True):
 class Answers(_Message, tag=True):
     """What happened since the last message.
 
-    filed: (ticket, done). blocks: (ticket, outcome). removed: at most IDS_PER_MESSAGE identities of
-    blocks that cannot be read any more, because they left the disk or their directory is out of
-    use; a block that was stored and left again since is in both. cleared: a `Clear` is done.
-    directories: how many may be asked now. counts: of the store, since it was opened; None while
-    they are as they were.
+    filed: (ticket, done). blocks: (ticket, outcome, when it was done as `BlockDone.at`). removed:
+    at most IDS_PER_MESSAGE identities of blocks that cannot be read any more, because they left the
+    disk or their directory is out of use; a block that was stored and left again since is in both.
+    cleared: a `Clear` is done. directories: how many may be asked now. counts: of the store, since
+    it was opened; None while they are as they were.
     """
 
     filed: list[tuple[int, bool]]
-    blocks: list[tuple[int, Outcome]]
+    blocks: list[tuple[int, Outcome, float | None]]
     removed: list[bytes]
     cleared: bool
     directories: int

@@ -106,7 +106,7 @@ class Worker:
             self._cleared.clear()
         if self._store is None:
             return wire.Answers(filed, [], [], cleared, 0, None)
-        blocks = [(done.ticket, done.outcome) for done in self._disk.poll()]
+        blocks = [(done.ticket, done.outcome, done.at) for done in self._disk.poll()]
         removed = self._take_removed(self._store)
         counts = dict(self._disk.counts())
         news = counts if counts != self._counts else None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.transfer.read_watch import ReadWatch
 from sglang_hc.tree.arrivals import Arrival, Arrivals
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier, Spare
@@ -39,7 +40,7 @@ class DiskTier:
     """Spills blocks of one host tier, and fetches them again.
 
     coming: the blocks on their way. on_staged: told of every slot that is given to a read: what it
-    was before is over.
+    was before is over. on_read: told of (blocks, seconds) that an idle disk took.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class DiskTier:
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
         self.on_staged: Callable[[int], None] = lambda slot: None
+        self.on_read: Callable[[int, float], None] = lambda blocks, seconds: None
+        self._watch = ReadWatch(self._observed)
 
     @property
     def name(self) -> str:
@@ -81,6 +84,7 @@ class DiskTier:
         if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
             self.counters["disk_save_dropped"] += 1
             return
+        self._watch.disturbed()
         self._host.pin([node])
         self._spills[ticket] = node
 
@@ -115,6 +119,7 @@ class DiskTier:
             self._io.read(ticket, arrival.block_id, arrival.slot, now + READ_DEADLINE_S)
             self._reads[ticket] = arrival
         if arrivals:
+            self._watch.asked(len(arrivals), now, idle=not self._spills)
             self._io.flush()  # the next poll may be a whole forward pass away
         return len(arrivals)
 
@@ -139,7 +144,9 @@ class DiskTier:
             arrival = self._reads.pop(done.ticket, None)
             if arrival is None:
                 self._end_spill(self._spills.pop(done.ticket), done)
-            elif done.outcome is Outcome.OK:
+                continue
+            self._watch.came(done.at, good=done.outcome is Outcome.OK and done.tier == "disk")
+            if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(arrival)
             else:
@@ -186,6 +193,9 @@ class DiskTier:
         """Finish writes under way and close the store."""
         self.drain()
         self._io.close()
+
+    def _observed(self, blocks: int, seconds: float) -> None:
+        self.on_read(blocks, seconds)
 
     def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])

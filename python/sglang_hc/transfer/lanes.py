@@ -159,6 +159,11 @@ class CudaLane:
         name, self._copy_ranges = chosen_copies(shared.device)
         self.batches = name == BATCHED
 
+    @property
+    def stream(self) -> Any:
+        """Where the copies run, for those who time them."""
+        return self._stream
+
     def computed(self) -> Mark:
         return _CudaMark(torch.cuda.current_stream())
 

@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.capture import Capture, Segment
+from sglang_hc.transfer.cost_watch import CostWatch, WatchedGate, WatchedPass, timer_for
 from sglang_hc.transfer.disk_tier import DiskTier
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark, Side
 from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.transfer.read_buffer import ReadBuffer
 from sglang_hc.transfer.restore import (
-    LayerGate,
     Recomputer,
     Restoration,
     RestorePass,
@@ -58,9 +59,11 @@ class Tiers:
         cost: CostModel | None = None,
         side: Side | None = None,
         retention: Retention | None = None,
+        always: bool = False,
     ) -> None:
         """staging: what restored chunks pass through; None takes the default of the device.
-        cost: of this model here; None restores whatever is stored. side: see `RestorePass`."""
+        cost: of this model here, corrected from now on by what is seen; None restores whatever is
+        stored, and so does `always`. side: see `RestorePass`."""
         self.layout = layout
         self.host = host
         self.capture = capture
@@ -70,9 +73,13 @@ class Tiers:
         if disk is not None:
             capture.on_ready = disk.spill
             disk.on_staged = filing.bad_slots.discard
-        self.gate = LayerGate()
+        self.gate = WatchedGate(layout.plan.num_layers)
         self.counters: Counter[str] = Counter()
-        self.choice = RestoreChoice(cost, layout.plan, recomputer is not None, self.counters)
+        self.costs = CorrectedCosts(cost) if cost is not None else None
+        self._watch = self._watched(lane)
+        self.choice = RestoreChoice(
+            self.costs, layout.plan, recomputer is not None, self.counters, always=always
+        )
         if queue is not None:
             queue.use_costs(self.choice)
         self._pool = pool
@@ -135,7 +142,7 @@ class Tiers:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        restore = RestorePass(
+        parts = (
             self.layout,
             self._pool,
             self._sink,
@@ -146,6 +153,11 @@ class Tiers:
             self.read_buffer,
             self.choice.kv_per_hidden(sum(r.stop - r.start for r, _ in queued)),
             self._side,
+        )
+        restore = (
+            RestorePass(*parts)
+            if self._watch is None
+            else WatchedPass(self._watch, self._side is not None, *parts)
         )
         index = self.gate.produce(restore)
         self._running[index] = [release for _, release in queued]
@@ -161,11 +173,17 @@ class Tiers:
 
     # -- capture ---------------------------------------------------------------------------------
 
+    def before_prefill(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """The next forward pass prefills (new, context) tokens per request and does nothing else:
+        what it takes is compared with what the costs say."""
+        self.gate.prefill_begins(lengths)
+
     def after_pass(self, segments: Sequence[Segment], rows: int) -> None:
         """A forward pass of `rows` rows was submitted: stage its rows, end its restorations.
 
         Of a pass with more rows than the taps hold, the first are staged.
         """
+        self.gate.pass_ended()
         self._finish_pass()
         if self._taps is not None and segments:
             self.capture.take(segments, self._taps.bytes(min(rows, self._taps.rows)))
@@ -177,6 +195,8 @@ class Tiers:
         self._filing.poll()
         if self.disk is not None:
             self.disk.poll()
+        if self._watch is not None:
+            self._watch.poll()
         if self.read_buffer is not None:
             self.read_buffer.poll()
         if self.retention is not None:
@@ -217,7 +237,7 @@ class Tiers:
         """Plain numbers for /server_info."""
         return {"layer_plan": str(self.layout.plan), **self.levels(), **self.counts()}
 
-    def levels(self) -> dict[str, int]:
+    def levels(self) -> dict[str, float]:
         """Numbers that go up and down."""
         return {
             "host_slots": self.host.num_slots,
@@ -228,6 +248,7 @@ class Tiers:
             **self._filing.levels(),
             **(self.retention.levels() if self.retention is not None else {}),
             **(self.disk.levels() if self.disk is not None else {}),
+            **(self.costs.levels() if self.costs is not None else {}),
         }
 
     def counts(self) -> dict[str, int]:
@@ -239,6 +260,8 @@ class Tiers:
             total += self.queue.counters
         if self.retention is not None:
             total += self.retention.counters
+        if self.costs is not None:
+            total.update(self.costs.counts())
         total["expired_blocks"] += self.host.expired_blocks
         return {"evicted_blocks": self.host.evicted_blocks, **+total}
 
@@ -248,6 +271,17 @@ class Tiers:
         if self.read_buffer is not None:
             self.read_buffer.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
+
+    def _watched(self, lane: Lane) -> CostWatch | None:
+        """What is seen of the costs; None where there are none to correct, or no clock."""
+        timer = timer_for(lane)
+        if self.costs is None or timer is None:
+            return None
+        watch = CostWatch(self.costs, self.layout.plan, timer, lane)
+        self.gate.watch = watch
+        if self.disk is not None:
+            self.disk.on_read = watch.read
+        return watch
 
     def _finish_pass(self) -> None:
         index = self.gate.current

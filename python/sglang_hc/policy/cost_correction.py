@@ -1,0 +1,196 @@
+"""Measured costs, corrected by what the server sees while it runs.
+
+A profile is measured once, perhaps while something else used the machine. Each restoration, read
+and prefill then tells how long one resource really took. Here the quotient of observed and
+predicted seconds becomes one factor per resource, and the decisions use the cost model times these
+factors.
+
+A factor follows the median of the last WINDOW quotients, PRIOR of which are the profile itself
+(quotient 1) at the beginning. So a single slow pass changes nothing, and three agreeing
+observations do. A factor moves only when the median has left the band of DEAD_BAND around the
+factor in force: as long as the observations lie within the band around the profile, the cost model
+in force *is* the profile and no decision changes. A factor never leaves [1/BOUND, BOUND].
+
+Pure: no clock, no randomness. The same observations give the same factors.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.fit import Line, Quadratic
+
+WINDOW = 7
+"""Quotients that count, the newest. Four of them must agree to move a factor for good."""
+
+PRIOR = 2
+"""Quotients of 1 that the window begins with: what the measurement at the start is worth."""
+
+DEAD_BAND = 1.3
+"""A median within this ratio of the factor in force changes nothing."""
+
+BOUND = 16.0
+"""Largest factor, and the reciprocal of the smallest. A profile that is further off than this is
+corrected as far as the bound."""
+
+F = TypeVar("F", Line, Quadratic)
+
+
+class Resource(enum.Enum):
+    """What is timed on its own."""
+
+    KV_COPY = "kv_copy"
+    """K and V from host memory into the device pool."""
+    HIDDEN_COPY = "hidden_copy"
+    """Hidden states from host memory onto the device."""
+    PROJECTION = "projection"
+    """Hidden states to K and V."""
+    PREFILL = "prefill"
+    """Layers run over tokens; also what recomputing costs."""
+    DISK = "disk"
+    """Blocks from disk into host memory."""
+
+
+class _Factor:
+    """One resource's factor, in logarithms."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque([0.0] * PRIOR, WINDOW)
+        self.in_force = 0.0
+        self.observations = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.recent)
+
+    def add(self, quotient: float) -> bool:
+        """Returns whether the factor in force has changed."""
+        limit = math.log(BOUND)
+        self.recent.append(max(-limit, min(limit, math.log(quotient))))
+        self.observations += 1
+        if abs(self.median - self.in_force) <= math.log(DEAD_BAND):
+            return False
+        self.in_force = self.median
+        return True
+
+
+class CorrectedCosts:
+    """A cost model that learns.
+
+    measured: the profile, unchanged. model: the costs to decide by; the very object `measured`
+    while no factor is in force. changes: how often `model` was replaced.
+    """
+
+    def __init__(self, measured: CostModel) -> None:
+        self.measured = measured
+        self.model = measured
+        self.changes = 0
+        self._factors = {resource: _Factor() for resource in Resource}
+
+    def observe(self, resource: Resource, predicted: float, observed: float) -> None:
+        """Something that uses this resource alone took `observed` seconds; by `measured` it takes
+        `predicted`. Times that are not positive and finite say nothing and are ignored: a profile
+        by which something is free cannot be corrected by a factor.
+        """
+        if not (0.0 < predicted < math.inf and 0.0 < observed < math.inf):
+            return
+        if self._factors[resource].add(observed / predicted):
+            self.changes += 1
+            self.model = self._corrected()
+
+    def factor(self, resource: Resource) -> float:
+        """What `measured` is multiplied by now."""
+        return math.exp(self._factors[resource].in_force)
+
+    def levels(self) -> dict[str, float]:
+        """For /server_info and the metrics, by resource: `cost_correction_*` is the factor in
+        force, `cost_predicted_over_observed_*` the profile's prediction over what was observed
+        (the median of the window; above 1 the profile says slower than it is)."""
+        found = {}
+        for resource, factor in self._factors.items():
+            if factor.observations:
+                found[f"cost_correction_{resource.value}"] = round(math.exp(factor.in_force), 4)
+                found[f"cost_predicted_over_observed_{resource.value}"] = round(
+                    math.exp(-factor.median), 4
+                )
+        return found
+
+    def counts(self) -> Mapping[str, int]:
+        """Observations by resource, and how often a factor changed."""
+        found = {
+            f"cost_observations_{resource.value}": factor.observations
+            for resource, factor in self._factors.items()
+        }
+        return {**found, "cost_corrections": self.changes}
+
+    # -- the corrected model ---------------------------------------------------------------------
+
+    def _corrected(self) -> CostModel:
+        cost = self.measured
+        project = cost.project
+        if project is not None:
+            project = _scaled(project, self.factor(Resource.PROJECTION))
+        return replace(
+            cost,
+            copies={tier: self._copy(tier) for tier in cost.copies},
+            prefill=_scaled(cost.prefill, self.factor(Resource.PREFILL)),
+            project=project,
+            ahead=cost.ahead * self.factor(Resource.KV_COPY),
+        )
+
+    def _copy(self, tier: SourceTier) -> TierCopy:
+        copy, host = self.measured.copies[tier], self.measured.copies.get(SourceTier.HOST)
+        kv, hidden = self.factor(Resource.KV_COPY), self.factor(Resource.HIDDEN_COPY)
+        if tier is SourceTier.HOST or host is None:
+            return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
+        read = self.factor(Resource.DISK) if tier is SourceTier.DISK else 1.0
+        return TierCopy(
+            _through_host(copy.kv, host.kv, read, kv),
+            copy.hidden and host.hidden and _through_host(copy.hidden, host.hidden, read, hidden),
+        )
+
+
+def read_line(far: Line, host: Line) -> Line:
+    """The part of a copy from a lower tier that ends in host memory: the copy from there to the
+    device is taken off."""
+    return Line(
+        max(0.0, far.fixed - host.fixed),
+        max(0.0, far.per_token - host.per_token),
+        max(0.0, far.floor - host.floor),
+        far.r2,
+    )
+
+
+def _through_host(far: Line, host: Line, read: float, copy: float) -> Line:
+    """A copy whose way to host memory takes `read` times as long as measured, and whose way from
+    there to the device `copy` times."""
+    if read == copy:
+        return _scaled(far, read)
+    to_host, to_device = _scaled(read_line(far, host), read), _scaled(host, copy)
+    return Line(
+        to_host.fixed + to_device.fixed,
+        to_host.per_token + to_device.per_token,
+        to_host.floor + to_device.floor,
+        far.r2,
+    )
+
+
+def _scaled(fit: F, factor: float) -> F:
+    if factor == 1.0:
+        return fit
+    scaled = replace(
+        fit,
+        fixed=fit.fixed * factor,
+        per_token=fit.per_token * factor,
+        floor=fit.floor * factor,
+    )
+    if isinstance(scaled, Quadratic):
+        return replace(scaled, per_pair=scaled.per_pair * factor)
+    return scaled

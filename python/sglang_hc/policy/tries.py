@@ -1,0 +1,92 @@
+"""When something that is never done is tried, so that a wrong reason not to do it can be unlearned.
+
+A server whose profile says that restoring is slow restores nothing, and so never sees how fast it
+would have been. Now and then it restores a little all the same. Pure and deterministic: refusals
+are counted, nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.restore_plan import Span, plan_restore
+
+LAST_GAP = 32
+"""Most refusals between two tries."""
+
+TRY_SHARE = 1.0
+"""Most that a try may add to the modelled time of its request, as a share of that time. With
+LAST_GAP this bounds what all tries cost in the long run: 1/33 of the time of what is refused."""
+
+
+class Tries:
+    """The schedule of one kind of refusal: the first is a try, then one after 1, 2, 4, ... LAST_GAP
+    refusals. It begins again when the costs change, for then the last tries have shown something.
+    """
+
+    def __init__(self) -> None:
+        self._gap = 1
+        self._left = 0
+        self._changes = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next refusal should be a try."""
+        return self._left == 0
+
+    def refused(self) -> None:
+        """Something was refused, and not tried."""
+        self._left = max(0, self._left - 1)
+
+    def tried(self) -> None:
+        """A try was made."""
+        self._left = self._gap
+        self._gap = min(2 * self._gap, LAST_GAP)
+
+    def follow(self, changes: int) -> None:
+        """The costs were changed so often until now (`CorrectedCosts.changes`)."""
+        if changes != self._changes:
+            self._changes = changes
+            self._gap = 1
+            self._left = min(self._left, 1)
+
+
+def affordable(
+    cost: CostModel,
+    stored: LayerPlan,
+    spans: Sequence[Span],
+    *,
+    context: int,
+    new: int,
+    seconds: float,
+) -> int:
+    """How many of the first stored tokens to load for a try, all stored layers of them.
+
+    seconds: modelled time of what would be done instead. All tokens, half of them, a quarter and so
+    on in whole blocks: the most by which the modelled time grows by no more than TRY_SHARE; 0 where
+    even one block costs more, or there is none.
+    """
+    total = tokens = sum(span.tokens for span in spans)
+    while tokens >= BLOCK_TOKENS:
+        plan = plan_restore(
+            cost, stored, _first(spans, tokens), context=context, new=new + total - tokens,
+            allow_recompute=False,
+        )  # fmt: skip
+        if plan.as_stored_seconds <= (1 + TRY_SHARE) * seconds:
+            return tokens
+        if tokens == BLOCK_TOKENS:
+            return 0
+        tokens = max(BLOCK_TOKENS, tokens // 2 // BLOCK_TOKENS * BLOCK_TOKENS)
+    return 0
+
+
+def _first(spans: Sequence[Span], tokens: int) -> list[Span]:
+    found, left = [], tokens
+    for span in spans:
+        if left > 0:
+            found.append(replace(span, tokens=min(left, span.tokens)))
+            left -= span.tokens
+    return found

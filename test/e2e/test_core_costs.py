@@ -1,0 +1,104 @@
+"""Costs that correct themselves, on a real engine: a wrong profile is unlearned, and `always`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from sglang_hc.policy.cost_correction import BOUND
+from support.core import Core, run_in_child
+from support.profiles import cost_model, write
+
+POOL = 2048
+PREFILL = 1e-4
+"""Seconds per token and layer: about what the test model takes on a CPU."""
+SLOW_LINK = cost_model(host=3 * PREFILL, project=1e-7, prefill=PREFILL, overlap=False)
+"""Copying a layer takes a hundredth of computing it."""
+SLOW_DISK = cost_model(host=PREFILL / 100, disk=2.5 * PREFILL, prefill=PREFILL, overlap=False)
+HOPELESS = cost_model(host=1e3, disk=1e3, project=1.0, prefill=1e-9)
+
+
+def engine(profile: str, *flags: str) -> Core:
+    return Core(
+        "--hc-forms", "kv", "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
+        "--dtype", "float32", *flags, profile=profile,
+    )  # fmt: skip
+
+
+def histories(count: int, length: int) -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(3, 900) for _ in range(length)] for _ in range(count)]
+
+
+def twenty_histories(profile: str) -> tuple[list[int], list[int], dict]:
+    """Tokens restored of each of 20 evicted histories of 800 tokens, asked for twice."""
+    core = engine(profile)
+    asked = histories(20, 800)
+    for history in asked:
+        core.ask(history, 1)
+    core.settle()
+    first = [core.ask([*history, 7, 8, 9], 1).host for history in asked]
+    again = [core.ask([*history, 17, 18, 19], 1).host for history in asked]
+    core.settle()
+    return first, again, core.tree.stats()
+
+
+def test_a_link_that_is_faster_than_its_profile_is_used_within_twenty_requests(
+    models: None, tmp_path: Path
+) -> None:
+    first, again, stats = run_in_child(twenty_histories, write(SLOW_LINK, tmp_path))
+    assert min(first) < 800, "the profile refuses"
+    assert again == [800] * 20
+    assert stats["restore_decision_try"] >= 3 and stats["restore_decision_refuse"] >= 1
+    assert stats["cost_corrections"] >= 1
+    assert stats["cost_correction_kv_copy"] + 1e-4 >= 1 / BOUND
+    assert stats["cost_correction_kv_copy"] < 0.5
+    assert stats["cost_predicted_over_observed_kv_copy"] > 2
+    assert stats["cost_observations_kv_copy"] >= 20 and stats["cost_observations_prefill"] >= 20
+
+
+def served(profile: str, directory: str, asked: list[list[int]]) -> tuple[list[int], dict]:
+    core = engine(profile, "--hc-disk", f"{directory}:1")
+    found = [core.ask([*history, 7, 8, 9], 1).storage for history in asked]
+    core.settle()
+    return found, core.tree.stats()
+
+
+def test_a_disk_that_is_faster_than_its_profile_is_read_within_fifty_requests(
+    models: None, tmp_path: Path
+) -> None:
+    profile, disk = write(SLOW_DISK, tmp_path), str(tmp_path / "d")
+    asked = histories(60, 260)
+    assert run_in_child(served, profile, disk, asked)[0] == [0] * 60
+    found, stats = run_in_child(served, profile, disk, asked)
+    assert min(found[:6]) < 256, "the profile refuses"
+    # On a machine with other work a read may come too late for its request.
+    assert found[20:50].count(256) > 15 and found[50:].count(256) > 5
+    assert stats["prefetch_tries"] >= 2 and stats["prefetch_not_worth"] >= 3
+    assert stats["cost_observations_disk"] >= 3
+    assert stats["cost_correction_disk"] < 0.5
+
+
+def one_history(profile: str, directory: str, *flags: str) -> tuple[int, int, dict]:
+    core = engine(profile, "--hc-disk", f"{directory}:1", *flags)
+    (history,) = histories(1, 800)
+    from_disk = core.ask(history, 1).storage
+    core.settle()
+    core.flood(random.Random(1), 2 * POOL)
+    core.settle()
+    from_host = core.ask([*history, 7], 1).host
+    return from_disk, from_host, core.tree.stats()
+
+
+@pytest.mark.parametrize(("restore", "hit"), [("always", True), ("cost", False)])
+def test_always_restores_what_no_profile_would(
+    models: None, tmp_path: Path, restore: str, hit: bool
+) -> None:
+    profile, disk = write(HOPELESS, tmp_path), str(tmp_path / "d")
+    run_in_child(one_history, profile, disk)
+    from_disk, from_host, stats = run_in_child(one_history, profile, disk, "--hc-restore", restore)
+    assert (from_disk, from_host) == ((768, 800) if hit else (0, 0))
+    assert ("restore_reason_always" in stats) == hit
+    assert ("restore_decision_refuse" in stats) != hit

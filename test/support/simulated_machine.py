@@ -1,0 +1,83 @@
+"""A machine whose true costs are known: what is decided there, and what is seen of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.fit import Line, Quadratic
+from sglang_hc.policy.restore_plan import Span
+from sglang_hc.transfer.restore_choice import TRY, Choice, RestoreChoice
+
+Noise = Callable[[], float]
+"""What the next observed time is multiplied by."""
+
+
+def scaled(cost: CostModel, factors: dict[Resource, float]) -> CostModel:
+    """`cost` with each resource so many times as slow."""
+
+    def line(fit: Line, *resources: Resource) -> Line:
+        factor = 1.0
+        for resource in resources:
+            factor *= factors.get(resource, 1.0)
+        return replace(fit, fixed=fit.fixed * factor, per_token=fit.per_token * factor)
+
+    host, prefill = cost.copies[SourceTier.HOST], factors.get(Resource.PREFILL, 1.0)
+    assert host.hidden is not None and cost.project is not None
+    copies = TierCopy(line(host.kv, Resource.KV_COPY), line(host.hidden, Resource.HIDDEN_COPY))
+    return replace(
+        cost,
+        copies={SourceTier.HOST: copies},
+        project=line(cost.project, Resource.PROJECTION),
+        prefill=Quadratic(0.0, cost.prefill.per_token * prefill, cost.prefill.per_pair * prefill),
+    )
+
+
+class SimulatedMachine:
+    """A server by a profile, on a machine that is as `true` says; one request after the other."""
+
+    def __init__(
+        self, profile: CostModel, true: CostModel, plan: LayerPlan, noise: Noise,
+        recompute: bool = True,
+    ) -> None:  # fmt: skip
+        self.costs = CorrectedCosts(profile)
+        self.counters: Counter[str] = Counter()
+        self.now = 0.0
+        self._plan = plan
+        self._true = true
+        self._noise = noise
+        self._choice = RestoreChoice(self.costs, plan, recompute, self.counters, lambda: self.now)
+
+    def serve(self, history: int, new: int) -> Choice:
+        """A request with so many tokens in host memory; what it takes is observed."""
+        self.now += 1e6  # the link is idle again
+        choice = self._choice.choose([Span(SourceTier.HOST, history)], 0, new)
+        if choice.tokens:
+            self._choice.take(choice)
+            self._observe_copies(choice)
+        else:
+            self._choice.refuse(choice.reason)
+        self._see(Resource.PREFILL, lambda cost: cost.prefill_layer(64, 0))  # somebody else's
+        return choice
+
+    def _observe_copies(self, choice: Choice) -> None:
+        kv = min(self._plan.kv, self._plan.num_layers - choice.recompute)
+        hidden = self._plan.num_layers - choice.recompute - kv
+        host, tokens = SourceTier.HOST, choice.tokens
+        if kv:
+            self._see(Resource.KV_COPY, lambda cost: kv * cost.copy_kv(host, tokens))
+        if hidden:
+            self._see(Resource.HIDDEN_COPY, lambda cost: hidden * cost.copy_hidden(host, tokens))
+            self._see(Resource.PROJECTION, lambda cost: hidden * cost.project_kv(tokens))
+
+    def _see(self, resource: Resource, seconds: Callable[[CostModel], float]) -> None:
+        observed = seconds(self._true) * self._noise()
+        self.costs.observe(resource, seconds(self.costs.measured), observed)
+
+
+def is_try(choice: Choice) -> bool:
+    return choice.decision == TRY
