@@ -26,9 +26,6 @@ UNCHUNKED_ROWS = 16_384
 """Rows of the taps when prompts are not cut into chunks: SGLang's largest chunk by default. A
 model's whole context would be tens of GB."""
 
-RUNNING = 1024
-"""Requests that run at once, where no option says it."""
-
 SNAPSHOT_BUFFERS = 6
 HOST_SNAPSHOT_ROWS = 1024
 """Rows of a snapshot on a machine without an accelerator, where they hold prefills too."""
@@ -84,7 +81,7 @@ def capture_sizes(
         return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0)
     ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
     # Three decode steps of all requests: one computed, one copied, one filed.
-    snapshot = min(512, max(128, (args.max_running_requests or RUNNING) * 3 // SNAPSHOT_BUFFERS))
+    snapshot = min(512, max(128, running(args) * 3 // SNAPSHOT_BUFFERS))
     twins = SNAPSHOT_BUFFERS * snapshot * hidden
     return CaptureSizes(rows, rows * hidden, ring, snapshot, twins)
 
@@ -93,9 +90,14 @@ def rows_per_pass(args: Any, context: int) -> int:
     """Most rows of one forward pass that are captured: a prefill chunk, or a decode step of all
     requests, or both where they are mixed."""
     chunk = args.chunked_prefill_size or -1
-    running = args.max_running_requests or RUNNING
     prefill = min(max(args.max_prefill_tokens, context), UNCHUNKED_ROWS) if chunk <= 0 else chunk
-    return prefill + running if args.enable_mixed_chunk else max(prefill, running)
+    return prefill + running(args) if args.enable_mixed_chunk else max(prefill, running(args))
+
+
+def running(args: Any) -> int:
+    """Requests that run at once: what the options say, or twice what SGLang's decode graphs are for
+    on this device. More of them cost saves while filing is behind, nothing else."""
+    return int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
 
 
 def take_capture_memory(

@@ -1,0 +1,142 @@
+"""What SGLang's defaults and our capture take of a card's memory, without the card.
+
+python -m support.ledger        the table of docs/gpu-status.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from sglang_hc.config import GIB, READ_BUFFER_GIB
+from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.transfer.staging import CUDA_FRAMES
+
+CARDS = (40, 80, 141)
+
+
+class Model(NamedTuple):
+    """A model in 16 bit. parameters: billions."""
+
+    layers: int
+    width: int
+    kv_width: int
+    parameters: float
+    context: int
+    plan: str
+
+
+MODELS = {
+    "llama-2-7b": Model(32, 4096, 4096, 6.74, 4096, "hidden"),
+    "llama-2-7b as KV": Model(32, 4096, 4096, 6.74, 4096, "kv"),
+    "llama-2-13b": Model(40, 5120, 5120, 13.02, 4096, "hidden"),
+    "llama-3.1-8b": Model(32, 4096, 1024, 8.03, 131_072, "kv"),
+}
+
+
+class Entry(NamedTuple):
+    """Sizes in GiB, rows. left: of the share for weights and KV pool, after weights and capture."""
+
+    gpu: int
+    model: str
+    chunk: int
+    graphs: int
+    rows: int
+    snapshot_rows: int
+    taps: float
+    ring: float
+    twins: float
+    left: float
+    reserve: float
+    behind: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV pool has room for."""
+        model = MODELS[self.model]
+        return int(self.left * GIB / (model.layers * 2 * model.kv_width * 2))
+
+
+RESOLVE = """
+import json, sys
+import sglang.srt.server_args as server_args
+from sglang.srt.plugins import load_plugins
+server_args.get_device_memory_capacity = lambda device=None: float(sys.argv[1]) * 1024
+load_plugins()
+args = server_args.prepare_server_args(
+    ["--model-path", sys.argv[2], "--device", "cuda", "--attention-backend", "triton",
+     "--sampling-backend", "pytorch", "--load-format", "dummy"])
+names = ("chunked_prefill_size", "max_running_requests", "max_prefill_tokens",
+         "enable_mixed_chunk", "mem_fraction_static")
+found = {name: getattr(args, name) for name in names}
+print("ARGS " + json.dumps(found | {"max_bs": args.cuda_graph_config.decode.max_bs}))
+"""
+
+
+def defaults(gib: int) -> Any:
+    """SGLang's resolved arguments on a card of this size, with the tiers on. In a process of its
+    own, because it believes that there is a GPU."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "num_hidden_layers": 32, "max_position_embeddings": 4096, "vocab_size": 32000,
+        "torch_dtype": "float16", "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        done = subprocess.run(
+            [sys.executable, "-c", RESOLVE, str(gib), folder], capture_output=True, text=True,
+            env=os.environ | {"SGLANG_HC_ENABLE": "1"}, check=False,
+        )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ARGS ")]
+    assert lines, done.stderr[-2000:]
+    found = json.loads(lines[0].removeprefix("ARGS "))
+    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=found.pop("max_bs")))
+    return SimpleNamespace(**found, cuda_graph_config=graphs)
+
+
+def entry(gib: int, name: str, args: Any) -> Entry:
+    from sglang_hc.srt.capture_memory import capture_sizes
+
+    model = MODELS[name]
+    layer = StateShape(1, 2 * model.width, (2 * model.kv_width,) * 2, "float16")
+    plan = LayerPlan.parse(model.plan, model.layers)
+    sizes = capture_sizes(args, plan, layer, model.context, gib * GIB)
+    static = gib * args.mem_fraction_static
+    weights = 2 * model.parameters * 1e9 / GIB
+    frames, frame_bytes = CUDA_FRAMES
+    return Entry(
+        gib, name, args.chunked_prefill_size, args.cuda_graph_config.decode.max_bs, sizes.rows,
+        sizes.snapshot_rows, sizes.tap_bytes / GIB, sizes.ring_bytes / GIB, sizes.twin_bytes / GIB,
+        static - weights - sizes.bytes / GIB, gib - static,
+        frames * frame_bytes / GIB + READ_BUFFER_GIB,
+    )  # fmt: skip
+
+
+def table(entries: list[Entry]) -> str:
+    """Markdown."""
+    lines = [
+        "| card | model | rows of a pass | taps | ring | twins | tokens in the KV pool |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {e.gpu} GB | {e.model} | {e.rows:,} | {e.taps:.2f} | {e.ring:.2f} | {e.twins:.2f} "
+        f"| {e.kv_tokens:,} |"
+        for e in entries
+    ]
+    return "\n".join(lines)
+
+
+def ledger() -> list[Entry]:
+    resolved = {gib: defaults(gib) for gib in CARDS}
+    return [entry(gib, name, resolved[gib]) for gib in CARDS for name in MODELS]
+
+
+if __name__ == "__main__":
+    print(table(ledger()))
