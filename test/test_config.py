@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import re
 from pathlib import Path
 
@@ -150,6 +151,19 @@ def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> No
     assert memory.available_memory() == 10 * GIB
     with pytest.raises(ConfigError, match=r"larger than this machine's memory \(16.0 GiB\)"):
         HcConfig(host_size_gb=17)
+
+
+def test_memory_that_a_balloon_holds_now_may_be_asked_for(machine: Path) -> None:
+    """MemTotal is 64 GiB, and the machine was built with 100 in two zones."""
+    pages = [40 * GIB // mmap.PAGESIZE, 60 * GIB // mmap.PAGESIZE]
+    zones = [f"Node 0, zone Z{i}\n  spanned 9\n        present  {n}\n" for i, n in enumerate(pages)]
+    (machine / "proc/zoneinfo").write_text("".join(zones))
+    assert HcConfig(host_size_gb=100).host_size_gb == 100
+    with pytest.raises(ConfigError, match=r"larger than this machine's memory \(100.0 GiB\)"):
+        HcConfig(host_size_gb=101)
+    (machine / "proc/zoneinfo").write_text("  present  many\n")
+    with pytest.raises(ConfigError, match=r"larger than this machine's memory \(64.0 GiB\)"):
+        HcConfig(host_size_gb=65)
 
 
 def test_a_group_over_its_limit_has_nothing_free(machine: Path) -> None:

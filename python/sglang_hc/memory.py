@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 from sglang_hc.errors import ConfigError
@@ -10,8 +11,13 @@ GIB = 1 << 30
 
 
 def total_memory() -> int:
-    """Bytes of memory this process may use at most: the machine's or its control group's."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroups())])
+    """Bytes of memory this process may use at most: the machine's or its control group's.
+
+    A virtual machine's host may hold a part of its memory back and give it when it is asked for;
+    MemTotal then starts small and grows, so what the machine was built with counts.
+    """
+    machine = max(_meminfo("MemTotal"), _present())
+    return min([machine, *(limit for limit, _ in _cgroups())])
 
 
 def available_memory() -> int:
@@ -25,6 +31,16 @@ def _meminfo(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise ConfigError(f"/proc/meminfo has no {field}; give --hc-host-size-gb")
+
+
+def _present() -> int:
+    """Bytes of all memory zones with what a balloon keeps of them; 0 where they cannot be read."""
+    try:
+        lines = Path("/proc/zoneinfo").read_text().splitlines()
+        pages = [int(line.split()[1]) for line in lines if line.split()[:1] == ["present"]]
+    except (OSError, ValueError, IndexError):
+        return 0
+    return sum(pages) * mmap.PAGESIZE
 
 
 def _cgroups() -> list[tuple[int, int]]:
