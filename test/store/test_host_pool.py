@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan, ThreadExecutor
+from sglang_hc.store import executor as executor_module
+from sglang_hc.store.executor import (
+    Completion,
+    CopyRows,
+    FileRows,
+    RowSpan,
+    ThreadExecutor,
+    perform,
+    shares,
+)
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 
 LAYOUT = BlockLayout(LayerPlan(1, 2, 3), StateShape(6, 5, (3, 2), "uint8"))
@@ -75,3 +88,43 @@ def test_a_failed_operation_is_reported_and_the_next_one_runs(
     assert executor.drain() == [Completion(1, False), Completion(2, True)]
     assert "its blocks are not kept" in caplog.text
     executor.close()
+
+
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 63), st.integers(0, 4), st.integers(0, 63), st.integers(1, 64)),
+        max_size=40,
+    ),
+    threads=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_threads_that_share_a_snapshot_leave_what_one_leaves(
+    spans: list[tuple[int, int, int, int]], threads: int
+) -> None:
+    """Spans may write the same rows: the last one holds. No share is too small to be given away."""
+    cut = tuple(RowSpan(s, slot, t, min(n, 64 - s, 64 - t)) for s, slot, t, n in spans)
+    buffers = [SnapshotBuffer(LAYOUT, 64, hidden=True, kv=True)]
+    for array in (buffers[0].hidden, *buffers[0].kv):
+        array[:] = np.random.default_rng(3).integers(0, 256, array.shape, dtype=np.uint8)
+    alone, shared = HostPool(LAYOUT, 5), HostPool(LAYOUT, 5)
+    perform(FileRows(0, cut), alone, buffers)
+    with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
+        executor = ThreadExecutor(shared, buffers, threads=threads)
+        executor.submit(FileRows(0, cut))
+        assert executor.drain() == [Completion(1, True)]
+        executor.close()
+    assert np.array_equal(shared.bytes, alone.bytes)
+    parts = shares(cut, threads)
+    assert len(parts) <= threads and sorted(s for p in parts for s in p) == sorted(cut)
+
+
+def test_a_share_that_fails_fails_the_operation_after_all_are_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    buffers = [SnapshotBuffer(LAYOUT, 8, hidden=True, kv=False)]
+    with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
+        executor = ThreadExecutor(HostPool(LAYOUT, 2), buffers, threads=2)
+        executor.submit(FileRows(0, (RowSpan(0, 0, 0, 4), RowSpan(4, 99, 0, 4))))
+        executor.submit(CopyRows(0, 1, 1))
+        assert executor.drain() == [Completion(1, False), Completion(2, True)]
+        executor.close()

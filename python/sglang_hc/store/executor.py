@@ -7,10 +7,12 @@ writes is in place. An operation that fails is reported, never raised: its slots
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -75,24 +77,51 @@ class Executor(Protocol):
         """Finish what is queued and stop."""
 
 
+SCATTER_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that scatter one snapshot. numpy copies without Python's lock; a machine of few cores
+needs them for the model."""
+
+_SHARE_BYTES = 4 << 20
+"""Least that is worth another thread."""
+
+
 def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
     """Carry out one operation on the calling thread."""
     if isinstance(operation, CopyRows):
         pool.copy_rows(operation.source, operation.target, operation.rows)
-        return
-    buffer = buffers[operation.buffer]
+    else:
+        _scatter(operation.spans, buffers[operation.buffer], pool)
+
+
+def _scatter(spans: Sequence[RowSpan], buffer: SnapshotBuffer, pool: HostPool) -> None:
     pairs = [(buffer.hidden, pool.hidden), *zip(buffer.kv, pool.kv, strict=True)]
     for rows, slots in pairs:
         if not rows.shape[0]:
             continue
-        for source, slot, target, count in operation.spans:
+        for source, slot, target, count in spans:
             slots[slot, :, target : target + count] = rows[:, source : source + count]
 
 
-class ThreadExecutor:
-    """Executor on one thread of this process.
+def shares(spans: Sequence[RowSpan], count: int) -> list[list[RowSpan]]:
+    """At most `count` parts of `spans` of about as many rows. All spans of a slot are in one part,
+    in their order: rows that are written twice end as the last span says."""
+    by_slot: dict[int, list[RowSpan]] = {}
+    for span in spans:
+        by_slot.setdefault(span.slot, []).append(span)
+    parts: list[list[RowSpan]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for of_slot in by_slot.values():
+        least = sizes.index(min(sizes))
+        parts[least] += of_slot
+        sizes[least] += sum(span.rows for span in of_slot)
+    return [part for part in parts if part]
 
-    on_done: called on that thread after each completion, for whoever sleeps until then.
+
+class ThreadExecutor:
+    """Executor on one thread of this process; others help with the rows of a large snapshot.
+
+    on_done: called on that thread after each completion, for whoever sleeps until then. threads:
+    that scatter one snapshot, that one included.
     """
 
     def __init__(
@@ -100,7 +129,10 @@ class ThreadExecutor:
         pool: HostPool,
         buffers: list[SnapshotBuffer],
         on_done: Callable[[], None] = lambda: None,
+        threads: int = SCATTER_THREADS,
     ) -> None:
+        self._threads = threads
+        self._helpers = ThreadPoolExecutor(threads - 1, "hc-scatter") if threads > 1 else None
         self._pool = pool
         self._buffers = buffers
         self._on_done = on_done
@@ -137,12 +169,14 @@ class ThreadExecutor:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
+        if self._helpers is not None:
+            self._helpers.shutdown()
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             ticket, operation = item
             try:
-                perform(operation, self._pool, self._buffers)
+                self._perform(operation)
                 ok = True
             except Exception:
                 logger.exception("I/O operation %d failed; its blocks are not kept", ticket)
@@ -152,3 +186,19 @@ class ThreadExecutor:
                 self._completed = ticket
                 self._progress.notify_all()
             self._on_done()
+
+    def _perform(self, operation: Operation) -> None:
+        if self._helpers is None or isinstance(operation, CopyRows):
+            perform(operation, self._pool, self._buffers)
+            return
+        buffer = self._buffers[operation.buffer]
+        rows = sum(span.rows for span in operation.spans)
+        worth = rows * buffer.row_bytes // _SHARE_BYTES + 1
+        own, *others = shares(operation.spans, min(self._threads, worth)) or [[]]
+        helped = [self._helpers.submit(_scatter, part, buffer, self._pool) for part in others]
+        try:
+            _scatter(own, buffer, self._pool)
+        finally:
+            wait(helped)  # the buffer is used again when this operation is over, failed or not
+        for part in helped:
+            part.result()

@@ -96,6 +96,11 @@ class SnapshotBuffer:
         self.hidden: Bytes = arrays[0]
         self.kv: list[Bytes] = arrays[1:]
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of all layers."""
+        return sum(array.shape[0] * array.shape[2] for array in (self.hidden, *self.kv))
+
     @staticmethod
     def size(layout: BlockLayout, capacity: int, hidden: bool, kv: bool) -> int:
         """Bytes of such a buffer."""
