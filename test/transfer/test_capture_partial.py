@@ -165,6 +165,19 @@ def test_a_step_that_is_computed_again_closes_the_gap() -> None:
     assert kept(tiers, 1, 200) == 200
 
 
+@pytest.mark.parametrize("ring", [0, 4096])
+def test_a_step_that_is_computed_again_overwrites_what_filing_has_yet_to_write(ring: int) -> None:
+    """Ten rows wait in a snapshot. The same positions come again with many more behind them, which
+    on their own would go straight; the last writer wins."""
+    tiers, _, _ = build(HIDDEN, slots=40, device_slots=3000, lane=LateLane(), ring=ring)
+    tiers.capture.open("1", None, b"")
+    wrong = torch.zeros((2, 10, HIDDEN_BYTES), dtype=torch.uint8)
+    tiers.capture.take([Segment("1", 0, 0, 10)], wrong)
+    passes(tiers, [(1, 0, 100)])
+    commit(tiers, 1, 100)
+    assert kept(tiers, 1, 100) == 100
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

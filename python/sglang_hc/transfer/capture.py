@@ -153,7 +153,6 @@ class Capture:
             self._cut(stage, "gap")
             return
         rewritten = segment.position < stage.end
-        stage.end = segment.position
         stage.cut = False
         count = min(segment.rows, max(0, tapped - segment.row))
         if count < segment.rows:
