@@ -79,13 +79,18 @@ def both(model: str, forms: str, dtype: str) -> tuple[Any, Any, str, str]:
     return kept, evicted, str(core.tree.stats()["layer_plan"]), text
 
 
-def check(kept: dict[str, Any], evicted: dict[str, Any], text: str) -> None:
-    """The same words; all of the history came back, but for the token that ended a reply."""
+def check_hits(kept: dict[str, Any], evicted: dict[str, Any], text: str) -> None:
+    """All of the history came back, but for the token that ended a reply."""
     assert "Declaration of Independence" in text, "the converted weights talk nonsense"
     assert kept["host"] == [0, 0, 0] and min(kept["device"][1:]) > DOCUMENT
     assert evicted["device"] == [0, 0, 0] and evicted["host"] == kept["device"]
-    assert evicted["tokens"] == kept["tokens"]
     assert min(found.outliers for found in evicted["drift"]) > 10, "no outliers to lose"
+
+
+def check(kept: dict[str, Any], evicted: dict[str, Any], text: str) -> None:
+    """And the words are the same."""
+    check_hits(kept, evicted, text)
+    assert evicted["tokens"] == kept["tokens"]
 
 
 @pytest.mark.parametrize("forms", ["hidden:30", "recompute:4,hidden:13,kv:13"])
@@ -102,3 +107,16 @@ def test_kv_form_is_a_copy(real_model: str, dtype: str) -> None:
     assert plan == "kv:30"
     check(kept, evicted, text)
     assert max(found.worst for found in evicted["drift"]) == 0.0
+
+
+def test_hidden_form_in_bfloat16_is_off_by_rounding_at_most(real_model: str) -> None:
+    """Whether its product gives the same bits for other numbers of rows is up to the machine: where
+    it does, the words are the same; elsewhere K and V are off by one unit in the last place."""
+    kept, evicted, plan, text = run_in_child(both, real_model, "hidden", "bfloat16")
+    assert plan == "hidden:30"
+    check_hits(kept, evicted, text)
+    off = max(found.worst for found in evicted["drift"])
+    assert off <= 2**-7
+    if off == 0.0:
+        assert evicted["tokens"] == kept["tokens"]
+    assert evicted["tokens"][0] == kept["tokens"][0]
