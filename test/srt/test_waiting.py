@@ -47,7 +47,10 @@ class Server:
 
     def arrive(self, how: str) -> None:
         req = SimpleNamespace(
-            rid=f"r{self.count}", full_untruncated_fill_ids=array("q", [1]), extra_key=None
+            rid=f"r{self.count}",
+            full_untruncated_fill_ids=array("q", [1]),
+            extra_key=None,
+            sampling_params=SimpleNamespace(custom_params=None),
         )
         self.count += 1
         if how == "matched":
