@@ -174,6 +174,7 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overflow_keep_first: int = 64
     overflow_drop: float = 0.5
     overflow_reserve: int = 1024
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -337,6 +338,9 @@ FLAGS: dict[str, Flag] = {
         "tokens of the window that a cut leaves for the answer at least",
         metavar="TOKENS",
         check=check_reserve,
+    ),
+    "exact": Flag(
+        "restore only what comes back bit by bit: KV form, and what a check at start proves"
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""

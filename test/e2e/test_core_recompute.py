@@ -52,10 +52,10 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
         seen["largest pass"] = max(seen["largest pass"], len(tiers._queued))
         return start()
 
-    def one_pass(tokens: Any, slots: Any, first: int) -> None:
+    def one_pass(tokens: Any, slots: Any, first: int, decode: bool = False) -> None:
         assert len(tokens) <= CHUNK
         seen["passes"] += 1
-        run(tokens, slots, first)
+        run(tokens, slots, first, decode)
 
     tiers.queue_restore, tiers.start_restores = queue_restore, start_restores
     tiers.recomputer._pass = one_pass
@@ -227,27 +227,40 @@ def test_an_error_in_the_layers_ends_the_scheduler_and_serves_nothing(models: No
     assert run_in_child(spoiled, "raises") == ("raised", True)
 
 
-def unusable(model: str) -> tuple[str | None, str | None]:
-    """What the check at start says of the right recomputer and of one that loses the prefix."""
-    from sglang_hc.srt.recompute import pieces_disagree
+def unusable(model: str) -> tuple[Any, Any, str]:
+    """What the check at start says of the right recomputer, of one that loses the prefix, and of
+    one whose decode steps do not run."""
+    from sglang_hc.srt.recompute import compare_pieces
 
     core = engine(model=model, plan="kv")
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator
     slots = allocator.alloc(32)
     dtype = core.scheduler.tp_worker.model_runner.kv_cache_dtype
-    good = pieces_disagree(tiers.recomputer, tiers._sink, slots, dtype)
     run = tiers.recomputer._pass
 
-    def lost(tokens: Any, slots: Any, start: int) -> None:
+    def found() -> Any:
+        return compare_pieces(tiers.recomputer, tiers._sink, slots, dtype, 2)
+
+    def lost(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
         tiers.recomputer._table[0, :start] = 0
+        run(tokens, slots, start, decode)
+
+    def no_decode(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
+        if decode:
+            raise RuntimeError("no such batch")
         run(tokens, slots, start)
 
+    good = found()
+    tiers.recomputer._pass = no_decode
+    unproven = found()
     tiers.recomputer._pass = lost
-    return good, pieces_disagree(tiers.recomputer, tiers._sink, slots, dtype)
+    return good, unproven, str(found().wrong)
 
 
 @pytest.mark.parametrize("model", ["llama-gqa", "deepseek-v2"])
 def test_the_check_at_start_notices_a_lost_prefix(models: None, model: str) -> None:
-    good, lost = run_in_child(unusable, model)
-    assert good is None
-    assert lost is not None and "in one piece and in two differs" in lost
+    good, unproven, lost = run_in_child(unusable, model)
+    assert good.wrong is None and good.difference <= 1e-5
+    assert good.bit == (good.difference == 0.0)
+    assert unproven.wrong is None and not unproven.bit
+    assert "in one piece and in two differ" in lost

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
+from sglang_hc.transfer.exactness import Product
+
 
 @dataclass(frozen=True)
 class Family:
@@ -52,10 +54,16 @@ class LayerAdapter:
         self.kv_heads = self.qkv.num_kv_heads
         self.head_dim = self.qkv.head_size
         self.v_head_dim = getattr(self.qkv, "v_head_size", self.head_dim)
-        self._q_rows = self.qkv.num_heads * self.head_dim
+        self.q_rows = self.qkv.num_heads * self.head_dim
         self._k_rows = self.kv_heads * self.head_dim
+        self.unquantized = type(self.qkv.quant_method) is UnquantizedLinearMethod
         # A quantised projection cannot be sliced; the whole of it is run instead.
-        self.sliceable = type(self.qkv.quant_method) is UnquantizedLinearMethod
+        self.sliceable = self.unquantized
+        self.linear: Product = torch.nn.functional.linear
+        """Product of a sliced projection; `exactness.settle` may choose another one."""
+        self.models_product = False
+        """Whether restorations may run no other product than the model's: kernels of our own add up
+        in another order."""
 
     def kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows of the fused projection that give K and V, and their bias. For sliceable weights.
@@ -63,16 +71,17 @@ class LayerAdapter:
         Looked up at each call, so that updated weights count at once.
         """
         bias = self.qkv.bias
-        return self.qkv.weight[self._q_rows :], None if bias is None else bias[self._q_rows :]
+        return self.qkv.weight[self.q_rows :], None if bias is None else bias[self.q_rows :]
 
     def project(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden (n, size), positions (n,) int64 -> K (n, heads, dim), V (n, heads, v dim)."""
         if self.sliceable:
-            kv = torch.nn.functional.linear(hidden, *self.kv_weight())
+            kv = self.linear(hidden, *self.kv_weight())
         else:
-            kv = self.qkv(hidden)[0][:, self._q_rows :]
+            # Not the module itself: a tap hangs on it and would take these rows for new ones.
+            kv = self.qkv.quant_method.apply(self.qkv, hidden, self.qkv.bias)[:, self.q_rows :]
         k, v = kv.split([self._k_rows, kv.shape[1] - self._k_rows], dim=-1)
         rows = hidden.shape[0]
         if self.k_norm is not None:

@@ -50,6 +50,11 @@ def choose_backends(args: Any) -> list[str]:
             f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single "
             "tokens; leave the flag out"
         )
+    if args.enable_deterministic_inference:
+        raise ConfigError(
+            "--enable-deterministic-inference needs a GPU: SGLang's operators that do not depend "
+            "on the batch are kernels for one; on a CPU --hc-exact makes restored state bit-exact"
+        )
     said = []
     for name, (unset, value) in chosen.items():
         if getattr(args, name) == unset:

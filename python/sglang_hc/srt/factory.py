@@ -16,8 +16,10 @@ from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.projection import fastest_projection, fastest_stream
 from sglang_hc.srt.recompute import (
     LayerRecomputer,
+    Pieces,
     cannot_recompute,
-    pieces_disagree,
+    compare_pieces,
+    not_exact,
     recompute_excluded,
 )
 from sglang_hc.srt.recorded_tree import recorder_for, tree_over
@@ -35,6 +37,7 @@ from sglang_hc.store.io_messages import DiskSpec
 from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.transfer.capture import Capture
 from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.exactness import Exactness
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Side, lane_for
 from sglang_hc.transfer.queue_view import QueueView
@@ -77,10 +80,11 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     allocator = ctx.params.token_to_kv_pool_allocator
-    recomputer = _recomputer(config, runner, state, rows, allocator)
+    recomputer, pieces = _recomputer(config, runner, state, rows, allocator)
     if rows.device.type == "cuda" and state.layers is not None:
         rows.project = fastest_projection(runner, state.layers, allocator)
-    tiers = _tiers(config, runner, state, rows, part_bytes, recomputer)
+    exactness = _exactness(config, state, pieces)
+    tiers = _tiers(config, runner, state, rows, part_bytes, recomputer, exactness)
     order = _device_order(config, ctx.params, tiers)
     cache = tree_over(ctx.params, tiers, ComputeStream.of(runner), order)
     runner.token_to_kv_pool.register_layer_transfer_counter(tiers.gate)
@@ -99,10 +103,11 @@ def _device_order(config: Any, params: Any, tiers: Tiers) -> DeviceOrder | None:
 
 
 def _recomputer(
-    config: Any, runner: Any, state: ModelState, rows: KvPoolRows, allocator: Any
-) -> LayerRecomputer | None:
-    """Runs the model's first layers; None where it cannot, and no layer of the plan asks for it."""
-    recomputer = None
+    config: HcConfig, runner: Any, state: ModelState, rows: KvPoolRows, allocator: Any
+) -> tuple[LayerRecomputer | None, Pieces | None]:
+    """Runs the model's first layers, and what was measured of it; None where it cannot, or where
+    --hc-exact demands more than was proven, and no layer of the plan asks for it."""
+    planned = bool(state.plan.recompute)
     reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
     if reason is None:
         recomputer = LayerRecomputer(runner, state.memory.taps)
@@ -111,15 +116,41 @@ def _recomputer(
         if slots is None:
             reason = f"the KV pool holds fewer than the {count} tokens of the self-check"
         else:
-            reason = pieces_disagree(recomputer, rows, slots, runner.kv_cache_dtype)
+            layers = rows.num_layers if config.exact else min(2, rows.num_layers)
+            pieces = compare_pieces(recomputer, rows, slots, runner.kv_cache_dtype, layers)
             allocator.free(slots)
-        if reason is not None:
-            logger.error("sglang-hc: self-check failed, no layer is recomputed: %s", reason)
-    if reason is None:
-        return recomputer
-    if state.plan.recompute:
+            reason = pieces.wrong
+            if reason is None and config.exact and not pieces.bit:
+                why = f"a prefill and decode steps differ by {pieces.difference:.1e}"
+                if planned:
+                    raise ConfigError(not_exact(config.forms, "recomputed layers", why))
+                logger.info("sglang-hc: --hc-exact: no layer is recomputed: %s", why)
+                return None, None
+            if reason is None:
+                return recomputer, pieces
+        logger.error("sglang-hc: self-check failed, no layer is recomputed: %s", reason)
+    if planned:
         raise ConfigError(cannot_recompute(config.forms, reason))
-    return None
+    return None, None
+
+
+def _exactness(config: HcConfig, state: ModelState, pieces: Pieces | None) -> Exactness:
+    """Of everything that a restoration of this server may bring back; KV form is a copy."""
+    found = [(True, 0.0)]
+    if state.plan.hidden:
+        assert state.proof is not None
+        found.append((state.proof.wrong is None, state.proof.difference))
+    chosen = state.cost is not None and config.restore == "cost"  # then more may be recomputed
+    if pieces is not None and (state.plan.recompute or chosen):
+        found.append((pieces.bit, pieces.difference))
+    exactness = Exactness(all(bit for bit, _ in found), max(error for _, error in found))
+    word, error = exactness.stats().values()
+    logger.info(
+        "sglang-hc: exactness of what is restored: %s, measured difference at most %.1e",
+        word,
+        error,
+    )
+    return exactness
 
 
 def _tiers(
@@ -129,6 +160,7 @@ def _tiers(
     rows: KvPoolRows,
     part_bytes: tuple[int, ...],
     recomputer: LayerRecomputer | None,
+    exactness: Exactness,
 ) -> Tiers:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = 0
@@ -143,7 +175,7 @@ def _tiers(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each replica and holds no block; "
             f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB"
         )
-    fingerprint = layout.fingerprint(*model_identity(runner))
+    fingerprint = layout.fingerprint(*model_identity(runner), *_product(config, state))
     recorder = recorder_for(config, runner, layout, num_slots, fingerprint)
     pins = pins_for(num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
@@ -200,7 +232,17 @@ def _tiers(
         always=config.restore == "always",
         side=_side(runner, state, lane, shape, rows),
         retention=Retention(tier, disk, pins, claims),
+        exactness=exactness,
     )
+
+
+def _product(config: HcConfig, state: ModelState) -> list[str]:
+    """Part of a block's identity where bit identity is demanded: hidden states that another
+    product made K and V of do not give those bits here."""
+    if not config.exact or not state.plan.hidden:
+        return []
+    assert state.proof is not None
+    return [f"exact {state.proof.digest}"]
 
 
 def _side(

@@ -17,6 +17,7 @@ from sglang_hc import __version__, profile_file
 from sglang_hc.config import HcConfig
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.srt.adapters import LayerAdapter
+from sglang_hc.srt.exactness import has_fixed_tiles
 from sglang_hc.srt.projection import installed_kernels
 from sglang_hc.srt.scratch_layer import subject_of
 from sglang_hc.store.disk import DirectorySpec
@@ -109,6 +110,8 @@ def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
         f"quantization {args.quantization}",
         f"KV {args.kv_cache_dtype}",
         "hidden states" if hidden else "KV only",
+        *(["fixed tiles"] if has_fixed_tiles(runner.model) else []),
+        *(["deterministic"] if args.enable_deterministic_inference else []),
         _device_name(runner),
         *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),

@@ -16,6 +16,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import adapters, plugin, profile
+from sglang_hc.srt.exactness import prepare, settle
 from sglang_hc.srt.runner import hidden_excluded
 from sglang_hc.srt.server_args import ALWAYS_ENV
 
@@ -56,7 +57,13 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     )
     family = adapters.family_of(runner.model)
     layers = adapters.layer_modules(runner.model, family) if family else None
-    return Loaded(runner, layers, hidden_excluded(runner, layers) is None)
+    exact = bool(args._hc_config["exact"])
+    prepare(args, layers, exact)
+    hidden = hidden_excluded(runner, layers) is None
+    if hidden:
+        assert layers is not None
+        hidden = settle(layers, exact).wrong is None or not exact
+    return Loaded(runner, layers, hidden)
 
 
 def _one_rank(gpu: int) -> ParallelState:

@@ -183,6 +183,8 @@ def _seconds(work: Callable[[], object]) -> float:
 def _plain(adapter: LayerAdapter, context: int) -> bool:
     """Weights that can be sliced, the norm and the rotation that the kernels know."""
     rotary, norm = adapter.rotary, adapter.k_norm
+    if adapter.models_product:
+        return False
     if not adapter.sliceable or adapter.head_dim % 2 or adapter.v_head_dim % 2:
         return False
     if norm is not None and type(norm) is not RMSNorm:

@@ -14,8 +14,9 @@ it runs.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -31,6 +32,8 @@ from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.selfcheck import TOLERANCE
 from sglang_hc.transfer.restore import Restoration
 from sglang_hc.transfer.taps import TapBuffer
+
+logger = logging.getLogger(__name__)
 
 RECOMPUTED = frozenset(FAMILIES) | {"DeepseekV2ForCausalLM"}
 """Model classes whose recomputed K/V were checked against never-evicted ones."""
@@ -52,6 +55,14 @@ def cannot_recompute(forms: str, reason: str) -> str:
     """What a user is told whose plan has layers that cannot be recomputed."""
     return (
         f"--hc-forms {forms}: layers cannot be recomputed here: {reason}; use hidden and kv counts"
+    )
+
+
+def not_exact(forms: str, what: str, reason: str) -> str:
+    """What a user is told whose plan has layers that do not come back bit by bit."""
+    return (
+        f"--hc-forms {forms} and --hc-exact exclude each other here: {what} are not bit-exact "
+        f"({reason}); leave one of the two out, or use kv counts"
     )
 
 
@@ -90,12 +101,13 @@ class LayerRecomputer:
 
     def recompute(
         self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] = lambda: None, decode: bool = False,
     ) -> None:  # fmt: skip
         """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence.
 
         tokens: (n,) int64 ids. slots: (m,) int64 device slots of the sequence, m >= n; the layers
         read the first m - n. chunk: tokens per pass. between: called from one pass to the next.
+        decode: run decode steps instead of prefills; for chunks of one token.
         """
         row = self._table[ROW, : slots.numel()]
         tokens = _on_device(tokens, slots.device)
@@ -108,14 +120,19 @@ class LayerRecomputer:
                     if start > first:
                         between()
                     end = min(start + chunk, stop)
-                    self._pass(tokens[start - first : end - first], slots[start:end], start)
+                    piece = tokens[start - first : end - first]
+                    self._pass(piece, slots[start:end], start, decode)
         finally:
             row.zero_()
 
-    def _pass(self, tokens: torch.Tensor, slots: torch.Tensor, start: int) -> None:
+    def _pass(
+        self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool = False
+    ) -> None:
         """One forward pass over tokens at positions [start, start + n), up to the last layer."""
         runner = self._runner
         batch = _batch(tokens, slots, start, runner.spec_algorithm)
+        if decode:
+            batch.forward_mode = ForwardMode.DECODE
         with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
             runner.attn_backend.init_forward_metadata(batch)
             try:
@@ -142,27 +159,65 @@ class LayerRecomputer:
                 hook.remove()
 
 
-def pieces_disagree(
-    recomputer: LayerRecomputer, pool: KvPoolRows, slots: torch.Tensor, dtype: torch.dtype
-) -> str | None:
-    """At start: are K/V the same whether tokens are run in one piece or in two?
+class Pieces(NamedTuple):
+    """What running a few tokens in several ways showed.
 
-    The last of two layers is compared: it depends on the attention of the one before, with a prefix
-    in the pool in one case and without in the other. slots: (n,) int64 unused device slots; they
-    are written. dtype: of the pool's elements. None: they agree; else what differs.
+    wrong: why layers must not be recomputed; None: the ways agree but for rounding. bit: they agree
+    bit by bit, decode steps included. difference: the largest one, relative to the largest
+    magnitude of a layer's K and V.
     """
-    layers = min(2, pool.num_layers)
+
+    wrong: str | None
+    bit: bool
+    difference: float
+
+
+def compare_pieces(
+    recomputer: LayerRecomputer, pool: KvPoolRows, slots: torch.Tensor, dtype: torch.dtype,
+    layers: int,
+) -> Pieces:  # fmt: skip
+    """At start: are K/V of the first `layers` layers the same whether tokens are run in one piece,
+    in two, or with the second half one by one, as decode steps first wrote them?
+
+    With two layers the second depends on the attention of the first, with a prefix in the pool in
+    one case and without in the other. slots: (n,) int64 unused device slots; they are written.
+    dtype: of the pool's elements.
+    """
     tokens = torch.arange(slots.numel())
-    found = []
-    for chunk in (len(tokens), len(tokens) // 2):
-        recomputer.recompute(tokens, slots, layers, chunk)
-        rows = [part[slots].view(dtype).float() for part in pool.rows(layers - 1)]
-        found.append(torch.cat(rows, dim=1))
-    scale = float(found[0].abs().max()) or 1.0
-    error = float((found[0] - found[1]).abs().max()) / scale
-    if error <= TOLERANCE.get(dtype, COARSE):
-        return None
-    return f"layer {layers - 1} run in one piece and in two differs by {error:.2e}"
+    half = len(tokens) // 2
+
+    def written() -> list[torch.Tensor]:
+        found = []
+        for layer in range(layers):
+            rows = [part[slots].view(dtype).float() for part in pool.rows(layer)]
+            found.append(torch.cat(rows, dim=1))
+        return found
+
+    recomputer.recompute(tokens, slots, layers, len(tokens))
+    whole = written()
+    recomputer.recompute(tokens, slots, layers, half)
+    error = _largest_difference(whole, written())
+    if not error <= TOLERANCE.get(dtype, COARSE):
+        return Pieces(f"tokens run in one piece and in two differ by {error:.2e}", False, error)
+    try:
+        recomputer.recompute(tokens[:half], slots[:half], layers)
+        recomputer.recompute(tokens[half:], slots, layers, 1, decode=True)
+    except Exception:
+        # Nothing serves by this way; where it does not run, nothing is proven.
+        logger.warning(
+            "sglang-hc: decode steps could not be compared with a prefill", exc_info=True
+        )
+        return Pieces(None, False, error)
+    error = max(error, _largest_difference(whole, written()))
+    return Pieces(None, error == 0.0, error)
+
+
+def _largest_difference(first: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Over all layers, each relative to its largest magnitude."""
+    return max(
+        float((a - b).abs().max()) / (float(a.abs().max()) or 1.0)
+        for a, b in zip(first, other, strict=True)
+    )
 
 
 def _on_device(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,13 @@ from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import adapters, profile
 from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
-from sglang_hc.srt.recompute import recompute_excluded
+from sglang_hc.srt.exactness import (
+    HiddenProof,
+    prepare,
+    settle,
+    use_plain_products,
+)
+from sglang_hc.srt.recompute import not_exact, recompute_excluded
 from sglang_hc.srt.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
 
@@ -31,8 +37,8 @@ MODEL_STATE = "_hc_model"
 
 
 class ModelState:
-    """What load_model settled: plan, costs (None: unknown), adapters, and the device memory that
-    capture needs. `tree` comes later."""
+    """What load_model settled: plan, costs (None: unknown), adapters, the device memory that
+    capture needs, what was measured of hidden form (None: not used). `tree` comes later."""
 
     def __init__(
         self,
@@ -40,11 +46,13 @@ class ModelState:
         cost: CostModel | None,
         layers: list[adapters.LayerAdapter] | None,
         memory: CaptureMemory,
+        proof: HiddenProof | None,
     ) -> None:
         self.plan = plan
         self.cost = cost
         self.layers = layers
         self.memory = memory
+        self.proof = proof
         self.tree: Any = None
         self.requests: list[Any] = []
 
@@ -56,11 +64,20 @@ def after_load_model(result: Any, self: Any) -> None:
         return
     family = adapters.family_of(self.model)
     layers = adapters.layer_modules(self.model, family) if family else None
+    prepare(self.server_args, layers, config.exact)
     reason = hidden_excluded(self, layers)
+    proof = None
+    if reason is None:
+        assert layers is not None
+        proof = settle(layers, config.exact)
+        reason = _not_proven(self, config, proof)
     cost = profile.cost_model(self, config, layers, reason is None)
     plan = _plan(self, config, cost, layers, reason)
+    if layers is not None and not plan.hidden:
+        use_plain_products(layers)
     memory = take_capture_memory(self, plan, layers)
-    setattr(self, MODEL_STATE, ModelState(plan, cost, layers if plan.hidden else None, memory))
+    state = ModelState(plan, cost, layers if plan.hidden else None, memory, proof)
+    setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None
         for index, layer in enumerate(plan.hidden_layers):
@@ -122,6 +139,18 @@ def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
         state.tree.forget_saved()
 
 
+def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
+    """Why hidden form may not be used although it works: it is not bit-exact and has to be."""
+    if not config.exact or proof.wrong is None:
+        return None
+    layers = runner.model_config.num_hidden_layers
+    if config.forms != "auto" and explicit_plan(config.forms, layers).hidden:
+        raise ConfigError(not_exact(config.forms, "hidden states", proof.wrong))
+    reason = f"--hc-exact: hidden states are not bit-exact here ({proof.wrong})"
+    logger.info("sglang-hc: %s; KV form is used", reason)
+    return reason
+
+
 def _plan(
     runner: Any,
     config: HcConfig,
@@ -168,7 +197,9 @@ def _auto(
         replace(shape, num_layers=num_layers),
         profile.tiers_of(config),
         allow_hidden=reason is None,
-        allow_recompute=recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
+        # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.
+        allow_recompute=not config.exact
+        and recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
     )
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
 

@@ -33,7 +33,7 @@ def disagreement(
         hidden = torch.randn((5, hidden_size), generator=generator).to(device, dtype)
         positions = torch.tensor([0, 1, 7, 63, 200], dtype=torch.int64, device=device)
         with torch.no_grad():
-            wanted = _oracle(adapter, hidden.clone(), positions)
+            wanted = model_kv(adapter, hidden.clone(), positions)
             got = adapter.project(hidden, positions)
         for name, a, b in zip("KV", wanted, got, strict=True):
             if a.numel() != b.numel():
@@ -46,7 +46,7 @@ def disagreement(
     return None
 
 
-def _oracle(
+def model_kv(
     adapter: LayerAdapter, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as the model computes them: its attention module runs up to the attention proper."""

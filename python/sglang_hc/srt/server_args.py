@@ -82,6 +82,21 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
     original(self)
     if config is not None and not config.disable:
         check_prefill_graphs(self, wished)
+        check_radix_cache(self)
+
+
+def check_radix_cache(args: Any) -> None:
+    """Raise ConfigError where deterministic inference left the tiers nothing to hang on.
+
+    SGLang switches its radix cache off for attention backends whose results would depend on what is
+    cached; among them is its own default on some GPUs.
+    """
+    if args.enable_deterministic_inference and args.disable_radix_cache:
+        raise ConfigError(
+            f"--enable-deterministic-inference with --attention-backend {args.attention_backend} "
+            "switches SGLang's radix cache off, and the tiers hang on it; give "
+            "--attention-backend fa3 or triton, or add --hc-disable to serve without the tiers"
+        )
 
 
 def config_of(args: Any) -> HcConfig | None:

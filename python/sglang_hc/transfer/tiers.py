@@ -19,6 +19,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.transfer.capture import Capture, Segment
 from sglang_hc.transfer.cost_watch import CostWatch, WatchedGate, WatchedPass, timer_for
 from sglang_hc.transfer.disk_tier import DiskTier
+from sglang_hc.transfer.exactness import Exactness
 from sglang_hc.transfer.filing import Filing
 from sglang_hc.transfer.lanes import Lane, Mark, Side
 from sglang_hc.transfer.queue_view import QueueView
@@ -60,16 +61,19 @@ class Tiers:
         side: Side | None = None,
         retention: Retention | None = None,
         always: bool = False,
+        exactness: Exactness | None = None,
     ) -> None:
         """staging: what restored chunks pass through; None takes the default of the device.
         cost: of this model here, corrected from now on by what is seen; None restores whatever is
-        stored, and so does `always`. side: see `RestorePass`."""
+        stored, and so does `always`. side: see `RestorePass`. exactness: what was measured at start
+        of what comes back; for `stats`."""
         self.layout = layout
         self.host = host
         self.capture = capture
         self.disk = disk
         self.queue = queue
         self.retention = retention
+        self.exactness = exactness
         if disk is not None:
             capture.on_ready = disk.spill
             disk.on_staged = filing.bad_slots.discard
@@ -235,7 +239,9 @@ class Tiers:
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
-        return {"layer_plan": str(self.layout.plan), **self.levels(), **self.counts()}
+        facts = {} if self.exactness is None else self.exactness.stats()
+        plan = str(self.layout.plan)
+        return {"layer_plan": plan, **facts, **self.levels(), **self.counts()}
 
     def levels(self) -> dict[str, float]:
         """Numbers that go up and down."""
