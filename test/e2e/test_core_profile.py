@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.cli.main import main
-from support.core import MODELS, Core, run_in_child
+from support.core import MODELS, Core, run_in_child, use_one_thread
 from support.profiles import FREE_LOADING, cost_model, write
 
 MODEL = MODELS / "llama-mha"
@@ -133,12 +133,18 @@ def test_a_profile_of_another_machine_is_refused(models: None, tmp_path: Path) -
     assert "sglang-hc profile" in message
 
 
+def command(words: list[str]) -> int:
+    """The command as the server of these tests would be started: costs depend on the threads."""
+    use_one_thread()
+    return main(words)
+
+
 def test_the_command_writes_a_profile_that_the_server_takes(
     models: None, cache: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "profile.json"
     words = ["profile", "--model", str(MODEL), "--output", str(output), "--", "--dtype", "float32"]
-    assert run_in_child(main, words) == 0
+    assert run_in_child(command, words) == 0
     assert not cache.exists()
     assert run_in_child(start, "llama-mha", "--hc-profile", str(output))[1] == 0
 

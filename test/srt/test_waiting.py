@@ -47,10 +47,7 @@ class Server:
 
     def arrive(self, how: str) -> None:
         req = SimpleNamespace(
-            rid=f"r{self.count}",
-            full_untruncated_fill_ids=array("q", [1]),
-            extra_key=None,
-            sampling_params=SimpleNamespace(custom_params=None),
+            rid=f"r{self.count}", full_untruncated_fill_ids=array("q", [1]), extra_key=None
         )
         self.count += 1
         if how == "matched":

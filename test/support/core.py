@@ -28,12 +28,17 @@ class _Idle(BaseException):
 
 @dataclass
 class Reply:
-    """One finished request."""
+    """One finished request.
+
+    top: per token of the reply the log probabilities of the most likely tokens, by token id; empty
+    unless they were asked for.
+    """
 
     tokens: list[int]
     device: int
     host: int
     storage: int
+    top: list[dict[int, float]]
 
     @property
     def cached(self) -> int:
@@ -54,20 +59,18 @@ class Core:
         profile: str | None = str(FREE_LOADING),
         **env: str,
     ) -> None:
+        use_one_thread()
         defaults = {
-            "OMP_NUM_THREADS": "1",
             "SGLANG_HC_ENABLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         }
         os.environ.update(defaults | env)
-        import torch
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
-        torch.set_num_threads(1)
         load_plugins()
         argv = ["--model-path", str(MODELS / model), "--skip-server-warmup"]
         argv += ["--hc-io", "thread", *flags]  # a process each would only be slower to start
@@ -96,11 +99,13 @@ class Core:
         new: int,
         salt: str | None = None,
         logprobs_from: int | None = None,
+        top: int = 0,
         **sampling: Any,
     ) -> str:
         """Hand in a request; it runs in the next `run`. Returns its id.
 
-        logprobs_from: ask for the log probabilities of the prompt from this token on.
+        logprobs_from: ask for the log probabilities of the prompt from this token on. top: so many
+        most likely tokens are reported for each token of the reply.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -117,9 +122,9 @@ class Core:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=params,
-                return_logprob=logprobs_from is not None,
+                return_logprob=logprobs_from is not None or top > 0,
                 logprob_start_len=-1 if logprobs_from is None else logprobs_from,
-                top_logprobs_num=0,
+                top_logprobs_num=top,
                 token_ids_logprob=None,
                 stream=False,
                 extra_key=salt,
@@ -149,11 +154,14 @@ class Core:
             req.cached_tokens_device,
             req.cached_tokens_host,
             req.cached_tokens_storage,
+            _top(req) if req.return_logprob else [],
         )
 
-    def ask(self, tokens: Sequence[int], new: int = 16, salt: str | None = None) -> Reply:
+    def ask(
+        self, tokens: Sequence[int], new: int = 16, salt: str | None = None, top: int = 0
+    ) -> Reply:
         """One request on its own, to its end."""
-        rid = self.submit(tokens, new, salt)
+        rid = self.submit(tokens, new, salt, top=top)
         self.run()
         return self.reply(rid)
 
@@ -245,6 +253,24 @@ class Core:
             return original(req, *args, **kwargs)
 
         return add
+
+
+def use_one_thread() -> None:
+    """Compute with one thread in this process and its children, whatever the environment says."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _top(req: Any) -> list[dict[int, float]]:
+    found = req.logprob
+    return [
+        dict(zip(ids, values, strict=True))
+        for ids, values in zip(
+            found.output_top_logprobs_idx, found.output_top_logprobs_val, strict=True
+        )
+    ]
 
 
 def run_in_child(body: Callable[..., Any], *args: Any, timeout: float = 300) -> Any:
