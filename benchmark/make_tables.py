@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from sglang_hc.bench import machine, report, screen  # noqa: E402 (a source tree works uninstalled)
+from sglang_hc.tools.bench import machine, report, screen  # noqa: E402 (a source tree works uninstalled)
 
 _MARK = re.compile(
     r"(<!-- table: (?P<file>\S+) (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL

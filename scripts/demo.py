@@ -20,9 +20,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_hc.bench import multi_turn
-from sglang_hc.bench.screen import one_screen
-from sglang_hc.cli.main import UsageError
+from sglang_hc.tools.bench import multi_turn
+from sglang_hc.tools.bench.screen import one_screen
+from sglang_hc.tools.cli.main import UsageError
 
 SETTINGS = {
     "talk": [

@@ -34,9 +34,9 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec
 from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
 from sglang_hc.store.host_memory import MemorySpec
-from sglang_hc.store.io_messages import DiskSpec
-from sglang_hc.store.open_io import Io, open_io
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.process.messages import DiskSpec
+from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 SLOTS = 128

@@ -26,7 +26,7 @@ from runner import CELLS, LOG, PAGE, RESERVE_S, Runner, Step, in_order, say
 from settings import ROOT
 from steps import STEPS
 
-from sglang_hc.bench import machine
+from sglang_hc.tools.bench import machine
 
 REHEARSAL_MINUTES = 15.0
 

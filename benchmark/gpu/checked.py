@@ -1,6 +1,6 @@
 """Runs tests on this device and keeps what they said as a cell.
 
-    python benchmark/gpu/checked.py test/transfer/test_lanes.py --cells FILE
+    python benchmark/gpu/checked.py test/device/test_copy_stream.py --cells FILE
 
 sgl-kernel-ext/test is told to run its kernels on the GPU, where there is one.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from settings import ROOT
 
-from sglang_hc.bench import machine
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.tools.bench import machine
+from sglang_hc.tools.bench.cells import CellFile
 
 NO_TESTS = 5
 """pytest's exit status when it found nothing to run."""

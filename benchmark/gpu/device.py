@@ -25,11 +25,11 @@ import numpy as np
 import settings  # noqa: F401  puts this tree on the path
 import torch
 
-from sglang_hc.bench import machine
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.device.copy_stream import Lane, lane_for
+from sglang_hc.device.ranges import Ranges
 from sglang_hc.store.host_memory import page_setting
-from sglang_hc.transfer.lanes import Lane, lane_for
-from sglang_hc.transfer.ranges import Ranges
+from sglang_hc.tools.bench import machine
+from sglang_hc.tools.bench.cells import CellFile
 
 REPEATS = 7
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from settings import ROOT
 
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.tools.bench.cells import CellFile
 
 REPEATS = 20
 

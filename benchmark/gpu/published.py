@@ -9,8 +9,8 @@ from typing import Any
 
 from tables import all_tables, served_results
 
-from sglang_hc.bench.cells import OK, Cell, latest, on_gpu, read
-from sglang_hc.bench.report import Table
+from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
+from sglang_hc.tools.bench.report import Table
 
 STEPS = ("device", "drift", "restore", "capture", "kernels", "checked", "smoke")
 NAMES = {"checked": "checks", "smoke": "checks"}

@@ -1,7 +1,7 @@
 """Runs steps one after the other within a budget of minutes, whatever becomes of each of them.
 
-A step is a process of its own that appends its cells itself (`sglang_hc.bench.cells`). Here it gets
-a limit, its output is kept up to a size, and one cell says how it ended.
+A step is a process of its own that appends its cells itself (`sglang_hc.tools.bench.cells`). Here
+it gets a limit, its output is kept up to a size, and one cell says how it ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ from pathlib import Path
 
 from settings import ROOT
 
-from sglang_hc.bench import processes
-from sglang_hc.bench.cells import FAILED, LEFT_OUT, LOG_TAIL, OK, CellFile, append, latest, read
+from sglang_hc.tools.bench import processes
+from sglang_hc.tools.bench.cells import (
+    FAILED,
+    LEFT_OUT,
+    LOG_TAIL,
+    OK,
+    CellFile,
+    append,
+    latest,
+    read,
+)
 
 STOPPED = "stopped"
 """Status of a step that the end of the minutes cut off; its cells so far are kept."""

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]  # a source tree works uninstalled
 
 from make_tiny_models import BOS, EOS, PAD, build_tokenizer  # noqa: E402
-from sglang_hc.bench.arms import HICACHE  # noqa: E402
-from sglang_hc.cli.main import main as sglang_hc  # noqa: E402
+from sglang_hc.tools.bench.arms import HICACHE  # noqa: E402
+from sglang_hc.tools.cli.main import main as sglang_hc  # noqa: E402
 
 CONTEXT = 16384
 """Positions of both shapes, as HCache extends its models (section 6.1)."""

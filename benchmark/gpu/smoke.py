@@ -21,7 +21,7 @@ from pathlib import Path
 from settings import HICACHE_PAGE, ROOT, sglang_hc
 
 from make_tiny_models import main as make_tiny_models
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.tools.bench.cells import CellFile
 
 ARMS = "stock,hicache,kv,hidden,auto"
 ROOMY = "stock=--max-total-tokens 16384"

@@ -51,7 +51,7 @@ STEPS = (
         "copies-checked",
         "tests of the copy lanes on this device",
         0.7,
-        (f"{GPU}/checked.py", "test/transfer/test_lanes.py"),
+        (f"{GPU}/checked.py", "test/device/test_copy_stream.py"),
         (),
         takes_server_args=False,
     ),

@@ -12,8 +12,8 @@ from typing import Any
 
 from settings import ROOT, SHAPES, goal_lines
 
-from sglang_hc.bench import metrics, page
-from sglang_hc.bench.cells import OK, Cell, latest, on_gpu, read
+from sglang_hc.tools.bench import metrics, page
+from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
 
 sys.path.insert(0, str(ROOT / "benchmark" / "restore"))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import settings  # noqa: F401  puts this tree on the path
 
-from sglang_hc.bench import report, results
-from sglang_hc.bench.cells import OK, Cell
-from sglang_hc.bench.report import Table
+from sglang_hc.tools.bench import report, results
+from sglang_hc.tools.bench.cells import OK, Cell
+from sglang_hc.tools.bench.report import Table
 
 ORDER = {"stock": 0, "auto": 9}
 """Arms of one result: the reference first, ours last, HiCache's between them."""

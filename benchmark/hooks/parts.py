@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.saving import save_path
+from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.device.copy_stream import HostLane
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from sglang_hc.transfer.capture import Capture
-from sglang_hc.transfer.filing import Filing
-from sglang_hc.transfer.lanes import HostLane
-from sglang_hc.transfer.saving import save_path
-from sglang_hc.transfer.taps import TapBuffer
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 

@@ -35,12 +35,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from waiting import BLOCKS, WAITING, measure_queue
 
-from sglang_hc.bench import machine
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.policy.windows import LookAhead
-from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens

@@ -15,15 +15,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import Claims
-from sglang_hc.policy.windows import LookAhead
-from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.schedule import arrange
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.queue_view import QueueView
-from sglang_hc.transfer.retention import Retention, pins_for
+from sglang_hc.tiers.retention import Retention, pins_for
 from support.no_blocks import NoBlocks
 
 WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096

@@ -31,14 +31,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.bench import machine
-from sglang_hc.bench.client import Client, GenerateApi, History, Reply
-from sglang_hc.bench.options import demo_model
-from sglang_hc.bench.results import rounded
-from sglang_hc.bench.server import ServerProcess
-from sglang_hc.bench.workload import Session, Turn
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.simulator.recorded import replay_record
+from sglang_hc.tools.bench import machine
+from sglang_hc.tools.bench.client import Client, GenerateApi, History, Reply
+from sglang_hc.tools.bench.options import demo_model
+from sglang_hc.tools.bench.results import rounded
+from sglang_hc.tools.bench.server import ServerProcess
+from sglang_hc.tools.bench.workload import Session, Turn
+from sglang_hc.tools.simulator.recorded import replay_record
 
 ARMS = {
     "queue": ("queue", "queue"),

@@ -29,7 +29,7 @@ from goals import capture_lines
 from settings import SHAPES, make_shape, rehearsal
 from tables import pair_rows
 
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.tools.bench.cells import CellFile
 
 ELEMENT = 2
 """Bytes of an element of what is kept."""

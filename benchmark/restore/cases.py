@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
-from sglang_hc.bench import processes
+from sglang_hc.tools.bench import processes
 
 MARK = "RESULT "
 

@@ -27,7 +27,7 @@ from typing import Any
 from cases import answer, run_case
 from engine import ROOT
 
-from sglang_hc.bench.cells import CellFile
+from sglang_hc.tools.bench.cells import CellFile
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
 PROMPTS = (70, 131, 200)
@@ -44,7 +44,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "--hc-forms", case["forms"], "--dtype", case["dtype"], "--max-total-tokens", str(POOL),
         "--hc-host-size-gb", "0.25", *shlex.split(case["server_args"]), model=case["model"],
     )  # fmt: skip
-    from sglang_hc.srt.selfcheck import TOLERANCE
+    from sglang_hc.srt.model.startup_checks import TOLERANCE
 
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 900) for _ in range(length)] for length in PROMPTS]

@@ -21,13 +21,13 @@ import torch  # noqa: E402
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape  # noqa: E402
 from sglang_hc.policy.cost_model import CostModel  # noqa: E402
 from sglang_hc.policy.eviction import LruPolicy  # noqa: E402
+from sglang_hc.restore.restore_pass import Restoration, RestorePass  # noqa: E402
+from sglang_hc.restore.staging import StagingRing  # noqa: E402
 from sglang_hc.store.disk import DirectorySpec  # noqa: E402
 from sglang_hc.store.host_memory import MemorySpec  # noqa: E402
 from sglang_hc.store.host_pool import HostPool  # noqa: E402
-from sglang_hc.store.io_messages import DiskSpec  # noqa: E402
-from sglang_hc.store.open_io import open_io  # noqa: E402
-from sglang_hc.transfer.restore import Restoration, RestorePass  # noqa: E402
-from sglang_hc.transfer.staging import StagingRing  # noqa: E402
+from sglang_hc.store.process.messages import DiskSpec  # noqa: E402
+from sglang_hc.store.process.opening import open_io  # noqa: E402
 from sglang_hc.tree.block_tree import BlockNode, BlockTree  # noqa: E402
 from sglang_hc.tree.host_tier import HostTier  # noqa: E402
 from sglang_hc.tree.identity import pack_tokens  # noqa: E402

@@ -35,15 +35,15 @@ from from_disk import OnDisk
 from goals import restore_lines
 from settings import CONTEXT, SHAPES, make_shape, rehearsal
 
-from sglang_hc.bench.cells import CellFile
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Span
-from sglang_hc.transfer.queue_view import Waiting
-from sglang_hc.transfer.read_buffer import ReadBuffer, frames_for
-from sglang_hc.transfer.restore_choice import RestoreChoice
+from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
+from sglang_hc.tools.bench.cells import CellFile
 from sglang_hc.tree.identity import pack_tokens
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}

@@ -27,17 +27,17 @@ from typing import Any
 
 import torch
 
-from sglang_hc.bench import machine
+from sglang_hc.device.copy_stream import HostLane, Lane
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
-from sglang_hc.policy import order
+from sglang_hc.policy import copy_order
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
+from sglang_hc.restore.measure import Subject, measure
+from sglang_hc.restore.restore_pass import Restoration, RestorePass
+from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.transfer.lanes import HostLane, Lane
-from sglang_hc.transfer.measure import Subject, measure
-from sglang_hc.transfer.restore import Restoration, RestorePass
-from sglang_hc.transfer.staging import StagingRing
+from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockNode
 from support.throttled import ThrottledLane
 
@@ -79,7 +79,7 @@ class Restorer:
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
         self.staging = StagingRing(*subject.frames, subject.device, subject.lane)
-        self.kv_per_hidden = order.kv_per_hidden(cost, tokens)
+        self.kv_per_hidden = copy_order.kv_per_hidden(cost, tokens)
 
     def run(self) -> float:
         """Seconds of one restoration."""
@@ -159,8 +159,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from sglang_hc.srt.profile_command import load_model
-    from sglang_hc.srt.scratch_layer import subject_of
+    from sglang_hc.srt.calibrate_command import load_model
+    from sglang_hc.srt.model.scratch_layer import subject_of
 
     loaded = load_model(options.model, ["--dtype", options.dtype])
     layers = loaded.runner.model_config.num_hidden_layers

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 
 from sglang_hc.policy.eviction import QueuePolicy
-from sglang_hc.policy.ready_first import AdmissionOrder
-from sglang_hc.policy.windows import LookAhead
-from sglang_hc.simulator.disk import DiskTier
+from sglang_hc.queue.ready_first import AdmissionOrder
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.tools.simulator.disk import DiskTier
 
 WAITING, BLOCKS, PASSES = 1000, 32, 2000
 

@@ -23,11 +23,11 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_hc.policy.capacity import full_capacity
-from sglang_hc.simulator import workloads
-from sglang_hc.simulator.models import MODEL_NAMES, load_model
-from sglang_hc.simulator.run import Setup, simulate
-from sglang_hc.simulator.traces import Timing, read_trace
-from sglang_hc.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.simulator import workloads
+from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
+from sglang_hc.tools.simulator.run import Setup, simulate
+from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.cli.main import main
+from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child, use_one_thread
 from support.profiles import FREE_LOADING, cost_model, write
 
@@ -27,18 +27,18 @@ def start(model: str, *flags: str, quiet: float = math.inf) -> tuple[str, int]:
     """The layer plan of a fresh server, and how often it measured. quiet: up to which noise a
     profile counts as measured on an idle machine."""
     from sglang_hc.policy import cost_model
-    from sglang_hc.srt import profile
+    from sglang_hc.srt import calibrate
 
     cost_model.NOISY = quiet
     measured = 0
-    original = profile.measured
+    original = calibrate.measured
 
     def count(*args, **kwargs):
         nonlocal measured
         measured += 1
         return original(*args, **kwargs)
 
-    profile.measured = count
+    calibrate.measured = count
     core = Core(*SMALL, *flags, model=model, profile=None)
     assert len(core.ask(list(range(3, 200)), 2).tokens) == 2
     return core.tree.stats()["layer_plan"], measured

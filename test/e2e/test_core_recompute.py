@@ -230,7 +230,7 @@ def test_an_error_in_the_layers_ends_the_scheduler_and_serves_nothing(models: No
 def unusable(model: str) -> tuple[Any, Any, str]:
     """What the check at start says of the right recomputer, of one that loses the prefix, and of
     one whose decode steps do not run."""
-    from sglang_hc.srt.recompute import compare_pieces
+    from sglang_hc.srt.model.recompute import compare_pieces
 
     core = engine(model=model, plan="kv")
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.cli.main import main
+from sglang_hc.tools.cli.main import main
 from support.core import Core, run_in_child
 
 SYSTEM = [random.Random(1).randrange(3, 900) for _ in range(100)]

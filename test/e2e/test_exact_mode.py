@@ -41,7 +41,7 @@ def products(dtype: str, isa: str | None) -> dict[str, Any]:
     """What the start does about the product, with and without the demand."""
     use_isa(isa)
     core = Core(*SMALL, "--hc-forms", "hidden", "--dtype", dtype)
-    from sglang_hc.srt import exactness
+    from sglang_hc.srt.model import exactness
 
     runner = core.scheduler.tp_worker.model_runner
     layers = runner._hc_model.layers
@@ -77,14 +77,14 @@ def refused(*flags: str) -> str:
 
 def without_products(*flags: str) -> str:
     """A device on which no product is proven."""
-    from sglang_hc.srt import exactness
+    from sglang_hc.srt.model import exactness
 
     exactness._products = lambda layers: []
     return refused(*flags)
 
 
 def fallen_back() -> dict[str, Any]:
-    from sglang_hc.srt import exactness
+    from sglang_hc.srt.model import exactness
 
     exactness._products = lambda layers: []
     core = Core(*SMALL, "--dtype", "float32", profile=None)

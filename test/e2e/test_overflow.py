@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.bench.server import ServerProcess
+from sglang_hc.tools.bench.server import ServerProcess
 from support.served import numbers, post, start
 
 pytestmark = pytest.mark.server

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.bench.server import ServerProcess
+from sglang_hc.tools.bench.server import ServerProcess
 from support.served import post, start, wait_for
 
 pytestmark = pytest.mark.server

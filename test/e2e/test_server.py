@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.bench.server import ServerProcess
-from sglang_hc.cli.main import main
+from sglang_hc.tools.bench.server import ServerProcess
+from sglang_hc.tools.cli.main import main
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 

@@ -52,7 +52,7 @@ def undisturbed() -> dict[str, tuple[list[int], list[int]]]:
 
 def meet_faults(folder: str) -> dict[str, tuple]:
     """Per fault: both replies, the reply afterwards, and what was counted."""
-    from sglang_hc.policy import prefetch
+    from sglang_hc.queue import prefetch
     from sglang_hc.store.disk import DiskStore
 
     faults = Faults()

@@ -22,7 +22,7 @@ FORM = "hidden:2,kv:2"
 
 
 def start(directory: str) -> Core:
-    from sglang_hc.store import io_supervisor
+    from sglang_hc.store.process import supervisor as io_supervisor
 
     io_supervisor.FIRST_BACKOFF_S = io_supervisor.LONGEST_BACKOFF_S = 0.1
     disk = ("--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.2")
@@ -56,7 +56,7 @@ def wanted(models: None) -> tuple[list[int], list[int]]:
 
 
 def lost_in_mid_prefetch(directory: str, killer: int) -> tuple:
-    from sglang_hc.store import io_supervisor
+    from sglang_hc.store.process import supervisor as io_supervisor
 
     io_supervisor.HANG_S = 1.0
     core = start(directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_hc.bench.server import ServerProcess
+from sglang_hc.tools.bench.server import ServerProcess
 from support.served import generate, numbers, post, start, wait_for
 
 pytestmark = pytest.mark.server
@@ -19,7 +19,7 @@ PROMPT = [random.Random(8).randrange(3, 900) for _ in range(300)]
 
 def io_process(server: ServerProcess) -> psutil.Process:
     below = psutil.Process(server.pid).children(recursive=True)
-    found = [p for p in below if "sglang_hc.store.io_process" in p.cmdline()]
+    found = [p for p in below if "sglang_hc.store.process.worker" in p.cmdline()]
     assert len(found) == 1
     return found[0]
 

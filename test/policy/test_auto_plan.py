@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.auto_plan import HISTORIES, NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.pipeline import makespan
+from sglang_hc.policy.makespan import makespan
 from support.profiles import cost_model
 
 SHAPE = StateShape(8, 512, (512, 512), "float16")

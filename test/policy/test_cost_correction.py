@@ -19,7 +19,7 @@ from sglang_hc.policy.cost_correction import (
     read_line,
 )
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.fit import Line
+from sglang_hc.policy.line_fit import Line
 from support.profiles import cost_model
 
 MODEL = cost_model(host=1e-6, disk=5e-6, project=2e-6, prefill=1e-4)

@@ -14,8 +14,8 @@ from sglang_hc.policy.cost_model import (
     SourceTier,
     TierCopy,
 )
-from sglang_hc.policy.fit import FitError, Line, Quadratic
 from sglang_hc.policy.hardware import load_hardware
+from sglang_hc.policy.line_fit import FitError, Line, Quadratic
 from sglang_hc.policy.model_shape import ModelShape
 
 SHAPE = ModelShape.from_config(

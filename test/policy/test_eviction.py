@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES, make_policy
-from sglang_hc.policy.windows import LookAhead
+from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens

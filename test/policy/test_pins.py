@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.pins import Claims, PinLimitError, SessionPins, TimeToLive
-from sglang_hc.policy.windows import LookAhead
+from sglang_hc.queue.windows import LookAhead
 
 
 def ids(text: str) -> list[bytes]:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.fit import Line, Quadratic
 from sglang_hc.policy.hardware import load_hardware
+from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.model_shape import ModelShape
-from sglang_hc.policy.pipeline import LayerTimes, makespan
 from sglang_hc.policy.restore_plan import (
     Decision,
     Reason,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.windows import LookAhead
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.identity import pack_tokens
 from support.lossy_io import LossyIo
 from support.tiers import LateLane

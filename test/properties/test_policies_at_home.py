@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.policy.fetches import UnknownCosts
+from sglang_hc.queue.fetches import UnknownCosts
 from support.rates import ConstantRates
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject, Subject
 

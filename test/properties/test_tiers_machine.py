@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
-from sglang_hc.transfer.capture import Segment
-from sglang_hc.transfer.queue_view import Waiting
-from sglang_hc.transfer.restore import Restoration
+from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tree.identity import pack_tokens
 from support.tiers import HIDDEN_BYTES, LateLane, build, project
 

@@ -62,8 +62,8 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     import gc
     import weakref
 
-    from sglang_hc.srt.scratch_layer import subject_of
-    from sglang_hc.transfer.measure import measure
+    from sglang_hc.restore.measure import measure
+    from sglang_hc.srt.model.scratch_layer import subject_of
 
     gc.collect()
     gc.disable()
@@ -83,12 +83,12 @@ def main(model: str) -> None:
     core = Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
     import torch
 
-    from sglang_hc.srt import adapters, projection
+    from sglang_hc.srt.model import families, projection
 
     runner = core.scheduler.tp_worker.model_runner
-    family = adapters.family_of(runner.model)
+    family = families.family_of(runner.model)
     assert family is not None
-    layers = adapters.layer_modules(runner.model, family)
+    layers = families.layer_modules(runner.model, family)
     context = runner.model_config.context_len
     slots = core.scheduler.token_to_kv_pool_allocator.alloc(projection.CHECKED_ROWS)
     kernels = interpreted()
@@ -118,7 +118,7 @@ def main(model: str) -> None:
     found["ways_beyond_the_table"] = list(projection.projections(kernels, layers, 10**9))
     # The middle layer alone, in a pool of its own, as it is measured before the KV pool is there;
     # and what the chosen way is run with afterwards, so that nothing is left to compile.
-    from sglang_hc.srt.scratch_layer import scratch_pool
+    from sglang_hc.srt.model.scratch_layer import scratch_pool
 
     middle = layers[len(layers) // 2]
     ways = projection.projections(kernels, [middle], context)

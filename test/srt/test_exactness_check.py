@@ -14,10 +14,10 @@ import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.config import ConfigError
-from sglang_hc.srt import exactness
-from sglang_hc.srt.adapters import Family, LayerAdapter
-from sglang_hc.srt.exactness import FixedTiles, measure, settle, use_plain_products
-from sglang_hc.srt.projection import projections
+from sglang_hc.srt.model import exactness
+from sglang_hc.srt.model.exactness import FixedTiles, measure, settle, use_plain_products
+from sglang_hc.srt.model.families import Family, LayerAdapter
+from sglang_hc.srt.model.projection import projections
 from sglang_hc.srt.server_args import check_radix_cache
 
 SIZE, HEADS, DIM = 32, 1, 8
@@ -117,7 +117,7 @@ def _without_radix(original: Any) -> Any:
 
 def use(monkeypatch: pytest.MonkeyPatch, product: Any) -> None:
     """torch's linear is `product` from here on, for the model and for restorations alike."""
-    from sglang_hc.transfer.exactness import tiled
+    from sglang_hc.device.exactness import tiled
 
     monkeypatch.setattr(torch.nn.functional, "linear", product)
     monkeypatch.setattr(exactness, "TILED", tiled(product))

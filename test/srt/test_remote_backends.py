@@ -17,7 +17,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import REMOTES, ConfigError, HcConfig
-from sglang_hc.srt.remote import FramePool, PageBackend, ValueBackend, check_remote, open_remote
+from sglang_hc.srt.storage_backends import (
+    FramePool,
+    PageBackend,
+    ValueBackend,
+    check_remote,
+    open_remote,
+)
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
 from support.remote import (

@@ -152,7 +152,7 @@ def test_memory_that_is_dropped_while_another_stream_reads_it(clocks: Clocks) ->
 
 
 def _scatter(rows: torch.Tensor) -> None:
-    from sglang_hc.transfer.rows import scatter
+    from sglang_hc.device.gather_scatter import scatter
 
     target = torch.zeros((4, 4), dtype=torch.uint8)
     scatter(target, torch.arange(4), rows.view(torch.uint8).view(4, 4))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.policy.windows import LookAhead
+from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.waiting import WaitingRequests
-from sglang_hc.transfer.queue_view import QueueView
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 
@@ -47,7 +47,10 @@ class Server:
 
     def arrive(self, how: str) -> None:
         req = SimpleNamespace(
-            rid=f"r{self.count}", full_untruncated_fill_ids=array("q", [1]), extra_key=None
+            rid=f"r{self.count}",
+            full_untruncated_fill_ids=array("q", [1]),
+            extra_key=None,
+            sampling_params=SimpleNamespace(custom_params=None),
         )
         self.count += 1
         if how == "matched":

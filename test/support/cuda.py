@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.transfer import cuda_copies, lanes
+from sglang_hc.device import copy_stream, cuda_copies
 
 STREAM = 77
 
@@ -92,10 +92,10 @@ def fake_cuda(
     def stream(**_: Any) -> Any:
         return SimpleNamespace(cuda_stream=STREAM if handles is None else handles())
 
-    monkeypatch.setattr(lanes, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(copy_stream, "cuda_runtime", lambda: runtime)
     ways = cuda_copies.range_copies(runtime, runtime.major)
     chosen = cuda_copies.BATCHED if cuda_copies.BATCHED in ways else next(iter(ways))
-    monkeypatch.setattr(lanes, "chosen_copies", lambda device: (chosen, ways[chosen]))
+    monkeypatch.setattr(copy_stream, "chosen_copies", lambda device: (chosen, ways[chosen]))
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

@@ -34,7 +34,7 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     from sglang.srt import server_args
 
     import sglang_hc.memory
-    from sglang_hc.bench import machine
+    from sglang_hc.tools.bench import machine
 
     found = SimpleNamespace(
         name="NVIDIA H100", major=9, minor=0, total_memory=gpu_gib * GIB, multi_processor_count=132
@@ -93,7 +93,7 @@ def run_script(path: str, words: Sequence[str]) -> list[str]:
 
 def run_tool(words: Sequence[str]) -> list[str]:
     """Run `sglang-hc WORDS` in the same way."""
-    from sglang_hc.cli.main import main
+    from sglang_hc.tools.cli.main import main
 
     with _unchanged():
         seen: list[str] = []
@@ -108,7 +108,7 @@ def parse_only(path: str | None, words: Sequence[str]) -> list[str]:
         seen: list[str] = []
         _parsers()
         if path is None:
-            from sglang_hc.cli.main import main
+            from sglang_hc.tools.cli.main import main
 
             _note(seen, "sglang-hc", lambda: main(list(words)))
         else:
@@ -121,7 +121,7 @@ def _unchanged() -> Iterator[None]:
     """What commands and these functions change is as before afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from sglang_hc.bench import suite
+    from sglang_hc.tools.bench import suite
 
     places: list[tuple[Any, str]] = [
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
@@ -203,7 +203,7 @@ def _engines(seen: list[str]) -> None:
 
 def _servers(seen: list[str]) -> None:
     """Servers of the benchmarks: every arm's flags."""
-    from sglang_hc.bench import arms, suite
+    from sglang_hc.tools.bench import arms, suite
 
     def run(self: Any) -> NoReturn:
         for arm in self._arms:

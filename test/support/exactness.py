@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_hc.transfer.exactness import cancelling, row_dependence
+from sglang_hc.device.exactness import cancelling, row_dependence
 
 BOUND = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 """Largest difference of K and V rebuilt from hidden states, relative to the largest magnitude of

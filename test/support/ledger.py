@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sglang_hc.config import GIB, READ_BUFFER_GIB
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.transfer.staging import CUDA_FRAMES
+from sglang_hc.restore.staging import CUDA_FRAMES
 
 CARDS = (40, 80, 141)
 

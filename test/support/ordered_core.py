@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 
-from sglang_hc.srt import capture_memory, factory, runner
+from sglang_hc.capture.direct import DeviceRing
+from sglang_hc.device.ranges import Ranges, each_range
+from sglang_hc.srt import build, capture_memory, runner
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
-from sglang_hc.transfer.direct import DeviceRing
-from sglang_hc.transfer.ranges import Ranges, each_range
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
 from support.watch import Watch
@@ -107,8 +107,8 @@ class OrderedCore(Core):
         told = partial(_told, self.watch)
         take = runner.take_capture_memory
         for target, name, new in (
-            (factory, "lane_for", lambda *_: lane),
-            (factory, "_side", lambda *_: side),
+            (build, "lane_for", lambda *_: lane),
+            (build, "_side", lambda *_: side),
             (runner, "take_capture_memory", partial(_with_device_memory, take)),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
             (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.watch)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_hc.policy.cost_model import ANY_SERVER, CostModel, SourceTier, TierCopy
-from sglang_hc.policy.fit import Line, Quadratic
+from sglang_hc.policy.line_fit import Line, Quadratic
 
 FREE_LOADING = Path(__file__).with_name("free_loading.json")
 """Loading costs nothing and prefill a second a token: what is stored is always restored."""

@@ -8,8 +8,8 @@ import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.transfer.restore import Restoration
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.bench.server import ServerProcess
+from sglang_hc.tools.bench.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.fit import Line, Quadratic
+from sglang_hc.policy.line_fit import Line, Quadratic
 from sglang_hc.policy.restore_plan import Span
-from sglang_hc.transfer.restore_choice import TRY, Choice, RestoreChoice
+from sglang_hc.restore.planner import TRY, Choice, RestoreChoice
 
 Noise = Callable[[], float]
 """What the next observed time is multiplied by."""

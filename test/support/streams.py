@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from sglang_hc.transfer.lanes import Side
-from sglang_hc.transfer.ranges import Ranges, each_range
+from sglang_hc.device.copy_stream import Side
+from sglang_hc.device.ranges import Ranges, each_range
 from support.tiers import ToyPool
 
 COMPUTE, COPIES, SIDE, BACK = 0, 1, 2, 3

@@ -12,16 +12,16 @@ from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.fetches import RestoreCosts, UnknownCosts
-from sglang_hc.policy.prefetch import Prefetcher
-from sglang_hc.policy.windows import LookAhead
-from sglang_hc.simulator.jobs import Job, extend_chain
-from sglang_hc.simulator.tiers import Found, TieredCache, TierSizes, Transfer
+from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.prefetch import Prefetcher
+from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.queue_view import QueueView, Waiting
+from sglang_hc.tools.simulator.jobs import Job, extend_chain
+from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens

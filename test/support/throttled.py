@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hc.transfer.lanes import HostLane
+from sglang_hc.device.copy_stream import HostLane
 
 
 class BucketMark:

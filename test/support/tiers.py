@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
+from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.direct import DeviceRing
+from sglang_hc.capture.saving import save_path
+from sglang_hc.capture.snapshots import Filing
+from sglang_hc.device.copy_stream import HostLane, Lane
+from sglang_hc.device.gather_scatter import gather, scatter
+from sglang_hc.device.ranges import Ranges, each_range
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.restore.read_buffer import ReadBuffer
+from sglang_hc.restore.restore_pass import Recomputer
+from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from sglang_hc.transfer.capture import Capture
-from sglang_hc.transfer.direct import DeviceRing
-from sglang_hc.transfer.filing import Filing
-from sglang_hc.transfer.lanes import HostLane, Lane
-from sglang_hc.transfer.ranges import Ranges, each_range
-from sglang_hc.transfer.read_buffer import ReadBuffer
-from sglang_hc.transfer.restore import Recomputer
-from sglang_hc.transfer.rows import gather, scatter
-from sglang_hc.transfer.saving import save_path
-from sglang_hc.transfer.staging import StagingRing
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
-from sglang_hc.policy.pipeline import makespan
+from sglang_hc.policy.makespan import makespan
 
 HISTORIES = (2048, 4096)
 """Tokens of the histories that a plan is made for: half of the conversations in HCache figure 3b

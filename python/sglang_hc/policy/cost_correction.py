@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.fit import Line, Quadratic
+from sglang_hc.policy.line_fit import Line, Quadratic
 
 WINDOW = 7
 """Quotients that count, the newest. Four of them must agree to move a factor for good."""

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from sglang_hc.forms import Form
 from sglang_hc.policy.fields import Fields
-from sglang_hc.policy.fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
 from sglang_hc.policy.hardware import Hardware
+from sglang_hc.policy.line_fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
+from sglang_hc.policy.makespan import LayerTimes
 from sglang_hc.policy.model_shape import ModelShape
-from sglang_hc.policy.pipeline import LayerTimes
 
 S = TypeVar("S")
 F = TypeVar("F")

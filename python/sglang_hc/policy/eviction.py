@@ -1,12 +1,12 @@
 """Eviction policies: in which order blocks leave a tier (AttentionStore section 3.3.2).
 
-One interface for the host tier and the simulated tiers; the device (srt/eviction.py) and the disk
-(store/disk/eviction.py) order their own units by the same window. Only leaves leave, because a
-block without its parent cannot be reached. A block in use (`pins`) or held for a session
+One interface for the host tier and the simulated tiers; the device (srt/device_eviction.py) and
+the disk (store/disk/eviction.py) order their own units by the same window. Only leaves leave,
+because a block without its parent cannot be reached. A block in use (`pins`) or held for a session
 (policy/pins.py) stays.
 
     queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
-           over a loop the youngest (policy/reuse.py); then what is needed last
+           over a loop the youngest (policy/set_dueling.py); then what is needed last
     lru    least recently used first         fifo  conversation that was stored first
     lfu    fewest uses first, then lru
 
@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.reuse import Duels
+from sglang_hc.policy.set_dueling import Duels
 
 POLICIES = ("queue", "lru", "fifo", "lfu")
 

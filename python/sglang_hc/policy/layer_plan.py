@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.policy.pipeline import LayerTimes, makespan
+from sglang_hc.policy.makespan import LayerTimes, makespan
 
 _TIE = 1e-3
 """Makespans closer than this are the same: no cost model is exact to a thousandth, and then the

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.pipeline import LayerTimes, paths
+from sglang_hc.policy.makespan import LayerTimes, paths
 
 LONG_HISTORY = 16384
 """Tokens of the history that tells SHORT_HISTORY from FAST_COMPUTE (the paper's longest)."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from sglang_hc.capture.direct import DeviceRing
+from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.model_shape import ModelConfigError
-from sglang_hc.srt.adapters import LayerAdapter
-from sglang_hc.srt.scratch_layer import layer_shape, model_shape
-from sglang_hc.transfer.direct import DeviceRing
-from sglang_hc.transfer.taps import TapBuffer
+from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_hc.srt.adapters import LayerAdapter
-from sglang_hc.srt.projection import PROJECTIONS, Projection
-from sglang_hc.transfer.rows import gather, scatter
+from sglang_hc.device.gather_scatter import gather, scatter
+from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.projection import PROJECTIONS, Projection
 
 
 class UnsupportedPool(ValueError):

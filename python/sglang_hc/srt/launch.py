@@ -79,7 +79,7 @@ def _plan_problem(server_args: Any) -> str | None:
     except PlanError as error:
         return str(error)
     if plan.recompute:
-        from sglang_hc.srt.recompute import cannot_recompute, recompute_excluded
+        from sglang_hc.srt.model.recompute import cannot_recompute, recompute_excluded
 
         reason = recompute_excluded(server_args, model.hf_config.architectures[0])
         return reason and cannot_recompute(config.forms, reason)

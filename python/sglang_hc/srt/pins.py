@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlRe
 from sglang_hc.policy.pins import PinLimitError
 from sglang_hc.srt.runner import MODEL_STATE
 from sglang_hc.srt.server_args import config_of
-from sglang_hc.transfer.retention import MAX_PIN_S, Retention
+from sglang_hc.tiers.retention import MAX_PIN_S, Retention
 from sglang_hc.tree.identity import pack_tokens
 
 logger = logging.getLogger(__name__)

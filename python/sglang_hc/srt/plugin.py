@@ -37,7 +37,7 @@ def activate() -> None:
     for target, kind, hook in hooks():
         HookRegistry.register(target, hook, kind)
     if BACKEND not in registered_radix_cache_backends():
-        from sglang_hc.srt.factory import build_tree_cache
+        from sglang_hc.srt.build import build_tree_cache
 
         register_radix_cache_backend(BACKEND, build_tree_cache)
     _active = True

@@ -9,12 +9,12 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import BlockLayout
-from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.replicas import replica_of
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.transfer.recording import Recorder, RecordingHostTier
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.recording import Recorder, RecordingHostTier
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 
 

@@ -18,16 +18,17 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.metrics import Exporter
 from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.srt import adapters, profile
+from sglang_hc.srt import calibrate
 from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
-from sglang_hc.srt.exactness import (
+from sglang_hc.srt.model import families
+from sglang_hc.srt.model.exactness import (
     HiddenProof,
     prepare,
     settle,
     use_plain_products,
 )
-from sglang_hc.srt.recompute import not_exact, recompute_excluded
-from sglang_hc.srt.scratch_layer import layer_shape, model_shape
+from sglang_hc.srt.model.recompute import not_exact, recompute_excluded
+from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class ModelState:
         self,
         plan: LayerPlan,
         cost: CostModel | None,
-        layers: list[adapters.LayerAdapter] | None,
+        layers: list[families.LayerAdapter] | None,
         memory: CaptureMemory,
         proof: HiddenProof | None,
     ) -> None:
@@ -62,8 +63,8 @@ def after_load_model(result: Any, self: Any) -> None:
     config = config_of(self.server_args)
     if config is None or self.is_draft_worker:
         return
-    family = adapters.family_of(self.model)
-    layers = adapters.layer_modules(self.model, family) if family else None
+    family = families.family_of(self.model)
+    layers = families.layer_modules(self.model, family) if family else None
     prepare(self.server_args, layers, config.exact)
     reason = hidden_excluded(self, layers)
     proof = None
@@ -71,7 +72,7 @@ def after_load_model(result: Any, self: Any) -> None:
         assert layers is not None
         proof = settle(layers, config.exact)
         reason = _not_proven(self, config, proof)
-    cost = profile.cost_model(self, config, layers, reason is None)
+    cost = calibrate.cost_model(self, config, layers, reason is None)
     plan = _plan(self, config, cost, layers, reason)
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
@@ -155,7 +156,7 @@ def _plan(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[adapters.LayerAdapter] | None,
+    layers: list[families.LayerAdapter] | None,
     reason: str | None,
 ) -> LayerPlan:
     """The layer plan: what the user asked for, as far as this model can be restored that way.
@@ -179,7 +180,7 @@ def _auto(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[adapters.LayerAdapter] | None,
+    layers: list[families.LayerAdapter] | None,
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
@@ -195,7 +196,7 @@ def _auto(
     found = auto_plan(
         cost,
         replace(shape, num_layers=num_layers),
-        profile.tiers_of(config),
+        calibrate.tiers_of(config),
         allow_hidden=reason is None,
         # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.
         allow_recompute=not config.exact
@@ -204,9 +205,9 @@ def _auto(
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")
 
 
-def hidden_excluded(runner: Any, layers: list[adapters.LayerAdapter] | None) -> str | None:
+def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> str | None:
     """Why hidden states cannot be used with this model and these flags; None when they can."""
-    from sglang_hc.srt.selfcheck import disagreement
+    from sglang_hc.srt.model.startup_checks import disagreement
 
     args = runner.server_args
     if layers is None:

@@ -60,7 +60,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
         if not config.disable:
             refuse_modes(self)
             if config.remote is not None:
-                from sglang_hc.srt.remote import check_remote
+                from sglang_hc.srt.storage_backends import check_remote
 
                 check_remote(config)
             if config.overflow != "off" and self.tokenizer_worker_num > 1:

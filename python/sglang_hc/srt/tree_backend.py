@@ -23,18 +23,18 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.metrics import Exporter
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
-from sglang_hc.srt.eviction import DeviceOrder
+from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.host_match import HostMatch
 from sglang_hc.srt.pins import wish_of
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
-from sglang_hc.transfer.capture import Segment
-from sglang_hc.transfer.restore import Restoration
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 
 

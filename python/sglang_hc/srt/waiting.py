@@ -12,11 +12,11 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hc.policy.windows import departed, without
+from sglang_hc.queue.admission import ARRANGED, Admission
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.windows import departed, without
 from sglang_hc.srt.overflow import dropped_of
-from sglang_hc.transfer.admission import ARRANGED, Admission
-from sglang_hc.transfer.queue_view import QueueView, Waiting
-from sglang_hc.transfer.tiers import Tiers
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 
 

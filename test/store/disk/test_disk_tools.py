@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from disk_support import FINGERPRINT, make_path, open_store, put, read_bytes
 
-from sglang_hc.cli.main import main
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tools.cli.main import main
 
 BUFFERED = DirectBackend(direct=False)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.windows import LookAhead
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
-from sglang_hc.transfer.disk_tier import DiskTier
-from sglang_hc.transfer.queue_view import QueueView, Waiting
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens

@@ -1,0 +1,392 @@
+"""Capture: what a running request computes becomes blocks of the host tier when the tree commits.
+
+    tap        the forward pass leaves the hidden states of its rows in a static buffer
+    stage      rows are filed into slots that the request owns, found by (request, position)
+    commit     the radix tree keeps the tokens: slots become blocks, tail included
+    drop       the request was aborted, retracted or rejected: its slots are free again
+
+Positions are written once per life of a request; a position written again (a step that was
+discarded) is overwritten, so the last writer wins. Rows before a request's first own position come
+from the host tier itself; where it does not have them there is a hole, and the request's hidden
+states are not kept (counted). KV has no holes: it is read from the device pool at commit.
+
+What cannot be kept is cut from the end, never from the front: a request keeps its rows up to the
+first one that found no place (counted with the reason), and whole blocks of them are published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from sglang_hc.capture.saving import PassRows, SavePath
+from sglang_hc.capture.snapshots import Filing
+from sglang_hc.device.gather_scatter import DevicePool, word
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.store.executor import CopyRows, RowSpan
+from sglang_hc.tree.block_tree import BlockNode, PathMatch
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import TOKEN_BYTES
+
+
+class Segment(NamedTuple):
+    """`rows` rows of one forward pass: positions [position, position + rows) of a request."""
+
+    rid: str
+    position: int
+    row: int
+    rows: int
+
+
+@dataclass(eq=False)
+class _Stage:
+    """Slots a running request writes. Rows [start, end) of its sequence are in them.
+
+    cut: rows after `end` were not taken, so none behind them will be. missed: tokens up to there
+    were counted as kept or as not kept.
+    """
+
+    namespace: str | None
+    start: int
+    end: int
+    slots: dict[int, int] = field(default_factory=dict)
+    cut: bool = False
+    missed: int = 0
+
+
+class Capture:
+    """Stages of all running requests and their way into the host tier.
+
+    Sequences are packed token ids (`tree.identity.pack_tokens`). Belongs to the scheduler thread.
+    `counters` tells what was kept and why the rest was not.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        tier: HostTier,
+        filing: Filing,
+        hidden: SavePath | None,
+        kv: SavePath | None,
+        pool: DevicePool,
+        clock: Callable[[], float],
+    ) -> None:
+        """`hidden` and `kv` are None when the layer plan has no such layers."""
+        self._layout = layout
+        self._tier = tier
+        self._filing = filing
+        self._hidden = hidden
+        self._kv = kv
+        self._pool = pool
+        self._clock = clock
+        self._stages: dict[str, _Stage] = {}
+        self.counters: Counter[str] = Counter()
+        self.on_ready: Callable[[BlockNode], None] = lambda node: None
+        """Told of every block whose bytes are in place."""
+
+    @property
+    def needs_taps(self) -> bool:
+        return self._hidden is not None
+
+    def is_open(self, rid: str) -> bool:
+        """The request was opened and not dropped since, whether or not it is being kept."""
+        return rid in self._stages
+
+    def open(self, rid: str, namespace: str | None, prefix: bytes) -> None:
+        """A request starts to compute after `prefix`, whose state is on the device already.
+
+        The first rows of a block that the prefix ends in are copied from the host tier.
+        """
+        self.drop(rid)
+        start = len(prefix) // TOKEN_BYTES
+        base = start % BLOCK_TOKENS
+        stage = self._stages[rid] = _Stage(namespace, start - base, start, cut=True)
+        match = self._tier.tree.match(namespace, prefix)
+        if match.tokens < start:
+            self.counters["hole"] += 1
+            stage.end = 0
+            return
+        if base:
+            node = match.nodes[-1]
+            self._tier.pin([node])  # making room must not take the block to be copied
+            slot = self._new_slot()
+            if slot is not None:
+                self._copy(node, slot, base)
+                stage.slots[start // BLOCK_TOKENS] = slot
+            self._tier.unpin([node])
+            if slot is None:
+                self.counters["host_full"] += 1
+                stage.end = 0
+                return
+        stage.cut = False
+
+    def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
+        """Stage the rows of one forward pass. `taps`: (hidden layers, rows, hidden_bytes) uint8,
+        the first rows of the pass; it may have had more.
+
+        Rows are taken in the order of the pass, and what does not fit is left out from the end. The
+        rows are copied on the compute stream before this returns, so the next pass may overwrite
+        them.
+        """
+        if self._hidden is None:
+            return
+
+        def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
+            target, source = targets[0][:, at : at + count], taps[:, first : first + count]
+            wide = word(target, source)
+            target.view(wide).copy_(source.view(wide))
+
+        rows = self._hidden.begin(fill)
+        for segment in segments:
+            stage = self._stages.get(segment.rid)
+            if stage is not None:
+                self._take_segment(stage, segment, rows, taps.shape[1])
+        rows.end()
+
+    def _take_segment(self, stage: _Stage, segment: Segment, rows: PassRows, tapped: int) -> None:
+        if not stage.start <= segment.position <= stage.end:
+            stage.end = min(stage.end, segment.position)  # what comes behind is out of date
+            self._cut(stage, "gap")
+            return
+        rewritten = segment.position < stage.end
+        stage.cut = False
+        count = min(segment.rows, max(0, tapped - segment.row))
+        if count < segment.rows:
+            self._cut(stage, "tap_overflow")
+        room = rows.room(segment.row, count, rewritten)
+        if room < count:
+            self._cut(stage, "backpressure")
+        spans = self._place(stage, segment.position, segment.row, room)
+        rows.add(segment.row, count, spans, rewritten)
+
+    def commit(
+        self, rid: str, namespace: str | None, tokens: bytes, slots: torch.Tensor, final: bool
+    ) -> None:
+        """The radix tree keeps `tokens` of this request: make their blocks, as far as missing.
+
+        slots: (len(tokens),) int64 device slots of the sequence. final: the request is over; its
+        stage is given up. Before that the tail block is kept as a copy, because the request goes
+        on writing to its own.
+        """
+        length = len(tokens) // TOKEN_BYTES
+        match = self._tier.tree.match(namespace, tokens)
+        if match.tokens < length:
+            self._tier.pin(match.nodes)  # making room must not take the path we extend
+            self._publish(rid, namespace, match, tokens, slots, final)
+            self._tier.unpin(match.nodes)
+            match = self._tier.tree.match(namespace, tokens)
+        self._tier.access(match.nodes, self._clock())
+        if final:
+            self.drop(rid)
+        else:
+            self._release_published(rid, match.tokens // BLOCK_TOKENS)
+
+    def drop(self, rid: str) -> None:
+        """Forget a request's stage; harmless for one that has none."""
+        stage = self._stages.pop(rid, None)
+        if stage is not None:
+            self._discard(list(stage.slots.values()))
+
+    def flush(self) -> None:
+        """Send every staged row on its way."""
+        for path in (self._hidden, self._kv):
+            if path is not None:
+                path.flush()
+
+    def clear(self) -> None:
+        """Forget every stage and every block. Waits for what is being filed."""
+        for rid in list(self._stages):
+            self.drop(rid)
+        self.flush()
+        self._filing.drain()
+        self._tier.clear()
+
+    def staged_slots(self) -> int:
+        """Slots owned by running requests."""
+        return len(self._staged())
+
+    def _staged(self) -> set[int]:
+        return {slot for stage in self._stages.values() for slot in stage.slots.values()}
+
+    def _place(self, stage: _Stage, position: int, row: int, rows: int) -> list[RowSpan]:
+        """Where rows [row, row + rows) of a pass go: to positions from `position` on. Gives the
+        request the slots it needs; when there are no more, the rest is cut off."""
+        spans = []
+        stop = position + rows
+        while position < stop:
+            block, offset = divmod(position, BLOCK_TOKENS)
+            slot = stage.slots.get(block)
+            if slot is None:
+                slot = self._new_slot()
+                if slot is None:
+                    self._cut(stage, "host_full")
+                    break
+                stage.slots[block] = slot
+            count = min(BLOCK_TOKENS - offset, stop - position)
+            spans.append(RowSpan(row, slot, offset, count))
+            position += count
+            row += count
+        stage.end = position
+        return spans
+
+    def _publish(
+        self,
+        rid: str,
+        namespace: str | None,
+        known: PathMatch,
+        tokens: bytes,
+        device_slots: torch.Tensor,
+        final: bool,
+    ) -> None:
+        first_block = known.tokens // BLOCK_TOKENS
+        stage = self._stages.get(rid)
+        length = self._staged_length(stage, len(tokens) // TOKEN_BYTES, known.tokens)
+        blocks: list[tuple[int, int]] = []  # (block, slot), before anything is published
+        for block in range(first_block, -(-length // BLOCK_TOKENS)):
+            slot = self._slot_for(stage, block, min((block + 1) * BLOCK_TOKENS, length), final)
+            if slot is None:
+                break
+            blocks.append((block, slot))
+        if self._kv is not None and blocks:
+            self._gather_kv(self._kv, blocks, device_slots, length)
+        self.flush()
+        # Looked up only now: an empty namespace's root goes when making room empties it.
+        parent = known.nodes[first_block - 1] if first_block else self._tier.tree.root(namespace)
+        for block, slot in blocks:
+            low = block * BLOCK_TOKENS
+            high = min(low + BLOCK_TOKENS, length)
+            piece = tokens[low * TOKEN_BYTES : high * TOKEN_BYTES]
+            outcome = self._tier.publish(parent, piece, slot, self._clock())
+            parent = outcome.node
+            if stage is not None and stage.slots.get(block) == slot:
+                del stage.slots[block]
+            if not outcome.created:
+                self._discard([slot])
+                continue
+            self.counters["kept_tokens"] += high - low
+            self._when_filed(slot, parent)
+
+    def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
+        """How many of the first `length` tokens can be published: all of them, or the whole blocks
+        of those that are staged. Counts the others once; `known` are in the tree already."""
+        if self._hidden is None or (stage is not None and stage.end >= length):
+            return length
+        end = stage.end // BLOCK_TOKENS * BLOCK_TOKENS if stage is not None else 0
+        counted = max(end, known, stage.missed if stage is not None else 0)
+        self.counters["not_staged_tokens"] += max(0, length - counted)
+        if stage is not None:
+            stage.missed = max(stage.missed, length)
+        return end
+
+    def _slot_for(self, stage: _Stage | None, block: int, high: int, final: bool) -> int | None:
+        """A staged slot with this block's hidden rows, ready to be published; None: no such."""
+        if self._hidden is None:
+            return self._new_slot()
+        assert stage is not None
+        own = stage.slots.get(block)
+        if own is None or stage.start > block * BLOCK_TOKENS:
+            self.counters["hole"] += 1
+            return None
+        if final or high == (block + 1) * BLOCK_TOKENS:
+            return own
+        copy = self._new_slot()
+        if copy is not None:
+            self._hidden.flush()  # the rows must be on their way before the copy is
+            self._filing.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
+        return copy
+
+    def _gather_kv(
+        self, path: SavePath, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
+    ) -> None:
+        """Send the KV rows of consecutive `blocks` on their way, as many as they are."""
+        low = blocks[0][0] * BLOCK_TOKENS
+        rows = min((blocks[-1][0] + 1) * BLOCK_TOKENS, length) - low
+        spans = [
+            RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, rows - i * BLOCK_TOKENS))
+            for i, (_, slot) in enumerate(blocks)
+        ]
+        layers = self._layout.plan.kv_layers
+
+        def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
+            wanted = device_slots[low + first : low + first + count]
+            self._pool.gather(layers, wanted, targets, at)
+
+        taken = path.begin(fill)
+        assert taken.room(0, rows, rewritten=False) == rows, "KV always finds a way"
+        taken.add(0, rows, spans, rewritten=False)
+        taken.end()
+
+    def _when_filed(self, slot: int, node: BlockNode) -> None:
+        """Serve the block once everything submitted so far, its rows included, is in place.
+
+        Until then it is pinned: a slot that rows are on their way to must get no new owner. Another
+        filing would come after them, but a read from disk would not.
+        """
+        filed = self._filing.last()
+        self._tier.pin([node])
+
+        def settle() -> None:
+            self._tier.unpin([node])
+            if node.parent is None or node.slot != slot:  # left the tier meanwhile
+                return
+            if slot in self._filing.bad_slots:
+                self.counters["file_failed"] += 1
+                self._tier.drop_branch(node)
+            else:
+                self._tier.mark_ready(node)
+                self.on_ready(node)
+
+        if filed.done:
+            settle()
+        else:
+            filed.on_done.append(settle)
+
+    def _release_published(self, rid: str, full_blocks: int) -> None:
+        """Slots of blocks that the tree has by now, from this request or another."""
+        stage = self._stages.get(rid)
+        if stage is None:
+            return
+        done = [block for block in stage.slots if block < full_blocks]
+        self._discard([stage.slots.pop(block) for block in done])
+        stage.start = max(stage.start, full_blocks * BLOCK_TOKENS)
+
+    def _copy(self, source: BlockNode, target: int, rows: int) -> None:
+        self._tier.pin([source])
+        filed = self._filing.submit(CopyRows(source.slot, target, rows))
+        filed.on_done.append(lambda: self._tier.unpin([source]))
+
+    def _new_slot(self) -> int | None:
+        slot = self._tier.stage(self._clock())
+        if slot is not None:
+            self._filing.bad_slots.discard(slot)
+        return slot
+
+    def _cut(self, stage: _Stage, reason: str) -> None:
+        """Nothing behind the end of this stage is kept. Counted once, with the first reason."""
+        if not stage.cut:
+            self.counters[reason] += 1
+        stage.cut = True
+
+    def _discard(self, slots: list[int]) -> None:
+        """Free staged slots once nothing is on its way to them any more."""
+        if not slots:
+            return
+        if self._hidden is not None:
+            self._hidden.flush()
+
+        def unstage() -> None:
+            for slot in slots:
+                self._tier.unstage(slot)
+
+        filed = self._filing.last()
+        if filed.done:
+            unstage()
+        else:
+            filed.on_done.append(unstage)
+
+
+__all__ = ["Capture", "Segment"]

@@ -1,0 +1,134 @@
+"""Rows that go straight from the device into their slots, without a snapshot and without filing.
+
+A slot keeps a layer's rows one behind the other, as a pass leaves them, so the rows of one block
+are one strided copy for all layers. That pays for many rows at a time, as a prefill has them;
+single rows, as decode steps have them, are gathered by `filing.Snapshots` first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_hc.capture.snapshots import Filing, shifted
+from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.store.executor import RowSpan
+from sglang_hc.store.host_pool import Bytes
+
+Fill = Callable[[list[torch.Tensor], int, int, int], None]
+"""fill(targets, at, first, count): source rows [first, first + count) to rows [at, at + count) of
+each target, of shape (layers, capacity, row bytes), by work on the compute stream."""
+
+_PIECES = 4
+"""Parts of the ring that one burst goes through, so that copies run beside the gathering."""
+
+
+class _Lent(NamedTuple):
+    start: int
+    stop: int
+    copied: Mark
+
+
+class DeviceRing:
+    """Device memory that rows pass through on their way to the host, handed out in turns.
+
+    Memory is handed out again in the order of the device's own work: whoever fills it next comes
+    after the copy out of it. The host never waits for that; the compute stream does if copies are
+    slower than the rows are made.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """size: bytes. Raises torch's out of memory, a RuntimeError."""
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._lent: deque[_Lent] = deque()
+        self._head = 0
+        self._taken = (0, 0)
+
+    def rows(self, row_bytes: int) -> int:
+        """Rows to hand out at a time. Raises ValueError when there is not room for one."""
+        if row_bytes > self.memory.numel():
+            raise ValueError(f"a row of {row_bytes} bytes, a ring of {self.memory.numel()}")
+        return max(1, self.memory.numel() // _PIECES // row_bytes)
+
+    def take(self, shapes: Sequence[tuple[int, int, int]], lane: Lane) -> list[torch.Tensor]:
+        """Tensors of these shapes, for compute work submitted from now on, until `give`."""
+        sizes = [_aligned(math.prod(shape)) for shape in shapes]
+        total = sum(sizes)
+        start = self._head if self._head + total <= self.memory.numel() else 0
+        if start + total > self.memory.numel():
+            raise ValueError(f"{total} bytes, a ring of {self.memory.numel()}")
+        kept: deque[_Lent] = deque()
+        for lent in self._lent:
+            if lent.start < start + total and start < lent.stop:
+                lane.before_compute(lent.copied)
+            elif not lent.copied.done():
+                kept.append(lent)
+        self._lent = kept
+        self._taken = start, start + total
+        self._head = start + total
+        tensors = []
+        for shape, size in zip(shapes, sizes, strict=True):
+            tensors.append(self.memory[start : start + math.prod(shape)].view(shape))
+            start += size
+        return tensors
+
+    def give(self, copied: Mark) -> None:
+        """What was taken last may be handed out again behind `copied`."""
+        self._lent.append(_Lent(*self._taken, copied))
+
+
+class DirectRows:
+    """Rows of one kind (hidden states, or KV) on their way into the slots of a host pool.
+
+    Takes any number of rows at any time. A slot's rows may go this way only if nothing else that is
+    on its way writes them.
+    """
+
+    def __init__(
+        self, slots: Sequence[Bytes], lane: Lane, filing: Filing, ring: DeviceRing | None
+    ) -> None:
+        """slots: `HostPool.hidden`, or the parts of `HostPool.kv`. ring: None where the device has
+        no memory of its own."""
+        self._slots = [torch.from_numpy(array) for array in slots]
+        self._lane = lane
+        self._filing = filing
+        self._ring = ring
+        self._piece = 0
+        if ring is not None:
+            row = sum(t.shape[1] * t.shape[3] for t in self._slots)
+            self._piece = ring.rows(row)
+
+    def add(self, rows: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
+        """Take `rows` rows that `fill` writes; `spans` name source rows among them."""
+        if self._ring is None:
+            for source, slot, slot_row, count in spans:
+                fill([slots[slot] for slots in self._slots], slot_row, source, count)
+            return
+        for first in range(0, rows, self._piece):
+            count = min(self._piece, rows - first)
+            shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
+            staged = self._ring.take(shapes, self._lane)
+            fill(staged, 0, first, count)
+            self._lane.after(self._lane.computed())
+            for span in shifted(spans, first, first + count, -first):
+                self._copy(staged, span)
+            self._ring.give(self._lane.mark())
+        self._filing.pass_point(self._lane.mark())
+
+    def _copy(self, staged: list[torch.Tensor], span: RowSpan) -> None:
+        source, slot, row, count = span
+        for slots, rows in zip(self._slots, staged, strict=True):
+            target = slots[slot, :, row : row + count]
+            self._lane.copy(target.flatten(1), rows[:, source : source + count].flatten(1))
+
+
+def _aligned(size: int) -> int:
+    """Parts begin where every word begins."""
+    return -(-size // 16) * 16
+
+
+__all__ = ["DeviceRing", "DirectRows", "Fill"]

@@ -1,0 +1,145 @@
+"""Which way rows leave the device: gathered in a snapshot, or straight into their slots.
+
+Few rows at a time, as decode steps have them, share a snapshot: one copy for many steps. Many rows
+of one request, as a prefill has them, go straight where the device has memory of its own, because a
+copy engine then does all the work, and otherwise when snapshots have no room for them. So a prefill
+of any size is saved, and what finds no room is a decode step's row while filing is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
+from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
+from sglang_hc.device.copy_stream import Lane
+from sglang_hc.store.executor import RowSpan
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+
+STRAIGHT_ROWS = 16
+"""Rows of one request in one pass from which on a copy of their own pays."""
+
+
+@dataclass(frozen=True)
+class SavePath:
+    """The ways for rows of one kind (hidden states, or KV) from the device to slots.
+
+    snapshots: None where all rows go straight. own_memory: the device has some. least: fewer rows
+    of one request than that go into a snapshot or are not taken.
+    """
+
+    snapshots: Snapshots | None
+    direct: DirectRows
+    filing: Filing
+    own_memory: bool
+    least: int
+
+    def begin(self, fill: Fill) -> PassRows:
+        """Start to take rows of one pass, which `fill` copies by their number in the pass."""
+        return PassRows(self, fill)
+
+    def flush(self) -> None:
+        """Send what snapshots hold on its way."""
+        if self.snapshots is not None:
+            self.snapshots.flush()
+
+
+class PassRows:
+    """Rows of one pass, taken from the front. Call `end` when all are named."""
+
+    def __init__(self, path: SavePath, fill: Fill) -> None:
+        self._path = path
+        self._snapshots = path.snapshots
+        self._fill = fill
+        self._low = self._stop = 0
+        self._spans: list[RowSpan] = []
+        self._asked = False
+
+    def room(self, row: int, rows: int, rewritten: bool) -> int:
+        """How many of the rows [row, row + rows) of one request can be taken, from the first on.
+
+        rewritten: their places were written before, so they must not overtake what filing has yet
+        to do.
+        """
+        if self._snapshots is not None and not self._asked and self._gathered_room(row) < rows:
+            self._asked = True
+            self._path.filing.poll()
+        if self._straight(row, rows, rewritten):
+            return rows
+        return max(0, min(rows, self._gathered_room(row)))
+
+    def add(self, row: int, rows: int, spans: Sequence[RowSpan], rewritten: bool) -> None:
+        """Take these rows, as far as `spans` name them. The caller asked `room` for them."""
+        if not spans:
+            return
+        if self._straight(row, rows, rewritten):
+            self.end()
+            self._path.direct.add(
+                spans[-1].source_row + spans[-1].rows - row,
+                _later(self._fill, row),
+                shifted(spans, row, row + rows, -row),
+            )
+            return
+        if not self._spans:
+            self._low = row
+        self._spans += spans
+        self._stop = spans[-1].source_row + spans[-1].rows
+
+    def end(self) -> None:
+        """Hand over what is gathered."""
+        if not self._spans:
+            return
+        assert self._snapshots is not None
+        low, stop = self._low, self._stop
+        moved = shifted(self._spans, low, stop, -low)
+        self._snapshots.add(stop - low, _later(self._fill, low), moved)
+        self._spans = []
+
+    def _straight(self, row: int, rows: int, rewritten: bool) -> bool:
+        if self._snapshots is None:
+            return True
+        if rewritten or rows < self._path.least:
+            return False
+        if self._path.own_memory and rows >= STRAIGHT_ROWS:
+            return True
+        return self._gathered_room(row) < rows
+
+    def _gathered_room(self, row: int) -> int:
+        """Rows from `row` on that snapshots can take, with what is gathered already."""
+        assert self._snapshots is not None
+        low = self._low if self._spans else row
+        return self._snapshots.room - (row - low)
+
+
+def save_path(
+    kind: str,
+    buffers: Sequence[SnapshotBuffer],
+    first_index: int,
+    pool: HostPool,
+    lane: Lane,
+    filing: Filing,
+    ring: DeviceRing | None = None,
+    twins: torch.Tensor | None = None,
+) -> SavePath:
+    """The ways for `kind`, "hidden" or "kv". `buffers` may be empty; `first_index`
+    numbers them for the executor. ring and twins (see `Snapshots`): for a device with memory of its
+    own."""
+    snapshots = None
+    if buffers:
+        snapshots = Snapshots(buffers, first_index, kind, twins, lane, filing)
+    slots = [pool.hidden] if kind == "hidden" else pool.kv
+    # Of a decode step there is one row for each of many requests: too few for copies of their own.
+    least = 2 if kind == "hidden" else 1
+    direct = DirectRows(slots, lane, filing, ring)
+    return SavePath(snapshots, direct, filing, ring is not None, least)
+
+
+def _later(fill: Fill, low: int) -> Fill:
+    """`fill` for rows counted from `low`."""
+    return lambda targets, at, first, count: fill(targets, at, low + first, count)
+
+
+__all__ = ["STRAIGHT_ROWS", "PassRows", "SavePath", "save_path"]

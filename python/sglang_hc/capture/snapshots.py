@@ -1,0 +1,240 @@
+"""Snapshot and file: rows leave the device in batches and reach their slots off this thread.
+
+Two-stage saving (HCache section 4.2.2). `Snapshots` gathers rows of many passes in one staging
+buffer on the device and copies it to the host in one go; `Filing` hands the host copy to the I/O
+executor, which scatters the rows into slots, and knows when a slot's bytes are all in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.store.executor import Completion, CopyRows, Executor, FileRows, Operation, RowSpan
+from sglang_hc.store.host_pool import SnapshotBuffer
+
+
+@dataclass(eq=False)
+class Filed:
+    """Progress of one operation."""
+
+    done: bool = False
+    on_done: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Filing:
+    """Operations on their way to the executor, in order. Belongs to the scheduler thread.
+
+    bad_slots: slots an operation failed to write. They must not be served; whoever gives such a
+    slot a new owner discards it from the set.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waiting: deque[tuple[Mark | None, Operation | None, Filed]] = deque()
+        self._running: dict[int, tuple[Operation, Filed]] = {}
+        self._passed: list[Filed] = []
+        """Points that everything has passed, until the next poll says so."""
+        self._last = Filed(done=True)
+        self.bad_slots: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running) + len(self._passed)
+
+    def submit(self, operation: Operation, after: Mark | None = None) -> Filed:
+        """Queue an operation that may start once `after` is done."""
+        self._last = Filed()
+        self._waiting.append((after, operation, self._last))
+        self._feed()
+        return self._last
+
+    def pass_point(self, after: Mark) -> Filed:
+        """A point in the order of operations, for bytes that reach their slots without any: it is
+        done when `after` and every operation before it are. What is submitted later waits for it.
+        """
+        self._last = Filed()
+        self._waiting.append((after, None, self._last))
+        self._feed()
+        return self._last
+
+    def last(self) -> Filed:
+        """Progress of the operation submitted last; all before it are done when it is."""
+        return self._last
+
+    def poll(self) -> None:
+        """Feed the executor and take in what it has completed. Never waits."""
+        self._feed()
+        self._take_in(self._executor.poll())
+
+    def drain(self) -> None:
+        """Wait until everything submitted is in place. For flushes, not for the hot path."""
+        while self._waiting:
+            mark = self._waiting[0][0]
+            if mark is not None:
+                mark.wait()
+            self._feed()
+        self._take_in(self._executor.drain())
+
+    def levels(self) -> dict[str, int]:
+        """Numbers of the executor that go up and down."""
+        return self._executor.levels()
+
+    def counts(self) -> Counter[str]:
+        """Numbers of the executor that only grow."""
+        return self._executor.counts()
+
+    def close(self) -> None:
+        """Finish and stop the executor."""
+        self.drain()
+        self._executor.close()
+
+    def _feed(self) -> None:
+        while self._waiting:
+            mark, operation, filed = self._waiting[0]
+            if mark is not None and not mark.done():
+                return
+            self._waiting.popleft()
+            if operation is not None:
+                self._running[self._executor.submit(operation)] = (operation, filed)
+            elif self._running:
+                _, before = next(reversed(self._running.values()))
+                before.on_done.append(partial(_finish, filed))
+            else:
+                self._passed.append(filed)
+
+    def _take_in(self, completions: list[Completion]) -> None:
+        passed, self._passed = self._passed, []
+        for filed in passed:
+            _finish(filed)
+        for ticket, ok in completions:
+            self._complete(ticket, ok)
+
+    def _complete(self, ticket: int, ok: bool) -> None:
+        operation, filed = self._running.pop(ticket)
+        if not ok or (isinstance(operation, CopyRows) and operation.source in self.bad_slots):
+            self.bad_slots.update(_targets(operation))
+        _finish(filed)
+
+
+def _finish(filed: Filed) -> None:
+    filed.done = True
+    for callback in filed.on_done:
+        callback()
+
+
+def _targets(operation: Operation) -> list[int]:
+    if isinstance(operation, CopyRows):
+        return [operation.target]
+    return [span.slot for span in operation.spans]
+
+
+@dataclass(eq=False)
+class _Staging:
+    """A snapshot buffer and its twin on the device; the same memory where there is no device."""
+
+    index: int
+    host: list[torch.Tensor]
+    device: list[torch.Tensor]
+
+
+class Snapshots:
+    """Rows of one kind (hidden states, or KV) gathered until they are worth one copy.
+
+    Not thread-safe. `capacity` rows per buffer; rows that find no free buffer are refused, so a
+    slow executor costs saves and never the scheduler's time.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[SnapshotBuffer],
+        first_index: int,
+        kind: str,
+        twins: torch.Tensor | None,
+        lane: Lane,
+        filing: Filing,
+    ) -> None:
+        """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor.
+
+        twins: memory of the device, uint8, with room for a twin of each buffer; None where the
+        device has no memory of its own.
+        """
+        self._lane = lane
+        self._filing = filing
+        self.capacity = buffers[0].capacity
+        self._free: list[_Staging] = []
+        for index, buffer in enumerate(buffers, start=first_index):
+            arrays = [buffer.hidden] if kind == "hidden" else buffer.kv
+            host = [torch.from_numpy(array) for array in arrays]
+            device = host
+            if twins is not None:
+                device = []
+                for tensor, array in zip(host, arrays, strict=True):
+                    device.append(twins[: tensor.numel()].view(tensor.shape))
+                    twins = twins[tensor.numel() :]
+                    lane.pin(array)
+            self._free.append(_Staging(index, host, device))
+        self._current: _Staging | None = None
+        self._rows = 0
+        self._spans: list[RowSpan] = []
+        self._filed = Filed(done=True)
+
+    @property
+    def room(self) -> int:
+        """Rows that can be added now without waiting."""
+        free = len(self._free) * self.capacity
+        return free + (self.capacity - self._rows if self._current is not None else 0)
+
+    def add(
+        self,
+        rows: int,
+        fill: Callable[[list[torch.Tensor], int, int, int], None],
+        spans: Sequence[RowSpan],
+    ) -> None:
+        """Take `rows` rows that `fill(targets, at, first, count)` writes on the device.
+
+        `fill` copies source rows [first, first + count) to rows [at, at + count) of each target, of
+        shape (layers, capacity, row bytes). `spans` name source rows. The caller checked `room`.
+        """
+        first = 0
+        while first < rows:
+            if self._current is None:
+                self._current, self._rows = self._free.pop(), 0
+            count = min(rows - first, self.capacity - self._rows)
+            fill(self._current.device, self._rows, first, count)
+            self._spans += shifted(spans, first, first + count, self._rows - first)
+            self._rows += count
+            first += count
+            if self._rows == self.capacity:
+                self.flush()
+
+    def flush(self) -> Filed:
+        """Send what was gathered on its way; returns the progress of everything added so far."""
+        filed, staging = self._filed, self._current
+        if staging is None:
+            return filed
+        self._current = None
+        if staging.device is not staging.host:
+            self._lane.after(self._lane.computed())
+            for host, device in zip(staging.host, staging.device, strict=True):
+                width = self._rows * host.shape[2]
+                self._lane.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
+        operation = FileRows(staging.index, tuple(self._spans))
+        self._spans = []
+        self._filed = self._filing.submit(operation, after=self._lane.mark())
+        self._filed.on_done.append(lambda: self._free.append(staging))
+        return self._filed
+
+
+def shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:
+    """Parts of `spans` whose source rows lie in [low, high), with source rows moved by `shift`."""
+    parts = []
+    for source, slot, slot_row, rows in spans:
+        start, stop = max(source, low), min(source + rows, high)
+        if start < stop:
+            parts.append(RowSpan(start + shift, slot, slot_row + start - source, stop - start))
+    return parts

@@ -1,0 +1,259 @@
+"""Ordered copies beside the computation, and when they are done: one small class per device.
+
+A lane is a queue of copies that runs beside the compute stream. Fences order the two; marks tell
+the host when everything enqueued before them has happened. Marks are real flags: torch's CPU events
+always answer "done", which would hide every ordering mistake from tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from sglang_hc.device.cuda_copies import BATCHED, chosen_copies, copy_2d, cuda_runtime
+from sglang_hc.device.pinning import PinnedMemory
+from sglang_hc.device.ranges import Ranges, each_range
+
+
+class Mark(Protocol):
+    """A point in a lane, or in the compute work (`Lane.computed`)."""
+
+    def done(self) -> bool:
+        """Everything enqueued before the mark has happened. Never waits."""
+
+    def wait(self) -> None:
+        """Block the host until `done`."""
+
+
+Side = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which a stream beside the compute stream is "compute", for what is submitted
+and for the lane's `computed` and `before_compute`."""
+
+
+class Lane(Protocol):
+    """A queue of copies. All methods belong to one thread and return at once."""
+
+    own_memory: bool
+    """The device has memory of its own, so what goes to the host is staged there."""
+
+    batches: bool
+    """`copy_ranges` costs this thread about as much as one `copy`, however many ranges."""
+
+    def computed(self) -> Mark:
+        """A point behind the compute work submitted so far."""
+
+    def after(self, computed: Mark) -> None:
+        """Copies enqueued from now on start after that point in the compute work."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` into `target`; both live and keep their bytes until a later mark is done.
+
+        Both uint8 and of one shape: contiguous, or (rows, bytes) with contiguous rows that lie any
+        stride apart.
+        """
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        """Copy many ranges of bytes of `source` to places in `target`, as `copy` does, in no
+        particular order. Both uint8 of any shape and stride; each range lies within the bytes
+        from a tensor's first element to its last one."""
+
+    def mark(self) -> Mark:
+        """A point behind the copies enqueued so far."""
+
+    def before_compute(self, mark: Mark) -> None:
+        """Compute work submitted from now on starts after `mark`, of copies or of other compute."""
+
+    def side(self) -> Side | None:
+        """A new stream for compute work beside the compute stream; None where nothing overlaps."""
+
+    def opposite(self) -> Lane:
+        """A lane whose copies are in no order with this one's: for the other direction, which a
+        GPU moves at the same time. The same lane where copies happen at once anyway."""
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        """Make host memory (any object with the buffer protocol) fit for copies beside compute.
+
+        unit: bytes, counted from the first one, that a range or a contiguous row of a copy never
+        reaches over; None where it may. Raises ConfigError when the memory cannot be had.
+        """
+
+    def close(self) -> None:
+        """Wait for the copies and give pinned memory back. Ends the opposite lane too."""
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class HostLane:
+    """Lane of a machine without an accelerator: every copy happens at once."""
+
+    own_memory = False
+    batches = True
+    _mark = _Done()
+
+    def computed(self) -> Mark:
+        return self._mark
+
+    def after(self, computed: Mark) -> None:
+        return None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        for into, out_of in each_range(target, source, ranges):
+            self.copy(into, out_of)
+
+    def mark(self) -> Mark:
+        return self._mark
+
+    def before_compute(self, mark: Mark) -> None:
+        return None
+
+    def side(self) -> Side | None:
+        return None
+
+    def opposite(self) -> Lane:
+        return self
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaLane:
+    """Lane on its own CUDA stream. "Compute" is the stream current at the time of the call.
+
+    Buffers must outlive their copies: the caching allocator is told nothing of this stream.
+    """
+
+    own_memory = True
+
+    def __init__(self, shared: CudaDevice) -> None:
+        self._shared = shared
+        self._stream = shared.new_stream()
+        self._opposite: CudaLane | None = None
+        name, self._copy_ranges = chosen_copies(shared.device)
+        self.batches = name == BATCHED
+
+    @property
+    def stream(self) -> Any:
+        """Where the copies run, for those who time them."""
+        return self._stream
+
+    def computed(self) -> Mark:
+        return _CudaMark(torch.cuda.current_stream())
+
+    def after(self, computed: Mark) -> None:
+        assert isinstance(computed, _CudaMark)
+        self._stream.wait_event(computed.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        host = target if source.is_cuda else source
+        if host.dim() != 2:
+            self._copy_whole(target, source)
+            return
+        for rows in self._shared.pinned.whole(host):
+            self._copy_whole(target[rows], source[rows])
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        self._copy_ranges(target, source, ranges, self._stream.cuda_stream)
+
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+    def before_compute(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark)
+        torch.cuda.current_stream().wait_event(mark.event)
+
+    def side(self) -> Side | None:
+        return partial(torch.cuda.stream, self._shared.new_stream())
+
+    def opposite(self) -> Lane:
+        if self._opposite is None:
+            self._opposite = CudaLane(self._shared)
+            self._opposite._opposite = self
+        return self._opposite
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        self._shared.pinned.pin(buffer, unit)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._shared.device)
+        self._shared.pinned.release()
+
+    def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch would gather strided rows on the host first; the copy engine takes them as they are.
+        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
+            copy_2d(self._shared.runtime, target, source, self._stream.cuda_stream)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """What the lanes of one device share: the runtime, pinned memory, and who has which stream."""
+
+    def __init__(self, device: torch.device, others: Sequence[Any]) -> None:
+        """others: streams that work beside these lanes must not share."""
+        self.device = device
+        self.runtime = cuda_runtime()
+        self.pinned = PinnedMemory(self.runtime)
+        self._streams = list(others)
+
+    def new_stream(self) -> Any:
+        """A stream that is none of the others and none handed out before. RuntimeError."""
+        stream = distinct_stream(partial(torch.cuda.Stream, device=self.device), self._streams)
+        self._streams.append(stream)
+        return stream
+
+
+DRAWS = 64
+"""torch hands out 32 streams of a device in turn: after so many draws each came up twice."""
+
+
+def distinct_stream(draw: Callable[[], Any], taken: Sequence[Any]) -> Any:
+    """A stream whose handle none of `taken` has. Raises RuntimeError when `DRAWS` draws bring none.
+
+    Two torch streams may be one CUDA stream, because torch hands out a fixed number in turn; what
+    is meant to run side by side would then run in turn.
+    """
+    handles = {stream.cuda_stream for stream in taken}
+    for _ in range(DRAWS):
+        stream = draw()
+        if stream.cuda_stream not in handles:
+            return stream
+    raise RuntimeError(f"torch has no CUDA stream left beside {len(handles)} others")
+
+
+def lane_for(device: torch.device, others: Sequence[Any] = ()) -> Lane:
+    """The lane of a device: CUDA stream, or at once on a CPU.
+
+    others: CUDA streams beside which its copies are to run, the model's for example.
+    """
+    if device.type != "cuda":
+        return HostLane()
+    return CudaLane(CudaDevice(device, [torch.cuda.current_stream(device), *others]))

@@ -1,0 +1,241 @@
+"""What the waiting queue tells the tiers (AttentionStore section 3.3).
+
+Once per scheduling pass the queue is looked at: what the requests in the eviction window need stays
+in its tiers, and for the requests in the prefetch window reads from disk are started. What is
+fetched for whom, and who waits for how long, `policy.prefetch.Prefetcher` decides; here its
+questions about the tiers are answered. Belongs to the scheduler thread; a pass costs the requests
+that came and went.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.pins import Claims
+from sglang_hc.queue.admission import Admission, Readiness
+from sglang_hc.queue.fetches import Lacking, RestoreCosts, UnknownCosts
+from sglang_hc.queue.prefetch import Prefetcher, Spare
+from sglang_hc.queue.ready_first import ON_THE_WAY
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import TOKEN_BYTES
+
+
+class Waiting(NamedTuple):
+    """A waiting request: its packed prompt, and how many tokens of it the device has now."""
+
+    namespace: str | None
+    tokens: bytes
+    on_device: int
+
+
+WaitingOf = Callable[[str], Waiting]
+
+
+class QueueView:
+    """Look-ahead over one scheduler's waiting queue.
+
+    `window` is the one the eviction policies ask. `prefetch` is `queue` (reads start as requests
+    enter the prefetch window), `on-arrival` (when they are queued) or `off`. `waiting_of` of the
+    methods is always the same: what is known of a waiting request now.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        window: LookAhead[str],
+        slots: tuple[int, int],
+        prefetch: str,
+        claims: Claims | None = None,
+        *,
+        ready_first: bool = False,
+    ) -> None:
+        """slots: blocks the host tier holds, and the disk tier (0 without one). claims: told to
+        the disk; None leaves it to evict by age. ready_first: see `Admission.arrange`."""
+        self._host = host
+        self._disk = disk
+        self.window = window
+        self._costs: RestoreCosts = UnknownCosts()
+        mode = prefetch if disk is not None else "off"
+        self._prefetcher = Prefetcher(window, self, self._costs, slots, mode)
+        self._waiting_of: WaitingOf | None = None
+        self.requests = window.requests
+        self.admission = Admission(self.requests, ready_first=ready_first)
+        self._changed: set[bytes] = set()
+        self._claims = claims
+        if disk is not None:
+            disk.coming.on_published = self._came
+            disk.coming.on_lost = self._prefetcher.failed
+            if claims is not None:
+                claims.subscribe(self._changed.add)
+
+    def use_costs(self, costs: RestoreCosts) -> None:
+        """What fetching and recomputing take on this machine; unknown until then."""
+        self._costs = self._prefetcher.costs = costs
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Numbers that only grow."""
+        return self._prefetcher.counters
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+        """The waiting requests, the next to be served first; once per pass, at its top."""
+        admitted = self.admission.passed(queue)
+        if not (queue or admitted or len(self.window) or self._changed):
+            self._prefetcher.turns.idle()  # the last of the queue may have been aborted
+            return
+        self._waiting_of = waiting_of
+        self._prefetcher.admitted(admitted, self._now())
+        self._prefetcher.look(queue, self._needs_of)
+        self._tell_disk()
+        self._prefetcher.fetch()
+
+    def arrived(self, rid: str, source: Any, waiting_of: WaitingOf) -> None:
+        """A request was queued, or queued again. source: the scheduler's own object for it."""
+        self._waiting_of = waiting_of
+        self._prefetcher.arrived(rid)
+        self.requests[rid].source = source
+
+    def ready(self, rid: str, waiting_of: WaitingOf) -> bool:
+        """Whether the request may be admitted now. Its turn has come: what it needs is started.
+
+        False for at most MAX_BYPASSED passes in which a request asked for after it was admitted.
+        While nobody is, for no longer than `Prefetcher.ready` says.
+        """
+        self._waiting_of = waiting_of
+        self.admission.asked(rid)
+        if self._disk is None:
+            return True
+        if self.admission.is_due(rid):
+            self.counters["prefetch_overtaken"] += self.fetching(rid)
+            self._prefetcher.give_up(rid)
+            return True
+        return self._prefetcher.ready(rid, self._disk.now())
+
+    def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness:
+        """What it costs to restore each of these requests; None while blocks are on their way to
+        it. Looked up once, and again when they have come."""
+        self._waiting_of = waiting_of
+        coming = self._prefetcher.fetches.requests
+        costs: dict[str, float | None] = {}
+        for rid in rids:
+            costs[rid] = ON_THE_WAY if rid in coming else self._restore_cost(rid)
+        return costs.__getitem__
+
+    def fetching(self, rid: str) -> bool:
+        """More of what the request needs is on its way to the host tier."""
+        return self._prefetcher.fetches.awaited_by(rid)
+
+    def take_loaded(self, rid: str) -> int:
+        """Tokens that came from disk while this request waited for them; asked once."""
+        if rid not in self.requests:
+            return 0
+        record = self.requests[rid]
+        tokens, record.loaded_tokens = record.loaded_tokens, 0
+        return tokens
+
+    def left(self, rid: str) -> None:
+        """The request left the queue without being admitted."""
+        self.admission.left(rid)
+        self._prefetcher.cancel(rid)
+
+    def finished(self, rid: str, blocks: int) -> None:
+        """A request of so many blocks is over: S_kv's next sample."""
+        self.admission.left(rid)
+        self._prefetcher.finished(rid, blocks)
+
+    # -- what the prefetcher asks ----------------------------------------------------------------
+
+    def lacking(self, request: str) -> Lacking | None:
+        """Blocks that are on disk and not in host memory; see `policy.prefetch.Below`."""
+        assert self._disk is not None
+        path = self._path_of(request)
+        first = sum(1 for _ in takewhile(self.in_host, path))
+        count = self._disk.find(path[first:])
+        if count is None:
+            return None
+        on_device = length = 0
+        if count:
+            waiting = self._of(request)
+            on_device, length = waiting.on_device, len(waiting.tokens) // TOKEN_BYTES
+            if (first + count) * BLOCK_TOKENS <= on_device:
+                count = 0
+        return Lacking(path, first, count, on_device, length)
+
+    def in_host(self, block_id: bytes) -> bool:
+        """Whether the host tier has this block; its bytes may still be on their way."""
+        return block_id in self._host
+
+    def start(
+        self, request: str, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        """Read blocks from disk into staged slots; see `policy.prefetch.Below`."""
+        assert self._disk is not None
+        waiting = self._of(request)
+        started = self._disk.fetch(
+            waiting.namespace, waiting.tokens, lack.path, first, count, spare
+        )
+        if started:
+            self.requests[request].restore_seconds = None
+        return started
+
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
+        assert self._disk is not None
+        if self._host.free_slots < slots:
+            self._host.evict(slots - self._host.free_slots, self._disk.now(), spare)
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _came(self, block_id: bytes) -> None:
+        for rid in self._prefetcher.came(block_id):
+            record = self.requests[rid]
+            record.loaded_tokens += BLOCK_TOKENS
+            record.restore_seconds = None
+
+    def _of(self, rid: str) -> Waiting:
+        assert self._waiting_of is not None
+        return self._waiting_of(rid)
+
+    def _needs_of(self, rid: str) -> Sequence[bytes]:
+        """Blocks that the request can use, wherever they are; worked out once per request."""
+        record = self.requests[rid]
+        if record.needs is None:
+            namespace, tokens, _ = self._of(rid)
+            record.needs, record.path = self._host.tree.path_ids(namespace, tokens)
+        return record.needs
+
+    def _path_of(self, rid: str) -> Sequence[bytes]:
+        self._needs_of(rid)
+        return self.requests[rid].path
+
+    def _restore_cost(self, rid: str) -> float:
+        """Cost to restore what the request has in the tiers, in the units of `use_costs`."""
+        record = self.requests[rid]
+        if record.restore_seconds is None:
+            waiting = self._of(rid)
+            match = self._host.tree.match(waiting.namespace, waiting.tokens)
+            known = max(match.tokens, waiting.on_device)
+            cost = self._costs.host_token_seconds * (known - waiting.on_device)
+            if self._disk is not None:
+                beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
+                on_disk = sum(1 for _ in takewhile(self._disk.holds, beyond))
+                cost += self._costs.disk_token_seconds * on_disk * BLOCK_TOKENS
+            record.restore_seconds = cost
+        return record.restore_seconds
+
+    def _now(self) -> float:
+        return self._disk.now() if self._disk is not None else 0.0
+
+    def _tell_disk(self) -> None:
+        if self._changed and self._disk is not None and self._claims is not None:
+            self._disk.expect(self._claims.next_uses(self._changed))
+            self._changed.clear()

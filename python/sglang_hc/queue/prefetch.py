@@ -1,0 +1,380 @@
+"""Which blocks are fetched from disk ahead of their request's turn (AttentionStore section 3.3.1).
+
+Requests are served by their expected turn, those with the same turn by the time their fetch takes.
+A block is fetched once, however many requests wait for it. Of a state that cannot be ready in time
+only what can is fetched, unless waiting for the rest is cheaper than recomputing it; and a request
+whose turn has come waits no longer than what comes can save.
+
+One `Prefetcher` decides this in the server (queue/lookahead.py) and in the simulator
+(simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it has
+chosen, and tell it what has come. Pure: times come from the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
+
+from sglang_hc.policy.eviction import Block
+from sglang_hc.queue.fetches import FetchCosts, Fetches, Lacking, TurnEstimate
+from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
+
+PREFETCH_MODES = ("queue", "on-arrival", "off")
+
+PATIENCE = 5.0
+"""Most seconds a request is passed over for one fetch before it recomputes instead."""
+
+MAX_FETCHES = 3
+"""Times that a request waits for a fetch at its turn: after a failure, or when what had come left
+again before it was admitted."""
+
+LOOKED_AT = 32
+"""Requests per pass for which fetches are begun; a burst of arrivals takes several passes."""
+
+RECHECKED = 48
+"""Requests at the head for which blocks are fetched again when others have evicted them since."""
+
+TRY_BLOCKS = 4
+"""Most blocks that are fetched for a try (see `tries.Tries`)."""
+
+QUIET_PASSES = 16
+"""Passes without an event after which the tiers are looked at anyway: a block may have lost its
+last user unseen, and make room now."""
+
+K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+
+Spare = Callable[[Block], bool]
+"""Blocks that must not make room."""
+
+
+class Below(Protocol[K_contra]):
+    """The tiers, as the prefetcher sees them."""
+
+    def lacking(self, request: K_contra) -> Lacking | None:
+        """What a fetch would bring for a waiting request. None: not known yet, but soon."""
+
+    def in_host(self, block_id: bytes) -> bool:
+        """Whether host memory has this block."""
+
+    def start(
+        self, request: K_contra, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
+        slot without displacing what `spare` protects. Returns how many."""
+
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        """Evict until so many slots of host memory are free, nothing that `spare` protects."""
+
+
+def reserve_slots(num_slots: int, mean_blocks: float) -> int:
+    """Host slots kept free by early eviction, so that a prefetch never waits for one.
+
+    Two requests' state (the one being fetched and the next), at most a sixteenth of the tier.
+    """
+    return min(num_slots // 16, max(1, int(2 * mean_blocks)))
+
+
+class Prefetcher(Generic[K]):
+    """Look-ahead over one waiting queue: its windows, the fetches of a pass, the wait at a turn.
+
+    mode: `queue` (requests are looked at as they enter the prefetch window), `on-arrival` (when
+    they are queued) or `off`. stretch: see `EVICTION_STRETCH`.
+    """
+
+    def __init__(
+        self,
+        window: LookAhead[K],
+        below: Below[K],
+        costs: FetchCosts,
+        slots: tuple[int, int],
+        mode: str,
+        stretch: float = EVICTION_STRETCH,
+    ) -> None:
+        """slots: blocks the host tier holds, and the disk tier (0 without one)."""
+        self.window = window
+        self._requests = window.requests
+        self.costs = costs
+        self.mode = mode
+        self.turns = TurnEstimate()
+        self.fetches: Fetches[K] = Fetches()
+        self.counters: Counter[str] = Counter()
+        self._below = below
+        self._host_slots, self._disk_slots = slots
+        self._stretch = stretch
+        self._mean = RunningMean()
+        self._unseen: dict[K, None] = {}  # to be looked at, in the order they came
+        self._quiet = 0
+
+    # -- windows ---------------------------------------------------------------------------------
+
+    @property
+    def eviction_window(self) -> int:
+        """Requests whose state is kept: (C_mem + C_disk) / S_kv, stretched (see windows.py)."""
+        slots = self._host_slots + self._disk_slots
+        return int(self._stretch * window_length(slots, self._mean.value))
+
+    @property
+    def prefetch_window(self) -> int:
+        """Requests whose state is fetched early: C_mem / S_kv, the reserve left out."""
+        return window_length(self._host_slots - self.reserve, self._mean.value)
+
+    @property
+    def reserve(self) -> int:
+        """Host slots that are kept free; see `reserve_slots`."""
+        return reserve_slots(self._host_slots, self._mean.value)
+
+    # -- what happens to requests and blocks -----------------------------------------------------
+
+    def look(self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]) -> None:
+        """The waiting requests, the next to be served first; once per pass, at its top.
+
+        needs: identities of the blocks a request can use; asked once, when it enters the window.
+        """
+        change = self.window.update(queue, self.eviction_window, needs)
+        if not queue:
+            self.turns.idle()
+        for request in change.left:
+            self._unseen.pop(request, None)
+        if self.mode == "queue":
+            self._unseen.update(dict.fromkeys(change.entered))
+        if change.left or change.entered:
+            self._quiet = 0
+
+    def arrived(self, request: K) -> None:
+        """A request was queued, or queued again."""
+        self._forget(request)
+        self._requests.arrived(request)
+        if self.mode != "off":
+            self._unseen[request] = None
+
+    def admitted(self, requests: Collection[K], now: float) -> None:
+        """These were admitted in one pass; they wait for nothing any more."""
+        self.turns.admitted(len(requests), now)
+        for request in requests:
+            self._forget(request)
+
+    def finished(self, request: K, blocks: int) -> None:
+        """A request of so many blocks is over: S_kv's next sample."""
+        self._mean.add(max(1, blocks))
+        self.cancel(request)
+
+    def cancel(self, request: K) -> None:
+        """The request has left the queue, or is over; its fetches are nobody's."""
+        self.window.discard(request)
+        self._forget(request)
+
+    def give_up(self, request: K) -> None:
+        """Nothing more is fetched for this request: it is served with what is there."""
+        self._stop_waiting(request)
+        self._unseen.pop(request, None)
+        self._requests[request].settled = True
+
+    def came(self, block_id: bytes) -> set[K]:
+        """A block is in host memory. Returns the requests that waited for it."""
+        self._quiet = 0
+        requests = self.fetches.ended(block_id)
+        for request in requests:
+            record = self._requests[request]
+            if not self.fetches.awaited_by(request) and record.wait_until is not None:
+                record.wait_until = None
+                record.fetches += 1
+        return requests
+
+    def failed(self, block_id: bytes) -> None:
+        """A block will not come. Who waited for it is looked at again at its turn."""
+        for request in self.came(block_id):
+            self._requests[request].last_block = None
+
+    # -- ahead of the turn -----------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """The fetches of one pass. Nothing is looked at in passes without an event."""
+        self._quiet = self._quiet % QUIET_PASSES + 1
+        if self.mode == "off" or self._quiet > 1:
+            return
+        if self.mode == "queue":
+            self._below.keep_free(self.reserve, self._is_needed)
+        chosen = list(islice(self._candidates(), LOOKED_AT))
+        chosen.sort(key=lambda candidate: (candidate[0], candidate[2].count))
+        for turn_in, request, lack in chosen:
+            self._start(request, lack, turn_in)
+        if len(chosen) == LOOKED_AT:
+            self._quiet = 0
+
+    def _candidates(self) -> Iterator[tuple[float, K, Lacking]]:
+        """(seconds to its turn, request, what it lacks) of the requests that may lack blocks."""
+        for turn_in, request in self._to_look_at():
+            lack = self._below.lacking(request)
+            if lack is None:
+                self._quiet = 0
+                continue
+            self._unseen.pop(request, None)
+            if lack.count:
+                yield turn_in, request, lack
+            else:
+                self._reached(request, lack, lack.first)
+
+    def _to_look_at(self) -> Iterator[tuple[float, K]]:
+        unseen = self._unseen
+        if self.mode == "on-arrival":
+            for request in tuple(unseen):
+                yield math.inf, request
+            return
+        for position, request in enumerate(islice(self.window.order, self.prefetch_window)):
+            if request in unseen or (position < RECHECKED and self._is_missed(request)):
+                yield self.turns.turn_in(position), request
+            elif position >= RECHECKED and not unseen:
+                return
+
+    def _is_missed(self, request: K) -> bool:
+        """What was in host memory for the request, or came, has left again."""
+        record = self._requests[request]
+        if record.last_block is None or self._below.in_host(record.last_block):
+            return False
+        return not self.fetches.awaited_by(request) and not record.settled
+
+    # -- at the turn -----------------------------------------------------------------------------
+
+    def ready(self, request: K, now: float) -> bool:
+        """Whether the request, whose turn it is, may be admitted. What it lacks is fetched.
+
+        False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
+        """
+        record = self._requests[request]
+        if self.mode == "off" or record.settled:
+            return True
+        if record.fetches >= MAX_FETCHES:
+            self.give_up(request)
+            return True
+        if not self.fetches.awaited_by(request) and self._has_all(request):
+            return True
+        if record.wait_until is None:
+            patience = PATIENCE if record.patience is None else record.patience
+            record.wait_until = now + max(0.0, min(PATIENCE, patience))
+        if now < record.wait_until:
+            return False
+        self.counters["prefetch_late"] += 1
+        self.give_up(request)
+        return True
+
+    def _has_all(self, request: K) -> bool:
+        """Nothing that the request lacks is worth waiting for, or can be had."""
+        lack = self._below.lacking(request)
+        if lack is None:
+            return False
+        if not lack.count:
+            return True
+        wanted = self._start(request, lack, 0.0)
+        if self.fetches.awaited_by(request):
+            return False
+        if not wanted:
+            self.give_up(request)
+            return True
+        # What makes no room for the head now will not before its turn is over.
+        return self._is_head(request) and not self.fetches
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _start(self, request: K, lack: Lacking, turn_in: float) -> int:
+        """Wait for what is under way already, begin the rest as far as it is worth it and there is
+        room. Returns the blocks that were wanted besides those under way."""
+        path, first, end = lack.path, lack.first, lack.first + lack.count
+        while first < end and path[first] in self.fetches:
+            self.fetches.wait(request, path[first])
+            first += 1
+        # Further down something may still be on its way that has lost its place.
+        end = next((i for i in range(first, end) if path[i] in self.fetches), end)
+        wanted = self._worth(lack, first, end, turn_in)
+        started = 0
+        if wanted:
+            started = self._begin(request, lack, first, wanted)
+            self.counters["prefetches"] += started > 0
+        elif first < end:
+            self.counters["prefetch_not_worth"] += 1
+            started = self._try(request, lack, first, end)
+        if started < wanted:
+            self._unseen[request] = None
+        self._reached(request, lack, first + started)
+        if wanted or not started:
+            patience = lack.saved(self.costs, lack.first, first + wanted)
+        else:
+            patience = lack.try_seconds(self.costs)
+        self._requests[request].patience = patience
+        return wanted
+
+    def _begin(self, request: K, lack: Lacking, first: int, count: int) -> int:
+        """Fetch `count` blocks, or as many as find room; the request waits for them."""
+        spare = self._sooner_than(request)
+        started = self._below.start(request, lack, first, count, spare)
+        for block_id in lack.path[first : first + started]:
+            self.fetches.wait(request, block_id)
+        return started
+
+    def _try(self, request: K, lack: Lacking, first: int, end: int) -> int:
+        """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
+        A request counts once, however often it is looked at. Returns the blocks on their way."""
+        tries, record = self.costs.tries, self._requests[request]
+        if tries is None or record.doubted:
+            return 0
+        record.doubted = True
+        if not tries.due:
+            tries.refused()
+            return 0
+        started = self._begin(request, lack, first, min(end - first, TRY_BLOCKS))
+        if started:
+            tries.tried()
+            self.counters["prefetch_tries"] += 1
+        return started
+
+    def _worth(self, lack: Lacking, first: int, end: int, turn_in: float) -> int:
+        """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if
+        waiting for it beats recomputing it."""
+        per_block = self.costs.block_seconds
+        slack = turn_in - len(self.fetches) * per_block
+        stop = end
+        if (end - first) * per_block > slack:
+            stop = first + max(0, int(slack / per_block))
+            late = (end - first) * per_block - slack
+            if late <= lack.saved(self.costs, stop, end):
+                stop = end
+        # At admission the whole run is restored, or nothing of it.
+        return stop - first if lack.saved(self.costs, 0, stop) >= 0 else 0
+
+    def _reached(self, request: K, lack: Lacking, end: int) -> None:
+        """Host memory has, or gets, the first `end` blocks of the path."""
+        self._requests[request].last_block = lack.path[end - 1] if end else None
+
+    def _is_needed(self, block: Block) -> bool:
+        return self.window.next_use(block.block_id) is not None
+
+    def _sooner_than(self, request: K) -> Spare | None:
+        """Blocks needed no later than by this request do not make room for it."""
+        rank = self.window.rank(request)
+        if self.mode != "queue" or rank is None:
+            return None
+
+        def spare(block: Block) -> bool:
+            use = self.window.next_use(block.block_id)
+            return use is not None and use <= rank
+
+        return spare
+
+    def _is_head(self, request: K) -> bool:
+        order = self.window.order
+        return not order or order[0] == request
+
+    def _stop_waiting(self, request: K) -> None:
+        self.fetches.cancel(request)
+        record = self._requests[request]
+        record.patience = record.wait_until = None
+
+    def _forget(self, request: K) -> None:
+        """The request has left the queue: its record ends here, whoever admitted it."""
+        self._quiet = 0
+        self.fetches.cancel(request)
+        self._unseen.pop(request, None)
+        self._requests.left(request)

@@ -1,0 +1,328 @@
+"""Samples of what moving and computing one layer costs, taken on the server's own parts.
+
+Everything is timed as a restoration does it: the copies by a `RestorePass` over slots of a host
+pool, the projection by the sink that a restoration writes to, disk by the store. The sizes of one
+kind are taken in turns, so that a machine that slows down meanwhile slows all of them.
+HybridServe section 4.3 fits lines to such samples; `policy.cost_model` does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_hc.device.copy_stream import Lane
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
+from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
+from sglang_hc.restore.measure_disk import disk_samples, spread
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestoreSink
+from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.tree.block_tree import BlockNode
+
+BUDGET_S = 10.0
+"""Longest that measuring may take; what does not fit is measured at fewer or smaller sizes."""
+
+ROUNDS = 5
+"""Samples of each size; their median counts."""
+
+ATTEMPTS = 3
+"""Times that something is measured whose samples show a busy machine, if there is time."""
+
+LAYERS = 4
+"""Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
+work to be submitted ahead of its execution, as in a forward pass."""
+
+TOKENS = (64, 256, 1024, 2048)
+"""Sizes of a copy or projection: from one block to a usual history."""
+
+PREFILLS = ((64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0),
+            (64, 4032), (2048, 2048))  # fmt: skip
+"""(new, context) of a prefill, dearer ones later."""
+
+MAX_ROWS = max(new + context for new, context in PREFILLS)
+GROWTH = 4
+"""A size costs at most so many times what the one before it cost."""
+
+SHARES = {"kv": 0.15, "hidden": 0.15, "project": 0.15, "prefill": 0.4}
+"""Parts of the budget; disk has the rest."""
+
+Sizes = Sequence[tuple[int, ...]]
+Times = dict[tuple[int, ...], float]
+"""Seconds per layer of each size."""
+
+Clock = Callable[[], float]
+
+
+class Sampled(NamedTuple):
+    """Medians, and how busy the machine was meanwhile: see `Samples.noise`."""
+
+    times: Times
+    noise: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One layer of a model on one device.
+
+    shape: of one layer; num_layers is not looked at.
+    sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
+    prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
+    hidden: whether hidden states can be projected to K and V here.
+    frames: number and bytes of the staging frames that restorations pass through.
+    """
+
+    shape: StateShape
+    device: torch.device
+    lane: Lane
+    sink: RestoreSink
+    prefill: Callable[[int, int], None]
+    rows: int
+    hidden: bool
+    frames: tuple[int, int]
+
+
+def measure(
+    subject: Subject,
+    disks: Sequence[str] = (),
+    budget_s: float = BUDGET_S,
+    clock: Clock = time.perf_counter,
+    computed: Clock | None = None,
+) -> Samples:
+    """Samples for `CostModel.from_samples`. disks: the `--hc-disk` directories. computed: the
+    processor time of this thread in seconds, where this thread does all the work itself.
+
+    What shows that the machine is busy is measured again, up to ATTEMPTS times within its share of
+    the budget, and the quietest attempt counts. The two smallest sizes of everything (three of
+    prefill) are measured whatever they take. Raises what the parts raise: OSError or
+    DirectoryError for a directory, RuntimeError for the device.
+    """
+    bench = _Bench(subject, clock)
+    tokens = [(n,) for n in TOKENS if n <= subject.rows]
+    prefills = [(new, context) for new, context in PREFILLS if new + context <= subject.rows]
+
+    noises: list[float] = []
+
+    def sample(name: str, run: Callable[..., float], sizes: Sizes, least: int = 2) -> Times:
+        share = SHARES[name] * budget_s
+        found = quietest(
+            lambda left: sample_sizes(run, sizes, least, left, clock, computed), share, clock
+        )
+        noises.append(found.noise)
+        return found.times
+
+    with torch.no_grad():
+        copies = {Form.KV: sample("kv", bench.restore_kv, tokens)}
+        project: Times = {}
+        if subject.hidden:
+            copies[Form.HIDDEN] = sample("hidden", bench.copy_hidden, tokens)
+            project = sample("project", bench.project, tokens)
+        prefill = sample("prefill", bench.prefill, prefills, 3)
+        overlap = bench.overlaps(max(n for (n,) in copies[Form.KV]))
+    found = {(SourceTier.HOST, form): _pairs(times) for form, times in copies.items()}
+    if disks:
+        left = budget_s * (1 - sum(SHARES.values())) / len(copies)
+        for form, times in copies.items():
+            # Layers are dealt over the directories: each needs one.
+            layout = _layout(form, subject.shape, max(LAYERS, len(disks)))
+            read, noise = disk_samples(disks, layout, [n for (n,) in times], left, clock)
+            noises.append(noise)
+            found[SourceTier.DISK, form] = [
+                (n, seconds / layout.plan.num_layers + times[n,]) for n, seconds in read
+            ]
+    return Samples(
+        copies=found,
+        prefill=[(new, context, seconds) for (new, context), seconds in prefill.items()],
+        project=_pairs(project),
+        overlap=overlap,
+        ahead=_ahead(subject, copies[Form.KV]),
+        noise=max(noises),
+    )
+
+
+def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:
+    """The quietest of up to ATTEMPTS attempts; after one that is quiet, or when another one like
+    the last would not fit into the budget, none follows. sample: takes the seconds it may use."""
+    began = last = clock()
+    found = sample(budget_s)
+    for _ in range(ATTEMPTS - 1):
+        now = clock()
+        if found.noise <= NOISY or now - began + (now - last) > budget_s:
+            break
+        last = now
+        found = min(found, sample(budget_s - (now - began)), key=lambda one: one.noise)
+    return found
+
+
+def sample_sizes(
+    run: Callable[..., float],
+    sizes: Sizes,
+    least: int,
+    budget_s: float,
+    clock: Clock,
+    computed: Clock | None = None,
+) -> Sampled:
+    """Median of `run(*size)` for growing sizes, within a budget of seconds.
+
+    computed: see `measure`.
+    A size is left out when one round with it would not fit any more, except the `least` first.
+    """
+    began = clock()
+    worked = computed() if computed is not None else 0.0
+    taken: dict[tuple[int, ...], list[float]] = {}
+    for size in sizes:
+        spent = clock() - began
+        last = max((times[-1] for times in taken.values()), default=0.0)
+        if len(taken) >= least and spent + 2 * GROWTH * last > budget_s:
+            break
+        run(*size)  # the first time pays for memory and for choosing kernels
+        taken[size] = [run(*size)]
+    for _ in range(ROUNDS - 1):
+        before = clock()
+        if before - began + sum(times[-1] for times in taken.values()) > budget_s:
+            break
+        for size, times in taken.items():
+            times.append(run(*size))
+    noise = spread(list(taken.values()))
+    if computed is not None:
+        # Other work on the machine makes this thread wait for a processor, in every repeat alike.
+        noise = max(noise, (clock() - began) / max(computed() - worked, 1e-9))
+    return Sampled({size: statistics.median(times) for size, times in taken.items()}, noise)
+
+
+class _Bench:
+    """Runs and times single samples; every method returns seconds per layer."""
+
+    def __init__(self, subject: Subject, clock: Clock) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._slots = torch.arange(subject.rows, dtype=torch.int64, device=subject.device)
+        self._pools = {Form.KV: self._pool(Form.KV)}
+        if subject.hidden:
+            self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
+        self._staging = StagingRing(*subject.frames, subject.device, subject.lane)
+        blocks = self._pools[Form.KV].num_slots
+        # A pool in use is not in order: neighbours in a path are anywhere in memory.
+        self._nodes = [_node(int(slot)) for slot in np.random.default_rng(0).permutation(blocks)]
+
+    def restore_kv(self, tokens: int) -> float:
+        """Host slots to rows of the device pool."""
+        return self._restore(Form.KV, tokens, _OneLayer(self._subject.sink))
+
+    def copy_hidden(self, tokens: int) -> float:
+        """Host slots to the device; not projected."""
+        return self._restore(Form.HIDDEN, tokens, _Unprojected())
+
+    def project(self, tokens: int) -> float:
+        """Hidden states on the device to K and V in the pool."""
+        subject = self._subject
+        width = subject.shape.hidden_bytes
+        hidden = torch.zeros((tokens, width), dtype=torch.uint8, device=subject.device)
+        slots = self._slots[:tokens]
+        return self._repeated(lambda: subject.sink.write_hidden(0, hidden, slots, slots))
+
+    def prefill(self, new: int, context: int) -> float:
+        return self._repeated(lambda: self._subject.prefill(new, context))
+
+    def overlaps(self, tokens: int) -> bool:
+        """Whether a copy returns well before it is done: then compute can run beside it."""
+        pool, lane = self._pools[Form.KV], self._subject.lane
+        source = torch.from_numpy(pool.kv[0])
+        size = (tokens, source.shape[-1])
+        target = torch.empty(size, dtype=torch.uint8, device=self._subject.device)
+        self._wait()
+        begin = self._clock()
+        for index in range(tokens // BLOCK_TOKENS):
+            rows = target[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            lane.copy(rows, source[self._nodes[index].slot, 0])
+        mark = lane.mark()
+        returned = self._clock()
+        mark.wait()
+        return returned - begin < (self._clock() - begin) / 2
+
+    def _restore(self, form: Form, tokens: int, sink: RestoreSink) -> float:
+        subject, pool = self._subject, self._pools[form]
+        nodes = tuple(self._nodes[: -(-tokens // BLOCK_TOKENS)])
+        span = Restoration(nodes, 0, tokens, self._slots[:tokens])
+        self._wait()
+        begin = self._clock()
+        restore = RestorePass(pool.layout, pool, sink, subject.lane, [span], self._staging)
+        restore.finish()
+        self._wait()
+        return (self._clock() - begin) / LAYERS
+
+    def _repeated(self, work: Callable[[], None]) -> float:
+        times = LAYERS if self._subject.device.type == "cuda" else 1
+        self._wait()
+        begin = self._clock()
+        for _ in range(times):
+            work()
+        self._wait()
+        return (self._clock() - begin) / times
+
+    def _wait(self) -> None:
+        if self._subject.device.type == "cuda":
+            torch.cuda.synchronize(self._subject.device)
+
+    def _pool(self, form: Form) -> HostPool:
+        layout = _layout(form, self._subject.shape, LAYERS)
+        blocks = -(-min(max(TOKENS), self._subject.rows) // BLOCK_TOKENS)
+        pinned = self._subject.device.type == "cuda"
+        memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return HostPool(layout, blocks, memory.numpy().data)
+
+
+class _OneLayer:
+    """All layers of a timed restoration go to one layer of the scratch pool."""
+
+    def __init__(self, sink: RestoreSink) -> None:
+        self._sink = sink
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self._sink.write_hidden(0, hidden, positions, slots)
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        self._sink.write_kv(0, parts, slots)
+
+
+class _Unprojected:
+    """Leaves hidden states where the copy put them."""
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        return None
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        raise AssertionError("a plan of hidden layers has no rows of K and V")
+
+
+def _ahead(subject: Subject, copies: Times) -> float:
+    """Seconds of copies that the staging frames hold."""
+    (tokens,), seconds = max(copies.items())
+    count, size = subject.frames
+    return count * size * seconds / (tokens * subject.shape.kv_bytes)
+
+
+def _layout(form: Form, shape: StateShape, layers: int) -> BlockLayout:
+    hidden = layers if form is Form.HIDDEN else 0
+    plan = LayerPlan(0, hidden, layers - hidden)
+    return BlockLayout(plan, replace(shape, num_layers=layers))
+
+
+def _node(slot: int) -> BlockNode:
+    node = BlockNode(None, b"", b"", None)
+    node.slot = slot
+    return node
+
+
+def _pairs(times: Mapping[tuple[int, ...], float]) -> list[tuple[int, float]]:
+    return [(size[0], seconds) for size, seconds in times.items()]

@@ -1,0 +1,249 @@
+"""What to do with one request's stored state, decided at admission and counted.
+
+The decision is `policy.restore_plan`'s, by costs that correct themselves
+(`policy.cost_correction`); here is what it needs to know of now: how long the copies that were
+promised before will keep the link busy. What the costs always refuse is tried now and then
+(`policy.tries`). Belongs to the scheduler thread, costs microseconds, and never waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy import copy_order
+from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.restore_plan import (
+    LONG_HISTORY,
+    Decision,
+    Reason,
+    RestorePlan,
+    Span,
+    plan_restore,
+)
+from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
+from sglang_hc.queue.fetches import UnknownCosts
+
+NOT_MEASURED = "not_measured"
+"""Reason to load everything: there is no cost model."""
+ALWAYS = "always"
+"""Reason to load everything: the user wants it (`--hc-restore always`)."""
+TRY = "try"
+"""Decision to load something that the costs refuse, to see what it takes."""
+
+_UNLEARNABLE = frozenset({Reason.AS_STORED, Reason.BUSY_LINK, Reason.NOTHING_STORED})
+"""A refusal for these reasons says nothing of the costs, or ends by itself."""
+_LEARNABLE = frozenset(reason.value for reason in set(Reason) - _UNLEARNABLE)
+
+
+class Choice(NamedTuple):
+    """Restore the first `tokens` stored tokens, layers below `recompute` by recomputing them.
+
+    decision, reason: what is counted. copy_seconds: for which the link is busy with it. skipped:
+    layers in HIDDEN form are stored, and none of them is loaded, nor has been tried.
+    """
+
+    tokens: int
+    recompute: int
+    decision: str
+    reason: str
+    copy_seconds: float = 0.0
+    skipped: bool = False
+
+
+class RestoreChoice:
+    """Decides for one model on one machine. Tells the look at the queue what fetching costs
+    (`policy.fetches.RestoreCosts`).
+
+    costs: None when the machine could not be measured; then everything that is stored is restored.
+    always: restore everything, whatever it costs.
+    can_recompute: whether the model's first layers can be run on their own.
+    counters: gets `restore_decision_*` and `restore_reason_*`.
+    """
+
+    def __init__(
+        self,
+        costs: CorrectedCosts | None,
+        plan: LayerPlan,
+        can_recompute: bool,
+        counters: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        always: bool = False,
+    ) -> None:
+        self._costs = costs
+        self._always = always
+        self._restore_tries = Tries()
+        self._hidden_tries = Tries()
+        self._fetch_tries = Tries()
+        self._plan = plan
+        self._can_recompute = can_recompute
+        self._counters = counters
+        self._clock = clock
+        self._link_free = 0.0
+
+    @property
+    def backlog(self) -> float:
+        """Seconds for which the link is busy with what was promised before, as modelled."""
+        return max(0.0, self._link_free - self._clock())
+
+    def choose(self, spans: Sequence[Span], context: int, new: int) -> Choice:
+        """How to bring `spans` back behind `context` tokens that the device has, before `new` ones.
+
+        Changes nothing: `take` the choice, or `refuse` with its reason.
+        """
+        cost = self._weighed
+        if cost is None:
+            total = sum(span.tokens for span in spans)
+            reason = ALWAYS if self._always else NOT_MEASURED
+            return Choice(total, self._plan.recompute, Decision.LOAD.value, reason)
+        plan = self._planned(cost, spans, context, new)
+        skipped = self._skips_hidden(plan)
+        tries = self._hidden_tries if skipped else self._restore_tries
+        if (not plan.tokens or skipped) and plan.reason not in _UNLEARNABLE:
+            tries.follow(self._changes)
+            tokens = 0
+            if tries.due:
+                tokens = affordable(
+                    cost, self._plan, spans, context=context, new=new, seconds=plan.seconds
+                )
+            if tokens:
+                copies = self._copy_seconds(cost, spans, tokens, self._plan.recompute)
+                reason = plan.reason.value
+                return Choice(tokens, self._plan.recompute, TRY, reason, copies, skipped)
+        seconds = self._copy_seconds(cost, spans, plan.tokens, plan.recompute_layers)
+        decision, reason = plan.decision.value, plan.reason.value
+        return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
+
+    def take(self, choice: Choice) -> None:
+        """The choice is carried out: count it, and book the link."""
+        self._link_free = max(self._link_free, self._clock()) + choice.copy_seconds
+        tries = self._hidden_tries if choice.skipped else self._restore_tries
+        if choice.decision == TRY:
+            tries.tried()
+        elif choice.skipped:
+            tries.refused()
+        self._count(choice.decision, choice.reason)
+
+    def refuse(self, reason: str) -> None:
+        """Nothing is restored."""
+        if reason in _LEARNABLE:
+            self._restore_tries.refused()
+        self._count(Decision.REFUSE.value, reason)
+
+    def kv_per_hidden(self, tokens: int) -> float:
+        """For the order of copies of a pass over so many tokens; see `policy.order`."""
+        return 0.0 if self._costs is None else copy_order.kv_per_hidden(self._costs.model, tokens)
+
+    @property
+    def block_seconds(self) -> float:
+        """Reading one block of many from disk; 0 when that is not known, or does not count."""
+        return 0.0 if self._always else BLOCK_TOKENS * self._token_seconds(SourceTier.DISK)
+
+    @property
+    def host_token_seconds(self) -> float:
+        """Restoring one token of many from host memory."""
+        return self._token_seconds(SourceTier.HOST) or UnknownCosts.host_token_seconds
+
+    @property
+    def disk_token_seconds(self) -> float:
+        """Restoring one token of many from disk."""
+        assumed = self.host_token_seconds * UnknownCosts.disk_token_seconds
+        return self._token_seconds(SourceTier.DISK) or assumed
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        """By how much sooner a request starts with `fetched` more tokens in host memory, behind
+        `host` ones there and `context` ones on the device; infinite when nothing is measured.
+
+        Negative when they would not be restored even then. A fetch is waited for no longer than
+        this: then waiting in vain costs no more than recomputing does.
+        """
+        cost = self._weighed
+        if cost is None:
+            return math.inf
+        known = [Span(SourceTier.HOST, host)] if host else []
+        spans = [*known, Span(SourceTier.HOST, fetched)]
+        arrived = self._planned(cost, spans, context, new)
+        seconds = arrived.seconds if arrived.tokens > host else arrived.as_stored_seconds
+        return self._planned(cost, known, context, fetched + new).seconds - seconds
+
+    @property
+    def tries(self) -> Tries | None:
+        """When a fetch that is not worth it is made all the same; None for never."""
+        if self._weighed is None:
+            return None
+        self._fetch_tries.follow(self._changes)
+        return self._fetch_tries
+
+    def try_seconds(self, context: int, new: int) -> float:
+        """Longest that a request of `new` tokens to compute waits for such a fetch."""
+        cost = self._weighed
+        if cost is None:
+            return 0.0
+        return TRY_SHARE * self._plan.num_layers * cost.prefill_layer(new, context)
+
+    @property
+    def _weighed(self) -> CostModel | None:
+        """The costs that decide; None where everything is restored."""
+        return None if self._costs is None or self._always else self._costs.model
+
+    @property
+    def _changes(self) -> int:
+        return 0 if self._costs is None else self._costs.changes
+
+    def _skips_hidden(self, plan: RestorePlan) -> bool:
+        """Something is loaded, but none of the stored HIDDEN layers."""
+        stored = self._plan
+        return bool(plan.tokens and stored.hidden) and (
+            plan.recompute_layers >= stored.recompute + stored.hidden
+        )
+
+    def _planned(
+        self, cost: CostModel, spans: Sequence[Span], context: int, new: int
+    ) -> RestorePlan:
+        return plan_restore(
+            cost,
+            self._plan,
+            spans,
+            context=context,
+            new=new,
+            backlog=self.backlog,
+            allow_recompute=self._can_recompute,
+        )
+
+    def _copy_seconds(
+        self, cost: CostModel, spans: Sequence[Span], restored: int, recompute: int
+    ) -> float:
+        stored = self._plan
+        kv = min(stored.kv, stored.num_layers - recompute)
+        hidden = stored.num_layers - recompute - kv
+        seconds, left = 0.0, restored
+        for span in spans:
+            tokens = min(span.tokens, left)
+            left -= tokens
+            if tokens and hidden:
+                seconds += hidden * cost.copy_hidden(span.tier, tokens)
+            if tokens and kv:
+                seconds += kv * cost.copy_kv(span.tier, tokens)
+        return seconds
+
+    def _token_seconds(self, tier: SourceTier) -> float:
+        """Copies of all stored layers, over a history long enough to hide what a copy costs at
+        least; 0 when it is not known."""
+        stored = self._plan
+        cost = None if self._costs is None else self._costs.model
+        if cost is None or tier not in cost.copies:
+            return 0.0
+        seconds = stored.kv * cost.copy_kv(tier, LONG_HISTORY)
+        if stored.hidden:
+            seconds += stored.hidden * cost.copy_hidden(tier, LONG_HISTORY)
+        return seconds / LONG_HISTORY
+
+    def _count(self, decision: str, reason: str) -> None:
+        self._counters[f"restore_decision_{decision}"] += 1
+        self._counters[f"restore_reason_{reason}"] += 1

@@ -1,0 +1,247 @@
+"""The read buffer: what the next requests need, copied to the device before their turn.
+
+A restoration begins when its request is admitted, and its first layers wait for their copies while
+the device has nothing to overlap them with (AttentionStore section 3.2.1). Here the chunks of the
+waiting queue's first requests travel while other batches run:
+
+    copied     pieces of consecutive blocks of one layer, layers in the model's order, into frames
+               of the buffer; their blocks are pinned until the copy is over
+    taken      by the restore pass of the request, which reads them from the frame
+    dropped    when the request has left the queue without them, or the tiers are cleared
+
+Content is found by the identity of its blocks, so what was copied can be used by whoever needs the
+same blocks, and what became different is not found. Nothing else of the device changes: no slot is
+allocated and no tree is touched before the request's turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.read_buffer_size import early_bytes
+from sglang_hc.queue.lookahead import WaitingOf
+from sglang_hc.restore.staging import (
+    HostSpan,
+    LayerSource,
+    StagingRing,
+    carve,
+    copy_piece,
+    cut,
+)
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import TOKEN_BYTES
+
+FRAME_BYTES = 8 << 20
+"""Bytes of a frame: 1,024 hidden states of a 7B model, enough rows for an efficient projection."""
+
+PIECES_PER_PASS = 8
+"""Copies enqueued in one scheduling pass at most: a restoration that begins after it waits for no
+more than these on the link."""
+
+
+def frames_for(size: int, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
+    """Frames of a read buffer of about `size` bytes, one at least; each holds a block at least."""
+    row = max(layout.shape.hidden_bytes, layout.shape.kv_bytes)
+    frame_bytes = max(min(FRAME_BYTES, size), BLOCK_TOKENS * row)
+    return StagingRing(max(1, size // frame_bytes), frame_bytes, device, lane)
+
+
+class Early(NamedTuple):
+    """Rows of tokens [start, stop) of a path in one layer that are, or will be, on the device.
+
+    parts: (stop - start, row bytes) uint8, one per part of the layer's form; valid after `mark`.
+    `done` gives their frame back; called once all compute work that reads them was submitted.
+    """
+
+    start: int
+    stop: int
+    parts: list[torch.Tensor]
+    mark: Mark
+    done: Callable[[], None]
+
+
+@dataclass(eq=False)
+class _Copied:
+    """Whole chunks of consecutive blocks of one layer, in a frame."""
+
+    owner: str
+    layer: int
+    identities: tuple[bytes, ...]
+    parts: list[torch.Tensor]
+    frame: torch.Tensor
+    mark: Mark
+
+
+class ReadBuffer:
+    """Frames of one size, filled for the requests that are next. Belongs to the scheduler thread.
+
+    `counters`: early_layer_tokens copied, early_used_layer_tokens of them read by a restoration.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        host: HostTier,
+        pool: HostPool,
+        lane: Lane,
+        frames: StagingRing,
+        cost: CostModel | None = None,
+        fetching: Callable[[str], bool] | None = None,
+    ) -> None:
+        """cost: what is copied for a request is bounded by `early_bytes`; without it, by nothing.
+        fetching: whether more of what a request needs is on its way to the host tier."""
+        self._layout = layout
+        self._host = host
+        self._source = LayerSource(layout, pool)
+        self._lane = lane
+        self._frames = frames
+        self._cost = cost
+        self._fetching = fetching
+        self._wishes: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
+        self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
+        """Per layer and block: where it is, and as which of the piece's blocks."""
+        self._pinned: deque[tuple[Mark, Sequence[BlockNode]]] = deque()
+        self.counters: Counter[str] = Counter()
+
+    def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+        """The waiting requests, next first; once per pass. Copies for them as far as frames go."""
+        if self._wishes:
+            waiting = set(queue)
+            for rid in [rid for rid in self._wishes if rid not in waiting]:
+                self.drop(rid)
+        room = PIECES_PER_PASS
+        for rid in queue:
+            if not room or not self._frames.has_free:
+                return
+            if rid not in self._wishes:
+                if self._fetching is not None and self._fetching(rid):
+                    continue
+                self._wishes[rid] = self._wish(rid, waiting_of)
+            for layer, nodes in self._wishes[rid]:
+                self._copy(rid, layer, nodes)
+                room -= 1
+                if not room or not self._frames.has_free:
+                    return
+
+    def take(
+        self, layer: int, nodes: Sequence[BlockNode], start: int, stop: int
+    ) -> Iterator[Early]:
+        """What there is of tokens [start, stop) of a path in a layer, in order. It is taken out."""
+        known = self._copied.get(layer)
+        position = start
+        while known and position < stop:
+            block = position // BLOCK_TOKENS
+            copied, index = known.get(nodes[block].block_id, (None, 0))
+            if copied is None:
+                position = (block + 1) * BLOCK_TOKENS
+                continue
+            self._forget(copied)
+            last = block + 1
+            for identity in copied.identities[index + 1 :]:
+                if last == len(nodes) or nodes[last].block_id != identity:
+                    break
+                last += 1
+            end = min(last * BLOCK_TOKENS, stop)
+            first = (index - block) * BLOCK_TOKENS + position
+            parts = [part[first : first + end - position] for part in copied.parts]
+            self.counters["early_used_layer_tokens"] += end - position
+            yield Early(
+                position, end, parts, copied.mark, partial(self._frames.give_back, copied.frame)
+            )
+            position = end
+
+    def drop(self, rid: str) -> None:
+        """The request is not waiting any more; what was copied for it makes room."""
+        if self._wishes.pop(rid, None) is None:
+            return
+        for known in list(self._copied.values()):
+            for copied in {id(c): c for c, _ in known.values() if c.owner == rid}.values():
+                self._forget(copied)
+                self._frames.give_back_unread(copied.frame)
+
+    def poll(self) -> None:
+        """Unpin the blocks whose copies are over. Never waits."""
+        while self._pinned and self._pinned[0][0].done():
+            self._host.unpin(self._pinned.popleft()[1])
+
+    def clear(self) -> None:
+        """Forget everything; waits for copies under way."""
+        for rid in list(self._wishes):
+            self.drop(rid)
+        if self._pinned:
+            self._pinned[-1][0].wait()
+        self.poll()
+
+    @property
+    def held(self) -> int:
+        """Frames that hold what nobody has taken."""
+        return len({id(c) for known in self._copied.values() for c, _ in known.values()})
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if what is found is not what was copied."""
+        for layer, known in self._copied.items():
+            for identity, (copied, index) in known.items():
+                assert copied.layer == layer and copied.identities[index] == identity
+                assert copied.owner in self._wishes
+
+    def _wish(self, rid: str, waiting_of: WaitingOf) -> Iterator[tuple[int, Sequence[BlockNode]]]:
+        """(layer, consecutive blocks) to copy for a request, as long as its blocks stay."""
+        namespace, tokens, on_device = waiting_of(rid)
+        match = self._host.tree.match(namespace, tokens)
+        ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
+        nodes = match.nodes[on_device // BLOCK_TOKENS : ready]
+        usable = min(match.tokens, ready * BLOCK_TOKENS)
+        left = self._worth(len(nodes), usable - on_device, on_device, len(tokens) // TOKEN_BYTES)
+        plan = self._layout.plan
+        for layer in (*plan.hidden_layers, *plan.kv_layers):
+            blocks = self._frames.rows(sum(self._source.widths(layer))) // BLOCK_TOKENS
+            for first in range(0, len(nodes), blocks):
+                group = nodes[first : first + blocks]
+                if left <= 0 or not all(node.ready for node in group):
+                    return
+                left -= len(group) * BLOCK_TOKENS * sum(self._source.widths(layer))
+                known = self._copied.get(layer, {})
+                if not any(node.block_id in known for node in group):
+                    yield layer, group
+
+    def _worth(self, blocks: int, history: int, context: int, length: int) -> int:
+        """Bytes to copy for a history of so many tokens in so many blocks."""
+        size = blocks * self._layout.slot_bytes
+        if self._cost is None or history <= 0:
+            return size if history > 0 else 0
+        new = max(1, length - context - history)
+        plan = self._layout.plan
+        return early_bytes(self._cost, plan, size, history=history, context=context, new=new)
+
+    def _copy(self, rid: str, layer: int, nodes: Sequence[BlockNode]) -> None:
+        rows = len(nodes) * BLOCK_TOKENS
+        frame = self._frames.take()
+        parts = carve(frame, rows, self._source.widths(layer))
+        (piece,) = cut([HostSpan(node.slot, 0, BLOCK_TOKENS) for node in nodes], rows)
+        for source, target in zip(self._source.parts(layer), parts, strict=True):
+            copy_piece(self._lane, piece, source, target)
+        mark = self._lane.mark()
+        self._host.pin(nodes)
+        self._pinned.append((mark, nodes))
+        identities = tuple(node.block_id for node in nodes)
+        copied = _Copied(rid, layer, identities, parts, frame, mark)
+        known = self._copied.setdefault(layer, {})
+        for index, identity in enumerate(identities):
+            known[identity] = copied, index
+        self.counters["early_layer_tokens"] += rows
+
+    def _forget(self, copied: _Copied) -> None:
+        known = self._copied[copied.layer]
+        for identity in copied.identities:
+            del known[identity]

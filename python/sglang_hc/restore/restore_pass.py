@@ -1,0 +1,387 @@
+"""Restore: blocks of the host tier become KV in the device pool, layer by layer, during a forward.
+
+A `Restoration` is one request's span; a `RestorePass` is what one forward pass has to wait for: all
+restorations queued since the last one, run as one batch. A layer's rows travel in pieces through
+the frames of a ring (`staging.py`). Layer i's attention calls `wait(i)`, which for each piece up to
+that layer fences on the piece's copies only, rebuilds or scatters its K/V, and enqueues the copies
+of a piece further on. So copies run ahead of the compute by as much as the ring holds (HCache
+section 4.1), across layers and within one.
+
+What the read buffer holds of a layer (`read_buffer.py`) is taken from there instead of copied.
+
+A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
+the history tokens; it does so before any `wait`, while the first copies are under way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_hc.device.copy_stream import Lane, Mark, Side
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
+from sglang_hc.policy.copy_order import merged
+from sglang_hc.restore.read_buffer import Early, ReadBuffer
+from sglang_hc.restore.staging import (
+    HostSpan,
+    LayerSource,
+    Piece,
+    StagingRing,
+    carve,
+    copy_piece,
+    cut,
+)
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.identity import unpack_tokens
+
+
+class RestoreSink(Protocol):
+    """The device's KV pool as the target of a restoration."""
+
+    def write_hidden(
+        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Project (n, hidden_bytes) uint8 rows to K/V at int64 positions and store them at slots.
+
+        Bias, K norm and position embedding included. Must not change its inputs.
+        """
+
+    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        """Store (n, part bytes) uint8 rows, one tensor per part of a KV row, at int64 slots."""
+
+
+@dataclass(eq=False)
+class Restoration:
+    """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
+
+    recompute: the layers below this one are recomputed, not loaded. At least the layer plan's
+    recompute count; above it, layers that are stored are recomputed all the same.
+    prefix_slots: (start,) int64 device slots of the tokens before; recomputed layers attend to
+    them. May be left out where nothing is recomputed.
+    """
+
+    nodes: tuple[BlockNode, ...]
+    start: int
+    stop: int
+    device_slots: torch.Tensor
+    recompute: int = 0
+    prefix_slots: torch.Tensor | None = None
+
+    def spans(self, start: int, stop: int) -> list[HostSpan]:
+        """Where tokens [start, stop) lie in the host pool."""
+        spans = []
+        position = start
+        while position < stop:
+            block, row = divmod(position, BLOCK_TOKENS)
+            rows = min(BLOCK_TOKENS - row, stop - position)
+            spans.append(HostSpan(self.nodes[block].slot, row, rows))
+            position += rows
+        return spans
+
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """(stop - start,) token ids."""
+        first = self.start // BLOCK_TOKENS
+        packed = b"".join(node.tokens for node in self.nodes[first:])
+        skip = first * BLOCK_TOKENS
+        return unpack_tokens(packed)[self.start - skip : self.stop - skip]
+
+
+class Recomputer(Protocol):
+    """The model's own first layers."""
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        """Write K/V of layers [0, restoration.recompute) of its tokens to its device slots.
+
+        Submits compute work, in one or several passes over the model's layers, and calls `between`
+        after each pass but the last. The prefix is valid in the layers it reads once the layer
+        gate was asked for them. Raises what a forward pass may raise; then nothing may be served.
+        """
+
+
+SIDE_LAYERS = 4
+"""Layers that are submitted beside the compute stream ahead of the one that is waited for. With
+all of them the batch's launch would wait for this thread to submit the whole restoration."""
+
+
+class _Load(NamedTuple):
+    """Rows [piece.first, piece.first + piece.rows) of one layer; `early` in place of copies."""
+
+    layer: int
+    piece: Piece
+    early: Early | None = None
+
+
+class _Staged(NamedTuple):
+    """A piece of one layer whose copies are enqueued. `done` gives its frame back."""
+
+    layer: int
+    first: int
+    parts: list[torch.Tensor]
+    mark: Mark
+    done: Callable[[], None]
+
+
+class RestorePass:
+    """Restorations of one forward pass. Each layer's work happens once, at its first `wait`.
+
+    Belongs to the thread that runs the model, on the compute stream. Restorations that load a layer
+    are the first ones in order of `recompute`, so each layer's rows are a prefix of all rows.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        pool: HostPool,
+        sink: RestoreSink,
+        lane: Lane,
+        restorations: Sequence[Restoration],
+        staging: StagingRing,
+        recomputer: Recomputer | None = None,
+        read_buffer: ReadBuffer | None = None,
+        kv_per_hidden: float = 0.0,
+        side: Side | None = None,
+    ) -> None:
+        """`recomputer` may be left out where no restoration recomputes. kv_per_hidden: KV layers
+        that are copied between two HIDDEN layers (see `policy.order`).
+
+        side: submit the work to a stream beside the compute stream, `SIDE_LAYERS` layers ahead of
+        the one that is waited for; None: when it is waited for, in the compute stream.
+        """
+        self.restorations = tuple(restorations)
+        self._plan = layout.plan
+        self._sink = sink
+        self._lane = lane
+        self._staging = staging
+        self._recomputer = recomputer
+        self._read_buffer = read_buffer
+        self._source = LayerSource(layout, pool)
+        self._ordered = sorted(restorations, key=lambda r: r.recompute)
+        self._slots = torch.cat([r.device_slots for r in self._ordered])
+        device = self._slots.device
+        self._positions = torch.cat(
+            [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in self._ordered]
+        )
+        self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
+        self._open = Counter(load.layer for load in self._todo)
+        self._staged: deque[_Staged] = deque()
+        self._side = side
+        self._before_side = lane.computed() if side is not None else None
+        """What the side has to wait for before it writes: the batch that runs now may still use
+        the slots for the request that had them before. None once it was told to."""
+        self._beside: dict[int, Mark] = {}
+        """Layers that are submitted beside the compute stream, and when their K/V are valid."""
+        staging.claim(self.finish)
+        self._run_ahead()
+        self._submit_beside(min(self._open, default=0))
+
+    def recompute(self) -> None:
+        """Submit the recomputation of the layers that are not loaded, in the order of admission.
+
+        A restoration may attend to the slots of one before it, so that one's loaded layers are
+        waited for through the gate meanwhile.
+        """
+        for restoration in self.restorations:
+            if restoration.recompute:
+                assert self._recomputer is not None
+                self._recomputer.run(restoration, self._make_room)
+
+    def wait(self, layer: int) -> None:
+        """Make layer `layer`'s loaded K/V valid for compute work submitted after.
+
+        Pieces copied before its own, of whichever layer, become valid with it.
+        """
+        self._submit_beside(layer)
+        while self._open[layer]:
+            self._advance()
+        if layer in self._beside:
+            self._lane.before_compute(self._beside.pop(layer))
+
+    def finish(self) -> None:
+        """Do what no attention asked for, so that the slots are valid whatever was run."""
+        while self._staged:
+            self._advance()
+        for layer in list(self._beside):
+            self.wait(layer)
+        self._staging.release(self.finish)
+
+    def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
+        """The loads as they are copied; each form's in the order the model needs them."""
+        rows: Counter[int] = Counter()
+        for load in loads:
+            rows[load.layer] += load.piece.rows
+        shares: dict[Form, list[tuple[float, _Load]]] = {Form.HIDDEN: [], Form.KV: []}
+        for load in loads:
+            part = load.piece.rows / rows[load.layer]
+            shares[self._plan.form(load.layer)].append((part, load))
+        return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
+
+    def _submit_beside(self, layer: int) -> None:
+        """With a side, bring what the layers up to a few behind `layer` need into the pool."""
+        if self._side is None:
+            return
+        for near in range(layer, layer + SIDE_LAYERS):
+            while self._open[near]:
+                self._advance()
+
+    def _make_room(self) -> None:
+        """Bring the pieces whose copies are over into the pool, so that copies go on. The thread
+        waits for the device between two passes of a recomputation, while all frames fill up."""
+        while self._staged and self._staged[0].mark.done():
+            self._advance()
+
+    def _loads(self) -> Iterator[_Load]:
+        """All that is to be loaded, in the order the model needs it."""
+        starts = [r.recompute for r in self._ordered]
+        key: tuple[int, int] | None = None
+        pieces: list[Piece] = []
+        for layer in (*self._plan.hidden_layers, *self._plan.kv_layers):
+            count = bisect_right(starts, layer)
+            limit = self._staging.rows(sum(self._source.widths(layer)))
+            early = self._early(layer, count)
+            if early:
+                yield from self._around(early, layer, count, limit)
+                continue
+            if key != (count, limit):  # the layers of a form have the same pieces
+                pieces = list(cut(self._spans_of(self._ordered[:count]), limit))
+                key = count, limit
+            yield from (_Load(layer, piece) for piece in pieces)
+
+    def _early(self, layer: int, count: int) -> dict[int, list[Early]]:
+        """What the read buffer has of a layer, by restoration."""
+        if self._read_buffer is None:
+            return {}
+        found = {}
+        for index, r in enumerate(self._ordered[:count]):
+            early = list(self._read_buffer.take(layer, r.nodes, r.start, r.stop))
+            if early:
+                found[index] = early
+        return found
+
+    def _around(
+        self, found: dict[int, list[Early]], layer: int, count: int, limit: int
+    ) -> Iterator[_Load]:
+        """Loads of a layer part of which is on the device already."""
+        first = 0
+        spans: list[HostSpan] = []
+
+        def copies() -> Iterator[_Load]:
+            nonlocal first
+            for piece in cut(spans, limit):
+                yield _Load(layer, replace(piece, first=first))
+                first += piece.rows
+            spans.clear()
+
+        for index, r in enumerate(self._ordered[:count]):
+            position = r.start
+            for early in found.get(index, ()):
+                spans += r.spans(position, early.start)
+                yield from copies()
+                yield _Load(layer, Piece(first, early.stop - early.start, ()), early)
+                first += early.stop - early.start
+                position = early.stop
+            spans += r.spans(position, r.stop)
+        yield from copies()
+
+    def _spans_of(self, restorations: Sequence[Restoration]) -> list[HostSpan]:
+        return [span for r in restorations for span in r.spans(r.start, r.stop)]
+
+    def _run_ahead(self) -> None:
+        """Enqueue copies into every free frame."""
+        while self._todo and (self._staging.has_free or self._todo[0].early is not None):
+            layer, piece, early = self._todo.popleft()
+            if early is not None:
+                self._staged.append(
+                    _Staged(layer, piece.first, early.parts, early.mark, early.done)
+                )
+                continue
+            frame = self._staging.take()
+            parts = carve(frame, piece.rows, self._source.widths(layer))
+            for source, target in zip(self._source.parts(layer), parts, strict=True):
+                copy_piece(self._lane, piece, source, target)
+            done = partial(self._staging.give_back, frame)
+            self._staged.append(_Staged(layer, piece.first, parts, self._lane.mark(), done))
+
+    def _advance(self) -> None:
+        """Bring the oldest staged piece into the pool, in the stream that restorations run in."""
+        if self._side is None:
+            self._write()
+            return
+        with self._side():
+            if self._before_side is not None:
+                self._lane.before_compute(self._before_side)
+                self._before_side = None
+            layer = self._staged[0].layer
+            self._write()
+            if not self._open[layer]:
+                self._beside[layer] = self._lane.computed()
+
+    def _write(self) -> None:
+        """The oldest staged piece to the pool; its frame is used again."""
+        layer, first, parts, mark, done = self._staged.popleft()
+        self._lane.before_compute(mark)
+        rows = slice(first, first + parts[0].shape[0])
+        slots = self._slots[rows]
+        if self._plan.form(layer) is Form.HIDDEN:
+            self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
+        else:
+            self._sink.write_kv(layer, parts, slots)
+        self._open[layer] -= 1
+        done()
+        self._run_ahead()
+
+
+class LayerGate:
+    """What the KV pool asks before a layer's attention reads: SGLang's layer-transfer counter.
+
+    The consumer index of a batch names the pass it waits for; it sticks to the batch, so an index
+    whose pass is over must cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, RestorePass] = {}
+        self._current: RestorePass | None = None
+        self._produced = 0
+        self.current = -1
+        """Consumer index of the running batch."""
+
+    def produce(self, restore: RestorePass) -> int:
+        """Register a pass; returns the consumer index of the batch that waits for it."""
+        self._produced += 1
+        self._passes[self._produced] = restore
+        return self._produced
+
+    def recompute(self, index: int) -> None:
+        """Run the recomputed layers of a pass; what they attend to is waited for as usual."""
+        before = self.current
+        self.set_consumer(index)
+        try:
+            self._passes[index].recompute()
+        finally:
+            self.set_consumer(before)
+
+    def set_consumer(self, index: int) -> None:
+        self.current = index
+        self._current = self._passes.get(index)
+
+    def wait_until(self, layer: int) -> None:
+        """Called with the layer's index within this rank's pool."""
+        if self._current is not None:
+            self._current.wait(layer)
+
+    def finish(self) -> tuple[Restoration, ...]:
+        """The forward pass is over: complete its restorations and forget the pass."""
+        current, self._current = self._current, None
+        if current is None:
+            return ()
+        current.finish()
+        del self._passes[self.current]
+        return current.restorations

@@ -1,0 +1,65 @@
+"""Do restorations run in the compute stream or beside it? Measured at start, where both can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from sglang_hc.device.autotune import Seconds, fastest
+from sglang_hc.device.copy_stream import Lane, Side
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.restore.restore_pass import SIDE_LAYERS, Restoration, RestorePass, RestoreSink
+from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.tree.block_tree import BlockNode
+
+LAYERS = 2 * SIDE_LAYERS
+"""Layers of the timed restoration: as many again as a side gets ahead, so that both ways are timed
+as they serve."""
+
+
+def fastest_side(
+    lane: Lane,
+    shape: StateShape,
+    sink: RestoreSink,
+    slots: torch.Tensor,
+    compute: Callable[[int], None],
+    seconds: Seconds,
+) -> Side | None:
+    """A stream beside the compute stream when a restoration from hidden states ends sooner there.
+
+    Beside it, a layer is projected while the new tokens are still in layers before; in turn, the
+    two never compete for the device. None: in turn, or the lane has no other stream.
+    slots: (n,) int64 device slots that nobody uses; they are written. compute(layer): submits about
+    what a layer does for a request's new tokens.
+    """
+    side = lane.side()
+    blocks = slots.numel() // BLOCK_TOKENS
+    if side is None or not blocks:
+        return None
+    layers = min(LAYERS, shape.num_layers)
+    layout = BlockLayout(LayerPlan(0, layers, 0), replace(shape, num_layers=layers))
+    pinned = slots.device.type == "cuda"
+    memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+    pool = HostPool(layout, blocks, memory.numpy().data)
+    ring = StagingRing.sized_for(layout, slots.device, lane)
+    nodes = []
+    for slot in range(blocks):
+        node = BlockNode(None, b"", b"", None)
+        node.slot = slot
+        nodes.append(node)
+    tokens = blocks * BLOCK_TOKENS
+    restoration = Restoration(tuple(nodes), 0, tokens, slots[:tokens])
+
+    def run(way: Side | None) -> None:
+        restore = RestorePass(layout, pool, sink, lane, [restoration], ring, side=way)
+        for layer in range(layers):
+            restore.wait(layer)
+            compute(layer)
+        restore.finish()
+
+    ways = {"the compute stream": partial(run, None), "a stream beside it": partial(run, side)}
+    return side if fastest("restoration", ways, seconds) == "a stream beside it" else None

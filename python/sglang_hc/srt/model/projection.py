@@ -1,0 +1,250 @@
+"""Ways from hidden states to K and V in the pool, and the choice between them at start.
+
+`sglang` runs the model's own modules and SGLang's pool write, one kernel each. Where the package
+sglang_hc_kernels is installed and the layers are plain enough, `epilogue` does bias, K norm, RoPE
+and the scatter in one kernel behind the library's GEMM, and `fused` the GEMM as well. On a GPU each
+way that agrees with the first is timed on this model's shapes, and the fastest one is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+
+from sglang_hc.device.autotune import Seconds, agreeing, fastest
+from sglang_hc.device.copy_stream import Lane, Side
+from sglang_hc.forms import StateShape
+from sglang_hc.restore.restore_pass import RestoreSink
+from sglang_hc.restore.side_stream import fastest_side
+from sglang_hc.srt.model.families import LayerAdapter
+from sglang_hc.srt.model.startup_checks import TOLERANCE
+
+logger = logging.getLogger(__name__)
+
+Projection = Callable[[Any, LayerAdapter, int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(pool, adapter, layer, hidden (n, size), positions (n,) int64, slots (n,) int64)."""
+
+CHECKED_ROWS = 48
+TIMED_ROWS = 4096
+"""Rows of the timed projection: what a frame of the restore pass holds of a 7B model."""
+
+SIDE_ROWS = 1024
+"""Rows of the restoration that is timed in both streams."""
+
+NEW_ROWS = 256
+LAYER_PROJECTIONS = 6
+"""New tokens beside it; a layer of a multi-head model is six times its projection to K and V."""
+
+
+def by_sglang(
+    pool: Any, adapter: LayerAdapter, layer: int, hidden: torch.Tensor, positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """The model's modules, then SGLang's write into the pool."""
+    k, v = adapter.project(hidden, positions)
+    pool.set_kv_buffer(adapter.radix, slots, k, v)
+
+
+def by_epilogue(
+    kernels: Any, pool: Any, adapter: LayerAdapter, layer: int, hidden: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """The library's GEMM with bias, then one kernel for the rest."""
+    weight, bias = adapter.kv_weight()
+    kv = torch.nn.functional.linear(hidden, weight, bias)
+    kernels.kv_epilogue(
+        kv, positions, slots, pool.k_buffer[layer], pool.v_buffer[layer],
+        epilogue=_epilogue(kernels, adapter, None),
+    )  # fmt: skip
+
+
+def by_fused(
+    kernels: Any, pool: Any, adapter: LayerAdapter, layer: int, hidden: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """One kernel for everything."""
+    weight, bias = adapter.kv_weight()
+    kernels.project_kv(
+        hidden, weight, positions, slots, pool.k_buffer[layer], pool.v_buffer[layer],
+        epilogue=_epilogue(kernels, adapter, bias),
+    )  # fmt: skip
+
+
+PROJECTIONS: Mapping[str, Projection] = {"sglang": by_sglang}
+"""What needs nothing but SGLang."""
+
+
+def installed_kernels() -> Any:
+    """The package of kernels, or None."""
+    try:
+        return importlib.import_module("sglang_hc_kernels")
+    except ImportError:
+        return None
+
+
+def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dict[str, Projection]:
+    """The ways that these layers allow. context: longest sequence; a kernel writes no row whose
+    position its table of angles does not have."""
+    ways = dict(PROJECTIONS)
+    if kernels is not None and all(_plain(adapter, context) for adapter in adapters):
+        ways["epilogue"] = partial(by_epilogue, kernels)
+        ways["fused"] = partial(by_fused, kernels)
+    return ways
+
+
+def fastest_projection(runner: Any, adapters: list[LayerAdapter], allocator: Any) -> Projection:
+    """The way for this model on this GPU; before any request, when nobody uses a slot."""
+    context = runner.model_config.context_len
+    page = allocator.page_size
+    slots = allocator.alloc(min(TIMED_ROWS, allocator.available_size()) // page * page)
+    way = projection_for(runner.token_to_kv_pool, adapters, slots.to(torch.int64), context)
+    allocator.free(slots)
+    return way
+
+
+def projection_for(
+    pool: Any, adapters: list[LayerAdapter], slots: torch.Tensor, context: int
+) -> Projection:
+    """The fastest way into a pool on a GPU, and ready to run with any number of rows."""
+    kernels = installed_kernels()
+    ways = projections(kernels, adapters, context)
+    warm_rows = () if kernels is None else kernels.WARM_ROWS
+    return ways[choose(pool, adapters, ways, slots, context, _seconds, warm_rows)]
+
+
+def fastest_stream(
+    adapters: list[LayerAdapter], allocator: Any, lane: Lane, shape: StateShape, sink: RestoreSink
+) -> Side | None:
+    """Where restorations run on this GPU; before any request, when nobody uses a slot."""
+    page = allocator.page_size
+    slots = allocator.alloc(min(SIDE_ROWS, allocator.available_size()) // page * page)
+    weight = adapters[0].qkv.weight
+    new = torch.zeros((NEW_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    positions = torch.arange(NEW_ROWS, device=weight.device)
+
+    def compute(layer: int) -> None:
+        with torch.no_grad():
+            for _ in range(LAYER_PROJECTIONS):
+                adapters[layer].project(new, positions)
+
+    side = fastest_side(lane, shape, sink, slots.to(torch.int64), compute, _seconds)
+    allocator.free(slots)
+    return side
+
+
+def choose(
+    pool: Any, adapters: list[LayerAdapter], ways: Mapping[str, Projection], slots: torch.Tensor,
+    context: int, seconds: Seconds, warm_rows: Sequence[int] = (),
+) -> str:  # fmt: skip
+    """Name of the fastest way that writes in every layer what the first way writes.
+
+    slots: (n,) int64 device slots that nobody uses; they are written. context: longest sequence.
+    warm_rows: row counts for which the chosen way is run once, so that nothing is left to compile.
+    """
+    if len(ways) == 1:
+        return next(iter(ways))
+    what = "K and V from hidden states"
+    checked = slots[:CHECKED_ROWS]
+    names = agreeing(
+        what,
+        {n: partial(_written, pool, adapters, ways[n], checked, context) for n in ways},
+        _differs,
+    )
+    timed = slots[:TIMED_ROWS]
+    middle = len(adapters) // 2
+    hidden, positions = _sample(adapters[middle], timed, context)
+
+    def work(name: str, rows: int) -> Callable[[], None]:
+        some = hidden[:rows], positions[:rows], timed[:rows]
+        return partial(ways[name], pool, adapters[middle], middle, *some)
+
+    with torch.no_grad():
+        chosen = fastest(what, {name: work(name, TIMED_ROWS) for name in names}, seconds)
+        for rows in warm_rows:
+            work(chosen, rows)()
+    return chosen
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _plain(adapter: LayerAdapter, context: int) -> bool:
+    """Weights that can be sliced, the norm and the rotation that the kernels know."""
+    rotary, norm = adapter.rotary, adapter.k_norm
+    if adapter.models_product:
+        return False
+    if not adapter.sliceable or adapter.head_dim % 2 or adapter.v_head_dim % 2:
+        return False
+    if norm is not None and type(norm) is not RMSNorm:
+        return False
+    if rotary is None:
+        return True
+    cache = getattr(rotary, "cos_sin_cache", None)
+    return (
+        cache is not None
+        and cache.shape[0] >= context
+        and cache.shape[1] == getattr(rotary, "rotary_dim", None)
+        and hasattr(rotary, "is_neox_style")
+    )
+
+
+def _epilogue(kernels: Any, adapter: LayerAdapter, bias: torch.Tensor | None) -> Any:
+    """Looked up at each call, as weights are: both may be replaced while the server runs."""
+    rotary, norm = adapter.rotary, adapter.k_norm
+    return kernels.Epilogue(
+        bias=bias,
+        k_norm=None if norm is None else kernels.KNorm(norm.weight, norm.variance_epsilon),
+        rotary=None
+        if rotary is None
+        else kernels.Rotary(rotary.cos_sin_cache, interleaved=not rotary.is_neox_style),
+    )
+
+
+def _sample(
+    adapter: LayerAdapter, slots: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states, and positions from all over the context."""
+    weight = adapter.qkv.weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn((slots.numel(), weight.shape[1]), generator=generator)
+    positions = torch.arange(slots.numel(), dtype=torch.int64, device=slots.device) * 37 % context
+    return hidden.to(weight.device, weight.dtype), positions
+
+
+def _written(
+    pool: Any, adapters: list[LayerAdapter], way: Projection, slots: torch.Tensor, context: int
+) -> torch.Tensor:
+    """(layers, rows, K and V) of one way, on rows that held something else before."""
+    found = []
+    with torch.no_grad():
+        for layer, adapter in enumerate(adapters):
+            hidden, positions = _sample(adapter, slots, context)
+            buffers = pool.k_buffer[layer], pool.v_buffer[layer]
+            for buffer in buffers:
+                buffer[slots] = 0
+            way(pool, adapter, layer, hidden, positions, slots)
+            rows = [buffer[slots].flatten(1).float() for buffer in buffers]
+            found.append(torch.cat(rows, dim=1).to(pool.k_buffer[0].dtype))
+    return torch.stack(found)
+
+
+def _differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Per layer, against its largest value."""
+    for layer, (a, b) in enumerate(zip(first.float(), other.float(), strict=True)):
+        scale = float(a.abs().max()) or 1.0
+        error = float((a - b).abs().max()) / scale
+        if not error <= TOLERANCE[first.dtype]:
+            return f"layer {layer} differs by {error:.2e}"
+    return None

@@ -1,0 +1,260 @@
+"""RECOMPUTE form: the model's own first layers run over history tokens (HCache section 4.1).
+
+The model's forward is called with a batch made by hand and left as soon as the attention of the
+last wanted layer has run: by then that layer's K/V are in the pool, and its output, like everything
+behind it, is not needed. So every family keeps its own embedding step, residuals and norms, and r
+layers cost r - 1 layers and one attention.
+
+The pass needs a row of SGLang's table of device slots per request. It uses row 0, which SGLang
+keeps for the padding of CUDA graphs, and leaves it as it was; all readers of the table are ordered
+by the compute stream. It replaces the attention backend's metadata, which a batch makes anew when
+it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.srt.kv_pool import KvPoolRows
+from sglang_hc.srt.model.families import FAMILIES
+from sglang_hc.srt.model.startup_checks import TOLERANCE
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTED = frozenset(FAMILIES) | {"DeepseekV2ForCausalLM"}
+"""Model classes whose recomputed K/V were checked against never-evicted ones."""
+
+ROW = 0
+"""Row of the slot table that no request owns."""
+
+
+def recompute_excluded(args: Any, model_class: str) -> str | None:
+    """Why no layer can be recomputed with this model and these arguments; None when it can."""
+    if model_class not in RECOMPUTED:
+        return f"{model_class} is not among the families whose first layers are run on their own"
+    if args.enable_lora or args.lora_paths:
+        return "adapters change the layers per request"
+    return None
+
+
+def cannot_recompute(forms: str, reason: str) -> str:
+    """What a user is told whose plan has layers that cannot be recomputed."""
+    return (
+        f"--hc-forms {forms}: layers cannot be recomputed here: {reason}; use hidden and kv counts"
+    )
+
+
+def not_exact(forms: str, what: str, reason: str) -> str:
+    """What a user is told whose plan has layers that do not come back bit by bit."""
+    return (
+        f"--hc-forms {forms} and --hc-exact exclude each other here: {what} are not bit-exact "
+        f"({reason}); leave one of the two out, or use kv counts"
+    )
+
+
+COARSE = 0.15
+"""Tolerance where the pool rounds to 8 bits: a last place is an eighth of the value."""
+
+
+class _Enough(Exception):
+    """The wanted layers are in the pool; nothing after them is run."""
+
+
+class LayerRecomputer:
+    """Recomputes the first layers of a restoration. Implements `transfer.restore.Recomputer`.
+
+    Belongs to the scheduler thread, on the compute stream.
+    """
+
+    def __init__(self, runner: Any, taps: TapBuffer | None) -> None:
+        self._runner = runner
+        self._taps = taps
+        self._table = runner.req_to_token_pool.req_to_token
+        args = runner.server_args
+        chunk = args.chunked_prefill_size or -1
+        self._chunk: int = chunk if chunk > 0 else args.max_prefill_tokens
+        """Tokens per pass: what SGLang sized the activations of a prefill for."""
+        self._attention: dict[int, list[RadixAttention]] = {}
+        for module in runner.model.modules():
+            if isinstance(module, RadixAttention):
+                self._attention.setdefault(module.layer_id, []).append(module)
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        assert restoration.prefix_slots is not None, "layers cannot attend to what came before"
+        slots = torch.cat([restoration.prefix_slots, restoration.device_slots])
+        tokens = torch.from_numpy(restoration.tokens())
+        self.recompute(tokens, slots, restoration.recompute, between=between)
+
+    def recompute(
+        self, tokens: torch.Tensor, slots: torch.Tensor, layers: int, chunk: int | None = None,
+        between: Callable[[], None] = lambda: None, decode: bool = False,
+    ) -> None:  # fmt: skip
+        """Write K/V of layers [0, layers) of the last len(tokens) tokens of a sequence.
+
+        tokens: (n,) int64 ids. slots: (m,) int64 device slots of the sequence, m >= n; the layers
+        read the first m - n. chunk: tokens per pass. between: called from one pass to the next.
+        decode: run decode steps instead of prefills; for chunks of one token.
+        """
+        row = self._table[ROW, : slots.numel()]
+        tokens = _on_device(tokens, slots.device)
+        first, stop = slots.numel() - tokens.numel(), slots.numel()
+        chunk = chunk or self._chunk
+        try:
+            row.copy_(slots)
+            with torch.no_grad(), self._taps_paused(), self._leaving_after(layers - 1):
+                for start in range(first, stop, chunk):
+                    if start > first:
+                        between()
+                    end = min(start + chunk, stop)
+                    piece = tokens[start - first : end - first]
+                    self._pass(piece, slots[start:end], start, decode)
+        finally:
+            row.zero_()
+
+    def _pass(
+        self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool = False
+    ) -> None:
+        """One forward pass over tokens at positions [start, start + n), up to the last layer."""
+        runner = self._runner
+        batch = _batch(tokens, slots, start, runner.spec_algorithm)
+        if decode:
+            batch.forward_mode = ForwardMode.DECODE
+        with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+            runner.attn_backend.init_forward_metadata(batch)
+            try:
+                runner.model.forward(batch.input_ids, batch.positions, batch)
+            except _Enough:
+                return
+        raise RuntimeError("the model ran to its end without the layer that was to be its last")
+
+    def _taps_paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._taps is None else self._taps.paused()
+
+    @contextlib.contextmanager
+    def _leaving_after(self, layer: int) -> Iterator[None]:
+        """End the model's forward when this layer's attention, of whichever kind, has run."""
+
+        def leave(*_: Any) -> None:
+            raise _Enough
+
+        hooks = [module.register_forward_hook(leave) for module in self._attention[layer]]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class Pieces(NamedTuple):
+    """What running a few tokens in several ways showed.
+
+    wrong: why layers must not be recomputed; None: the ways agree but for rounding. bit: they agree
+    bit by bit, decode steps included. difference: the largest one, relative to the largest
+    magnitude of a layer's K and V.
+    """
+
+    wrong: str | None
+    bit: bool
+    difference: float
+
+
+def compare_pieces(
+    recomputer: LayerRecomputer, pool: KvPoolRows, slots: torch.Tensor, dtype: torch.dtype,
+    layers: int,
+) -> Pieces:  # fmt: skip
+    """At start: are K/V of the first `layers` layers the same whether tokens are run in one piece,
+    in two, or with the second half one by one, as decode steps first wrote them?
+
+    With two layers the second depends on the attention of the first, with a prefix in the pool in
+    one case and without in the other. slots: (n,) int64 unused device slots; they are written.
+    dtype: of the pool's elements.
+    """
+    tokens = torch.arange(slots.numel())
+    half = len(tokens) // 2
+
+    def written() -> list[torch.Tensor]:
+        found = []
+        for layer in range(layers):
+            rows = [part[slots].view(dtype).float() for part in pool.rows(layer)]
+            found.append(torch.cat(rows, dim=1))
+        return found
+
+    recomputer.recompute(tokens, slots, layers, len(tokens))
+    whole = written()
+    recomputer.recompute(tokens, slots, layers, half)
+    error = _largest_difference(whole, written())
+    if not error <= TOLERANCE.get(dtype, COARSE):
+        return Pieces(f"tokens run in one piece and in two differ by {error:.2e}", False, error)
+    try:
+        recomputer.recompute(tokens[:half], slots[:half], layers)
+        recomputer.recompute(tokens[half:], slots, layers, 1, decode=True)
+    except Exception:
+        # Nothing serves by this way; where it does not run, nothing is proven.
+        logger.warning(
+            "sglang-hc: decode steps could not be compared with a prefill", exc_info=True
+        )
+        return Pieces(None, False, error)
+    error = max(error, _largest_difference(whole, written()))
+    return Pieces(None, error == 0.0, error)
+
+
+def _largest_difference(first: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Over all layers, each relative to its largest magnitude."""
+    return max(
+        float((a - b).abs().max()) / (float(a.abs().max()) or 1.0)
+        for a, b in zip(first, other, strict=True)
+    )
+
+
+def _on_device(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that nothing waits for: the compute stream may be busy with the batch before."""
+    if device.type != "cuda":
+        return tokens
+    return tokens.pin_memory().to(device, non_blocking=True)
+
+
+def _batch(tokens: torch.Tensor, slots: torch.Tensor, start: int, algorithm: Any) -> ForwardBatch:
+    """A prefill of one request whose first `start` tokens are in the pool."""
+    device = tokens.device
+    new, length = tokens.numel(), start + tokens.numel()
+
+    def column(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full((1,), value, dtype=dtype, device=device)  # a kernel: nothing waits
+
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=tokens,
+        req_pool_indices=column(ROW),
+        seq_lens=column(length),
+        out_cache_loc=slots,
+        seq_lens_sum=length,
+        orig_seq_lens=column(length, torch.int32),
+        seq_lens_cpu=torch.tensor([length], dtype=torch.int64),
+        is_extend_in_batch=True,
+        spec_algorithm=algorithm,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        positions=torch.arange(start, length, dtype=torch.int64, device=device),
+        extend_num_tokens=new,
+        extend_seq_lens=column(new, torch.int32),
+        extend_prefix_lens=column(start, torch.int32),
+        extend_start_loc=column(0, torch.int32),
+        extend_prefix_lens_cpu=[start],
+        extend_seq_lens_cpu=[new],
+        extend_logprob_start_lens_cpu=[new],
+        num_token_non_padded_cpu=new,
+    )

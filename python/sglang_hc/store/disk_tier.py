@@ -1,0 +1,202 @@
+"""The disk tier beside the host tier: full blocks spill once, and come back ahead of admission.
+
+    spill      a block whose bytes are in place is written; it stays pinned meanwhile
+    fetch      blocks a queued request needs are read into staged host slots and published in path
+               order (tree/promotions.py); which and when, the look at the queue decides
+    failure    a block that cannot be written is not on disk; one that cannot be read or verified is
+               a miss: the request recomputes. Both are counted.
+
+Blocks are found on disk by identity alone, so a restarted server needs no scan. Which blocks exist
+and who owns which slot is decided here; moving the bytes is `store.block_io`'s business. All
+methods belong to the scheduler thread and never wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
+from sglang_hc.store.disk import Block
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.read_watch import ReadWatch
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.host_tier import HostTier, Spare
+from sglang_hc.tree.promotions import Arrival, Arrivals
+
+logger = logging.getLogger(__name__)
+
+READ_DEADLINE_S = 10.0
+"""Longest a read may take before it counts as failed."""
+
+WRITE_DEADLINE_S = 30.0
+"""Longest a block may wait to be written: it holds its slot meanwhile."""
+
+
+class DiskTier:
+    """Spills blocks of one host tier, and fetches them again.
+
+    coming: the blocks on their way. on_staged: told of every slot that is given to a read: what it
+    was before is over. on_read: told of (blocks, seconds) that an idle disk took.
+    """
+
+    def __init__(
+        self, io: BlockIo, host: HostTier, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._io = io
+        self._host = host
+        self.now = clock
+        self._usable = True
+        self.coming = Arrivals(host)
+        self._tickets = itertools.count(1)
+        self._reads: dict[int, Arrival] = {}
+        self._spills: dict[int, BlockNode] = {}
+        self.counters: Counter[str] = Counter()
+        self.on_staged: Callable[[int], None] = lambda slot: None
+        self.on_read: Callable[[int, float], None] = lambda blocks, seconds: None
+        self._watch = ReadWatch(self._observed)
+
+    @property
+    def name(self) -> str:
+        """What holds the blocks, for people."""
+        return self._io.name
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that fit; 0 when that is not known."""
+        return self._io.capacity
+
+    # -- spill -----------------------------------------------------------------------------------
+
+    def spill(self, node: BlockNode) -> None:
+        """A block's bytes are in place: write it, unless it is a tail or on disk already."""
+        if not self._usable or not node.is_full or not self._io.wants(node.block_id):
+            return
+        path = node.path()
+        parent = node.parent
+        assert parent is not None
+        label = "" if node.namespace is None else node.namespace
+        block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
+        ticket = next(self._tickets)
+        if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
+            self.counters["disk_save_dropped"] += 1
+            return
+        self._watch.disturbed()
+        self._host.pin([node])
+        self._spills[ticket] = node
+
+    # -- fetch -----------------------------------------------------------------------------------
+
+    def find(self, path: Sequence[bytes]) -> int | None:
+        """How many of the first identities are below the host tier, without a gap; None when that
+        is not known yet, but soon."""
+        if not self._usable or not path:
+            return 0
+        return None if self._io.ask(path) else self._io.contains(path)
+
+    def fetch(
+        self,
+        namespace: str | None,
+        tokens: bytes,
+        path: Sequence[bytes],
+        first: int,
+        count: int,
+        spare: Spare | None = None,
+    ) -> int:
+        """Start reading blocks [first, first + count) of the path of packed `tokens`: as many
+        leading ones as find a slot without evicting what `spare` protects. Returns how many.
+
+        path: identities of its whole blocks. None of these may be on its way.
+        """
+        now = self.now()
+        arrivals = self.coming.begin(namespace, tokens, path, first, count, now, spare)
+        for arrival in arrivals:
+            self.on_staged(arrival.slot)
+            ticket = next(self._tickets)
+            self._io.read(ticket, arrival.block_id, arrival.slot, now + READ_DEADLINE_S)
+            self._reads[ticket] = arrival
+        if arrivals:
+            self._watch.asked(len(arrivals), now, idle=not self._spills)
+            self._io.flush()  # the next poll may be a whole forward pass away
+        return len(arrivals)
+
+    def holds(self, block_id: bytes) -> bool:
+        """Whether this block is below the host tier, as far as known. Asks nobody."""
+        return not self._io.wants(block_id)
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """A prefix path was used, wherever it was served from; identities in path order."""
+        self._io.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        """Pass on when waiting requests will use blocks; see `BlockIo.expect`."""
+        self._io.expect(uses)
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Apply what is done."""
+        came = []
+        for done in self._io.poll():
+            arrival = self._reads.pop(done.ticket, None)
+            if arrival is None:
+                self._end_spill(self._spills.pop(done.ticket), done)
+                continue
+            self._watch.came(done.at, good=done.outcome is Outcome.OK and done.tier == "disk")
+            if done.outcome is Outcome.OK:
+                self.counters[f"{done.tier}_loaded_blocks"] += 1
+                came.append(arrival)
+            else:
+                self.counters[f"{done.tier}_read_{done.outcome.value}"] += 1
+                self.coming.failed(arrival)
+        if came:
+            self.coming.came(came, self.now())
+
+    @property
+    def busy(self) -> int:
+        """Operations under way."""
+        return len(self._spills) + len(self._reads)
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way to a slot or from one. For tests, orderly stops, and
+        before the tier is cleared."""
+        while self.busy:
+            self.poll()
+            time.sleep(0.001)
+
+    def disown(self) -> None:
+        """The weights changed: what is on disk belongs to others, what comes has no identity."""
+        self.drain()
+        if self._usable:
+            logger.warning("sglang-hc: the weights changed; the disk tier is off until a restart")
+        self._usable = False
+
+    def forget(self) -> bool:
+        """Delete every block on disk. False when the disk tier is off."""
+        self.drain()
+        if self._usable:
+            self._io.clear()
+        return self._usable
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
+        return self._io.levels()
+
+    def counts(self) -> Counter[str]:
+        """Numbers that only grow, those of what is below included."""
+        return self.counters + self._io.counts()
+
+    def close(self) -> None:
+        """Finish writes under way and close the store."""
+        self.drain()
+        self._io.close()
+
+    def _observed(self, blocks: int, seconds: float) -> None:
+        self.on_read(blocks, seconds)
+
+    def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
+        self._host.unpin([node])
+        count_write(self.counters, done)

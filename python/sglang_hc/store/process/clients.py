@@ -1,0 +1,255 @@
+"""The I/O process as an executor for filing and as a holder of blocks.
+
+Both go on when it is gone. Filing falls back to a thread of this process, so that only the disk
+tier is missing; blocks below the host tier are then not found and not taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sglang_hc.store import block_io
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
+from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.process import messages as wire
+from sglang_hc.store.process.supervisor import IoSupervisor, State
+
+FILE_DEADLINE_S = 10.0
+"""Filing only moves memory; the deadline is there to notice a process that hangs."""
+
+
+class ProcessExecutor:
+    """Executor whose operations run in the I/O process.
+
+    They stay in order across a loss: nothing is begun elsewhere before what the lost process had is
+    given up, nor sent to a new process before the thread that stood in is through.
+    """
+
+    def __init__(self, supervisor: IoSupervisor, memory: HostMemory) -> None:
+        self._supervisor = supervisor
+        self._memory = memory
+        self._tickets = itertools.count(1)
+        self._held: deque[tuple[int, Operation]] = deque()
+        self._sent: dict[int, float] = {}
+        self._stand_in: ThreadExecutor | None = None
+        self._standing_in: dict[int, int] = {}
+        self._done: list[Completion] = []
+        supervisor.clients.append(self)
+
+    def submit(self, operation: Operation) -> int:
+        ticket = next(self._tickets)
+        self._held.append((ticket, operation))
+        self._feed()
+        return ticket
+
+    def poll(self) -> list[Completion]:
+        self._supervisor.poll()
+        if self._stand_in is not None:
+            for ticket, ok in self._stand_in.poll():
+                self._done.append(Completion(self._standing_in.pop(ticket), ok))
+        self._feed()
+        done, self._done = self._done, []
+        return done
+
+    def drain(self) -> list[Completion]:
+        done = self.poll()
+        while self._held or self._sent or self._standing_in:
+            time.sleep(0.0005)
+            done += self.poll()
+        return done
+
+    def levels(self) -> dict[str, int]:
+        return {"io_up": int(self._supervisor.state is State.UP)}
+
+    def counts(self) -> Counter[str]:
+        return self._supervisor.counters
+
+    def close(self) -> None:
+        self._supervisor.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
+
+    def answered(self, reply: wire.Known | wire.Answers) -> None:
+        if isinstance(reply, wire.Answers):
+            for ticket, ok in reply.filed:
+                if self._sent.pop(ticket, None) is not None:
+                    self._done.append(Completion(ticket, ok))
+
+    def up(self) -> None:
+        self._feed()
+
+    def lost(self) -> int:
+        lost = list(self._sent)
+        self._done += [Completion(ticket, False) for ticket in lost]
+        self._sent.clear()
+        self._feed()
+        return len(lost)
+
+    def earliest_deadline(self) -> float:
+        return min(self._sent.values(), default=float("inf"))
+
+    def _feed(self) -> None:
+        while self._held:
+            ticket, operation = self._held[0]
+            if self._supervisor.state is State.UP:
+                if self._standing_in:
+                    return
+                self._supervisor.send(wire.operation_message(ticket, operation))
+                self._sent[ticket] = time.monotonic() + FILE_DEADLINE_S
+            elif self._sent:
+                return
+            else:
+                if self._stand_in is None:
+                    memory = self._memory
+                    self._stand_in = ThreadExecutor(memory.pool, memory.buffers)
+                self._standing_in[self._stand_in.submit(operation)] = ticket
+            self._held.popleft()
+
+
+class _Move(NamedTuple):
+    """An operation under way. written: whether it is a write."""
+
+    deadline: float
+    block_id: bytes
+    written: bool
+
+
+class ProcessBlocks:
+    """BlockIo whose store is in the I/O process; which blocks it has is mirrored here.
+
+    The mirror outlives a lost process: a new one names all it has again, and what it has not is one
+    miss each.
+    """
+
+    name = "disk"
+
+    def __init__(self, supervisor: IoSupervisor) -> None:
+        self._supervisor = supervisor
+        self._known: dict[bytes, None] = {}
+        """A dict and no set: the garbage collector visits every element of a set, but passes over a
+        dict of plain bytes."""
+        self._moves: dict[int, _Move] = {}
+        self._writing = 0
+        self._done: list[BlockDone] = []
+        self._directories = 1
+        """In use, as the process said last; one until it says so."""
+        self._clearing = False
+        self._counts: dict[str, int] = {}
+        self._counts_before: Counter[str] = Counter()
+        supervisor.clients.append(self)
+
+    @property
+    def capacity(self) -> int:
+        return self._supervisor.capacity
+
+    @property
+    def _open(self) -> bool:
+        return self._supervisor.state is State.UP and self._directories > 0 and not self._clearing
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        if not self._open:
+            return 0
+        return len(list(itertools.takewhile(self._known.__contains__, block_ids)))
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return block_id not in self._known
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        if not self._open or self._writing >= block_io.WRITE_QUEUE:
+            return False
+        self._supervisor.send(wire.Write(ticket, block, slot, deadline))
+        self._moves[ticket] = _Move(deadline, block.block_id, True)
+        self._writing += 1
+        return True
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        if self._open:
+            self._supervisor.send(wire.Read(ticket, block_id, slot, deadline))
+            self._moves[ticket] = _Move(deadline, block_id, False)
+        else:
+            self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
+
+    def flush(self) -> None:
+        self._supervisor.flush()
+
+    def poll(self) -> list[BlockDone]:
+        self._supervisor.poll()
+        done, self._done = self._done, []
+        return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        if self._open:
+            self._supervisor.send(wire.Touch(list(block_ids)))
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        if self._open:
+            self._supervisor.send(wire.Expect(dict(uses)))
+
+    def clear(self) -> None:
+        self._known = {}
+        self._clearing = True
+        if self._supervisor.state is State.UP:
+            self._supervisor.send(wire.Clear())
+
+    def levels(self) -> dict[str, int]:
+        up = self._supervisor.state is State.UP
+        directories = self._directories if up else 0
+        return {"disk_blocks": len(self._known), "disk_directories": directories}
+
+    def counts(self) -> Counter[str]:
+        return self._counts_before + Counter(self._counts)
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+    def answered(self, reply: wire.Known | wire.Answers) -> None:
+        if isinstance(reply, wire.Known):
+            if not self._clearing:
+                self._known.update(dict.fromkeys(reply.block_ids))
+            return
+        for ticket, outcome, at in reply.blocks:
+            if ticket in self._moves:
+                self._end(ticket, outcome, at)
+        for block_id in reply.removed:
+            self._known.pop(block_id, None)
+        if reply.cleared:
+            self._clearing = False
+        self._directories = reply.directories
+        if reply.counts is not None:
+            self._counts = reply.counts
+
+    def up(self) -> None:
+        self._directories = 1
+        if self._clearing:
+            self._supervisor.send(wire.Clear())
+
+    def lost(self) -> int:
+        lost = list(self._moves)
+        for ticket in lost:
+            self._end(ticket, Outcome.LOST)
+        self._counts_before += Counter(self._counts)
+        self._counts = {}
+        return len(lost)
+
+    def earliest_deadline(self) -> float:
+        return min((move.deadline for move in self._moves.values()), default=float("inf"))
+
+    def _end(self, ticket: int, outcome: Outcome, at: float | None = None) -> None:
+        move = self._moves.pop(ticket)
+        self._writing -= move.written
+        if outcome is Outcome.OK or outcome is Outcome.DUPLICATE:
+            if not self._clearing:
+                self._known[move.block_id] = None
+        elif outcome is Outcome.MISSING:
+            self._known.pop(move.block_id, None)
+        self._done.append(BlockDone(ticket, outcome, "disk", at))

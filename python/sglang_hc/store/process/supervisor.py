@@ -1,0 +1,290 @@
+"""Keeps one I/O process running, and says when nothing of a dead one can touch the memory any more.
+
+    starting -> up -> ending -> down -> starting ...
+       |________________^
+
+    starting   started, its store is being opened; operations cannot be sent yet
+    up         operations are sent and answered
+    ending     killed, or found dead or hung: it may still touch the memory until it was reaped
+    down       nobody touches the memory; the next start waits for the back-off to pass
+
+A process that hangs is killed: one that says nothing for HANG_S, or leaves an operation unanswered
+for OVERDUE_S behind its deadline. Every loss costs what was under way and is said once in the log.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+
+from sglang_hc.store.disk import DirectoryError
+from sglang_hc.store.process import messages as wire
+from sglang_hc.store.process.link import IoLink
+
+logger = logging.getLogger(__name__)
+
+HANG_S = 15.0
+OVERDUE_S = 300.0
+"""Beyond its deadline an operation may still be in one piece of a slow disk's work."""
+START_S = 600.0
+"""Longest a restart may take: a damaged index is made again from the slots."""
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+CLOSE_S = 60.0
+_BURST = 256
+
+
+class State(enum.Enum):
+    STARTING = enum.auto()
+    UP = enum.auto()
+    ENDING = enum.auto()
+    DOWN = enum.auto()
+
+
+class Client(Protocol):
+    """Whoever has operations under way."""
+
+    def answered(self, reply: wire.Known | wire.Answers) -> None:
+        """A message came."""
+
+    def up(self) -> None:
+        """Operations can be sent from now on."""
+
+    def lost(self) -> int:
+        """What was sent will not be answered, and nobody works on it any more. Returns how many
+        operations that were."""
+
+    def earliest_deadline(self) -> float:
+        """Of what was sent; infinity when nothing is under way."""
+
+
+class IoSupervisor:
+    """See the module. Belongs to the scheduler thread; `poll` never waits."""
+
+    def __init__(
+        self, setup: wire.Setup, descriptor: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._setup = setup
+        self._descriptor = descriptor
+        self._clock = clock
+        self.clients: list[Client] = []
+        self.state = State.DOWN
+        self.capacity = 0
+        self.counters: Counter[str] = Counter()
+        self._link: IoLink | None = None
+        self._gathered: list[wire.Request] = []
+        self._coming: Future[IoLink] | None = None
+        self._since = 0.0
+        self._up_since = float("inf")
+        self._heard = 0.0
+        self._next_check = 0.0
+        self._backoff = FIRST_BACKOFF_S
+        self._reason = ""
+        self._closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process there is."""
+        return None if self._link is None else self._link.pid
+
+    def start(self) -> None:
+        """Start the first process and wait until it is up, however long its index takes.
+
+        Raises DirectoryError with a message for users, OSError when no process can be started.
+        """
+        self._link = IoLink(self._setup, self._descriptor)
+        self.state = State.STARTING
+        while self.state is State.STARTING:
+            reply = self._link.receive()
+            if reply is not None:
+                self._take(reply)
+            elif self._link.exit_code is not None:
+                raise OSError(f"the I/O process ended at its start: {self._ended()}")
+            else:
+                time.sleep(0.001)
+        if self.state is not State.UP:
+            message = self._reason
+            self.close()
+            raise DirectoryError(message)
+
+    def send(self, request: wire.Request) -> None:
+        """Only while `state` is UP. Leaves with the next `flush` or `poll`: a message costs more
+        than all that is in it."""
+        gathered = self._gathered
+        gathered.append(request)
+        if len(gathered) == wire.REQUESTS_PER_MESSAGE:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was given to `send` leaves now. Lost with the process, if that is so."""
+        if self._gathered and self._link is not None:
+            gathered, self._gathered = self._gathered, []
+            self._link.send(gathered)
+
+    def poll(self) -> None:
+        """Send what was gathered; take in what the process says; notice its end; start it again
+        when it is time."""
+        if self.state is State.DOWN:
+            if not self._closing and self._clock() >= self._since + self._backoff:
+                self._start_again()
+            return
+        if self._coming is not None:
+            if self._coming.done():
+                self._meet()
+            return
+        assert self._link is not None
+        if self.state is not State.ENDING:
+            self.flush()
+            self._receive()
+        if self._clock() >= self._next_check:
+            self._next_check = self._clock() + 0.05
+            self._check()
+
+    def close(self) -> None:
+        """Let the process finish what was sent, and wait for its end for at most CLOSE_S."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._coming is not None:
+            self._meet()
+        if self.state is State.UP:
+            self.send(wire.Close())
+            self.flush()
+        elif self._link is not None:
+            self._link.kill()
+        end = self._clock() + CLOSE_S
+        while self._link is not None:
+            self._receive()
+            if self._link.exit_code is not None:
+                self._receive()
+                self._bury()
+            elif self._clock() >= end:
+                logger.warning("the I/O process did not end in time; killing it")
+                self._link.kill()
+                end = float("inf")
+            else:
+                time.sleep(0.001)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        assert self._link is not None
+        taken = 0
+        for _ in range(_BURST):
+            try:
+                reply = self._link.receive()
+            except msgspec.DecodeError as error:
+                self._end(f"it said something that is no message ({error})")
+                return
+            if reply is None:
+                return
+            taken += self._take(reply)
+            if taken >= wire.IDS_PER_MESSAGE:
+                return  # the rest in the next pass: the scheduler thread has other things to do
+
+    def _take(self, reply: wire.Reply) -> int:
+        """Returns how many identities it names."""
+        self._heard = self._clock()
+        if isinstance(reply, wire.Ready):
+            assert self._link is not None
+            self._link.connected()
+            self.capacity = reply.capacity
+            self.state, self._up_since = State.UP, self._heard
+            if self.counters["io_losses"]:
+                self.counters["io_restarts"] += 1
+                logger.warning("sglang-hc: the I/O process is back, as process %d", self.pid)
+            for client in self.clients:
+                client.up()
+            return 0
+        if isinstance(reply, wire.Refused):
+            self._end(reply.message)
+            return 0
+        for client in self.clients:
+            client.answered(reply)
+        return len(reply.block_ids if isinstance(reply, wire.Known) else reply.removed)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Nothing was to be read just now, or not all of it."""
+        assert self._link is not None
+        now = self._clock()
+        if self._link.exit_code is not None:
+            self._bury()
+        elif self.state is State.STARTING:
+            if now >= self._since + START_S:
+                self._end(f"it was not ready after {START_S:.0f} s")
+        elif self.state is State.UP:
+            if now >= self._heard + HANG_S:
+                self._end(f"it said nothing for {HANG_S:.0f} s")
+            elif now >= OVERDUE_S + min(client.earliest_deadline() for client in self.clients):
+                self._end(f"an operation is {OVERDUE_S:.0f} s overdue")
+
+    def _end(self, reason: str) -> None:
+        """Kill it; what it had is given up once it is reaped."""
+        assert self._link is not None
+        if self.state is State.UP:
+            logger.error("sglang-hc: ending the I/O process %d: %s", self._link.pid, reason)
+        self._reason = reason
+        self._link.kill()
+        self.state = State.ENDING
+
+    def _ended(self) -> str:
+        assert self._link is not None
+        code = self._link.exit_code
+        return self._reason or (f"signal {-code}" if code and code < 0 else f"exit status {code}")
+
+    def _bury(self) -> None:
+        """The process is gone for good: give up what it had."""
+        assert self._link is not None
+        now = self._clock()
+        reason, pid, link = self._ended(), self._link.pid, self._link
+        self._link, self._reason = None, ""
+        self._gathered.clear()
+        if now >= self._up_since + LONGEST_BACKOFF_S:
+            self._backoff = FIRST_BACKOFF_S
+        self.state, self._since, self._up_since = State.DOWN, now, float("inf")
+        lost = sum(client.lost() for client in self.clients)
+        if self._closing:
+            link.close()
+            return
+        threading.Thread(target=link.close, name="hc-bury").start()  # it waits for ZMQ's threads
+        self.counters["io_losses"] += 1
+        self.counters["io_lost_operations"] += lost
+        logger.error(
+            "sglang-hc: the I/O process %d is gone (%s); %d operations are lost, their blocks are "
+            "not kept or computed again. No disk tier until the next attempt, in %.1f s",
+            pid, reason, lost, self._backoff,
+        )  # fmt: skip
+
+    def _start_again(self) -> None:
+        now = self._clock()
+        self.state, self._since, self._heard = State.STARTING, now, now
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+        self._coming = Future()
+        threading.Thread(target=self._spawn, args=(self._coming,), name="hc-spawn").start()
+
+    def _spawn(self, coming: Future[IoLink]) -> None:
+        """On a thread of its own: it takes longer than a scheduling pass should."""
+        try:
+            coming.set_result(IoLink(self._setup, self._descriptor))
+        except Exception as error:
+            coming.set_exception(error)
+
+    def _meet(self) -> None:
+        """Take over the process that was started."""
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        try:
+            self._link = coming.result()
+        except Exception as error:
+            self.state = State.DOWN
+            logger.error("sglang-hc: the I/O process cannot be started: %s", error)

@@ -1,0 +1,263 @@
+"""Recording a server's run (`--hc-trace`): what its tiers were told, and what they decided.
+
+The host tier and the look-ahead window of a recorded server are the subclasses below. Each call
+from outside becomes an event: its input, and as its outcome the blocks that left. `replay` of the
+simulator makes the same calls on its own objects and compares the outcomes.
+
+The scheduler thread only appends to a bounded queue. A writer thread makes token ids unreadable
+(`trace.Pseudonyms`) and writes JSON lines. What it cannot keep up with is left out and counted, and
+the file says where.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_hc.policy.eviction import Holds, make_policy
+from sglang_hc.policy.pins import TimeToLive
+from sglang_hc.queue.windows import LookAhead, WindowChange
+from sglang_hc.tiers.trace_writer import TraceWriter
+from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
+from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, Spare
+
+QUEUE_EVENTS = 200_000
+"""Events that may wait to be written; beyond it they are left out and counted."""
+
+
+class Recorder:
+    """The queue between the scheduler thread, which calls everything here, and the writer."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, object],
+        fingerprint: bytes,
+        limit: int = QUEUE_EVENTS,
+    ) -> None:
+        """Raises FileExistsError or another OSError when the file cannot be made."""
+        self._writer = TraceWriter(path, header, fingerprint)
+        self._limit = limit
+        self._lost = 0
+        self._started = time.monotonic()
+        self._matched: dict[str, tuple[int, int, int]] = {}
+        self._passed: set[str] = set()
+        self.events = 0
+        self.dropped = 0
+
+    def note(self, op: str, *fields: Any) -> None:
+        """One event. Its fields must not change afterwards."""
+        if len(self._writer.queue) >= self._limit or self._writer.failed:
+            self._lost += 1
+            self.dropped += 1
+            return
+        if self._lost:
+            self._writer.queue.append(("lost", 0.0, self._lost))
+            self._lost = 0
+        self._writer.queue.append((op, time.monotonic() - self._started, *fields))
+        self.events += 1
+
+    # Requests
+
+    def arrived(self, rid: str, namespace: str | None, tokens: bytes) -> None:
+        """A request with this packed prompt was queued, or queued again."""
+        self.note("arrive", rid, namespace, tokens)
+
+    def matched(self, rid: str, limit: int, on_device: int, hit: int) -> None:
+        """The first `limit` tokens were looked up: `hit` in the tiers beyond those on the device.
+
+        Becomes an event when the request is admitted before it is looked up again.
+        """
+        self._matched[rid] = (limit, on_device, hit)
+
+    def passed_over(self, rid: str) -> None:
+        """The request could have been admitted, but its state is still on the way."""
+        if rid not in self._passed:
+            self._passed.add(rid)
+            self.note("passed", rid)
+
+    def admitted(self, rid: str, restored: int, from_disk: int) -> None:
+        """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
+        match = self._matched.pop(rid, None)
+        self._passed.discard(rid)
+        if match is not None:
+            self.note("admit", rid, *match, restored, from_disk)
+
+    def gone(self, rid: str) -> None:
+        """The request left the queue without being admitted."""
+        self._matched.pop(rid, None)
+        self._passed.discard(rid)
+        self.note("gone", rid)
+
+    def finished(self, rid: str, namespace: str | None, tokens: bytes) -> None:
+        """The request is over; packed prompt and answer, as far as computed."""
+        self._matched.pop(rid, None)
+        self.note("finish", rid, namespace, tokens)
+
+    def stats(self) -> dict[str, object]:
+        """Plain numbers for /server_info and the metrics."""
+        return {"trace_events": self.events, "trace_dropped": self.dropped}
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        self._limit += 2  # room for the last words
+        self.note("end")
+        self._writer.close()
+
+
+class RecordingHostTier(HostTier):
+    """A host tier that records every call from outside and the slots that lost their block.
+
+    A slot names the block in it: no two blocks share one.
+    """
+
+    def __init__(
+        self,
+        tree: BlockTree,
+        num_slots: int,
+        policy: EvictionPolicy,
+        recorder: Recorder,
+        ttl: TimeToLive[BlockNode] | None = None,
+    ) -> None:
+        super().__init__(tree, num_slots, policy, ttl)
+        self.recorder = recorder
+        self._gone: list[int] | None = None
+
+    def stage(self, now: float, spare: Spare | None = None) -> int | None:
+        spared: list[int] = []
+        with self._call() as gone:
+            slot = super().stage(now, _noting(spare, spared))
+        if gone is not None:
+            self.recorder.note("stage", slot, gone, spared)
+        return slot
+
+    def unstage(self, slot: int) -> None:
+        super().unstage(slot)
+        self.recorder.note("unstage", slot)
+
+    def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
+        under = parent.slot
+        with self._call() as gone:
+            outcome = super().publish(parent, tokens, slot, now)
+        assert gone is not None
+        self.recorder.note(
+            "publish", slot, under, parent.namespace, parent.block_id, tokens, outcome.created, gone
+        )
+        return outcome
+
+    def mark_ready(self, node: BlockNode) -> None:
+        super().mark_ready(node)
+        self.recorder.note("ready", node.slot)
+
+    def access(self, path: Sequence[BlockNode], now: float) -> None:
+        super().access(path, now)
+        self.recorder.note("access", [node.slot for node in path])
+
+    def pin(self, nodes: Iterable[BlockNode]) -> None:
+        nodes = list(nodes)
+        super().pin(nodes)
+        self.recorder.note("pin", [node.slot for node in nodes])
+
+    def unpin(self, nodes: Iterable[BlockNode]) -> None:
+        nodes = list(nodes)
+        slots = [node.slot for node in nodes]  # a block that has left loses its slot with its pin
+        super().unpin(nodes)
+        self.recorder.note("unpin", slots)
+
+    def evict(self, count: int, now: float, spare: Spare | None = None) -> int:
+        spared: list[int] = []
+        with self._call() as gone:
+            freed = super().evict(count, now, _noting(spare, spared))
+        if gone is not None:
+            self.recorder.note("evict", count, gone, spared)
+        return freed
+
+    def drop(self, node: BlockNode) -> None:
+        slot = node.slot
+        with self._call() as gone:
+            super().drop(node)
+        if gone is not None:
+            self.recorder.note("drop", slot)
+
+    def clear(self) -> None:
+        with self._call():
+            super().clear()
+        self.recorder.note("clear")
+
+    def _retire(self, node: BlockNode) -> None:
+        if self._gone is not None:
+            self._gone.append(node.slot)
+        super()._retire(node)
+
+    @contextmanager
+    def _call(self) -> Iterator[list[int] | None]:
+        """Slots that lost their block during the call; None for a call from within another."""
+        if self._gone is not None:
+            yield None
+            return
+        self._gone = []
+        try:
+            yield self._gone
+        finally:
+            self._gone = None
+
+
+class RecordingLookAhead(LookAhead[str]):
+    """A look-ahead window that records each change."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def update(
+        self, queue: Sequence[str], length: int, blocks_of: Callable[[str], Sequence[bytes]]
+    ) -> WindowChange[str]:
+        before = self._order
+        change = super().update(queue, length, blocks_of)
+        if change.entered or self._order != before:
+            needs = {request: self._blocks[request] for request in change.entered}
+            self.recorder.note("look", self._order, needs)
+        return change
+
+    def discard(self, request: str) -> None:
+        if request in self:
+            self._order = list(self._order)  # the one recorded must not change
+            self.recorder.note("discard", request)
+        super().discard(request)
+
+
+def _noting(spare: Spare | None, spared: list[int]) -> Spare | None:
+    """`spare`, with the slots of the blocks it protects noted."""
+    if spare is None:
+        return None
+
+    def asked(node: BlockNode) -> bool:
+        protected = spare(node)
+        if protected:
+            spared.append(node.slot)
+        return protected
+
+    return asked
+
+
+def host_tier(
+    eviction: str,
+    blocks: BlockTree,
+    num_slots: int,
+    recorder: Recorder | None,
+    held: Holds | None = None,
+    ttl: TimeToLive[BlockNode] | None = None,
+) -> tuple[LookAhead[str], HostTier]:
+    """The look-ahead window and the host tier under the policy that asks it."""
+    if recorder is None:
+        window = LookAhead[str]()
+        return window, HostTier(blocks, num_slots, make_policy(eviction, window, held=held), ttl)
+    note = recorder.note
+    window = RecordingLookAhead(recorder)
+    policy: EvictionPolicy = make_policy(eviction, window, held=held)
+    if held is not None:
+        held.subscribe(lambda block_id: note("hold", block_id, held.holds(block_id)))
+    return window, RecordingHostTier(blocks, num_slots, policy, recorder, ttl)

@@ -1,0 +1,93 @@
+"""What stays although nobody waits for it, and what goes although there is room.
+
+A pin keeps a session's blocks in the host tier until it ends, e.g. while a tool call runs; a time
+to live takes out what nobody has used for long (AttentionStore section 4.3.5). Belongs to the
+scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from sglang_hc.policy.pins import Claims, PinLimitError, Pinned, SessionPins
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.host_tier import HostTier
+
+PINNED_SHARE = 0.5
+"""Share of the host tier that pins may hold together: the other half always turns over."""
+
+NAMESPACE_SHARE = 0.25
+"""Share of the host tier that the pins of one namespace may hold."""
+
+MAX_PIN_S = 3600.0
+"""Longest pin."""
+
+
+def pins_for(slots: int) -> SessionPins:
+    """Bounds of the pins of a host tier of so many blocks."""
+    return SessionPins(int(NAMESPACE_SHARE * slots), int(PINNED_SHARE * slots), MAX_PIN_S)
+
+
+class Retention:
+    """Pins and time to live of one host tier. claims: who wants a block."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        pins: SessionPins,
+        claims: Claims,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pins = pins
+        self.claims = claims
+        self.counters: Counter[str] = Counter()
+        self._host = host
+        self._disk = disk
+        self._clock = clock
+
+    def keeps(self, block_id: bytes) -> bool:
+        """Whether a tier below the device has this block, as far as known."""
+        if block_id in self._host:
+            return True
+        return self._disk is not None and self._disk.holds(block_id)
+
+    def pin(self, namespace: str | None, session: str, tokens: bytes, seconds: float) -> int:
+        """Hold what the tiers have of packed `tokens`, in place of what the session held before.
+
+        Returns the number of blocks; for 0 nothing changes. Raises PinLimitError.
+        """
+        blocks = [b for b in self._host.tree.identities(namespace, tokens) if self.keeps(b)]
+        if blocks:
+            self.pins.pin(namespace, session, blocks, seconds, self._clock())
+        return len(blocks)
+
+    def pin_if_possible(
+        self, namespace: str | None, session: str, tokens: bytes, seconds: float
+    ) -> None:
+        """For a request that asked for a pin and is over: what cannot be pinned is counted."""
+        try:
+            pinned = self.pin(namespace, session, tokens, seconds)
+        except PinLimitError:
+            pinned = 0
+        self.counters["pins_refused"] += pinned == 0
+
+    def pinned(self, namespace: str | None) -> list[Pinned]:
+        """The pins of a namespace, the first to end first."""
+        return self.pins.of(namespace, self._clock())
+
+    def levels(self) -> dict[str, int]:
+        """Numbers that go up and down."""
+        return {"pins": len(self.pins), "pinned_blocks": self.pins.total_blocks}
+
+    def upkeep(self) -> None:
+        """End what is over. Called in every pass."""
+        now = self._clock()
+        self.pins.expire(now)
+        self._host.expire(now, spare=self._wanted)
+
+    def _wanted(self, node: BlockNode) -> bool:
+        return self.claims.next_use(node.block_id) is not None

@@ -1,0 +1,95 @@
+"""The machine and the versions that stand beside every number."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU can be used here."""
+    return bool(_gpus())
+
+
+def describe() -> dict[str, Any]:
+    """Hardware and versions, JSON-ready. Memory in GiB."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(_memory_kib() / 2**20, 1),
+        "gpus": _gpus(),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("sglang", "torch", "sglang-hc")},
+        "commit": commit(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    """Commit of the source tree this package runs from, `-dirty` when files differ; what HC_COMMIT
+    says where there is no git."""
+    folder = Path(__file__).parents[2]
+    head = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return os.environ.get("HC_COMMIT", "unknown")
+    # Without its lock: killed in the middle, git would leave the lock behind in the user's tree.
+    words = ("git", "--no-optional-locks", "-C", str(folder), "status")
+    changed = _output(*words, "--porcelain", "-uno", "--", ".")
+    return f"{head}-dirty" if changed else head
+
+
+def one_line(machine: dict[str, Any]) -> str:
+    """`describe()` for a caption."""
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if value)
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {gpus}; "
+        f"Python {machine['python']}, {versions}; commit {machine['commit']}"
+    )
+
+
+def _gpus() -> list[str]:
+    fields = "--query-gpu=name,memory.total,driver_version"
+    text = _output("nvidia-smi", fields, "--format=csv,noheader")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _memory_kib() -> int:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,111 @@
+"""Vocabulary and tokenizer of the model under test."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_hc.tools.bench.workload import Trace, Vocabulary
+from sglang_hc.tools.cli.main import UsageError
+
+
+class Tokenizer(Protocol):
+    """What the benchmarks need of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Text of a chat by the model's template, up to where the next reply begins.
+
+        Raises ValueError when there is no template.
+        """
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """Id and text of the token that ends a reply, if there is one."""
+
+
+class _Pretrained:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids)))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return str(
+            self._inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        text = self._inner.eos_token
+        return None if text is None else (int(self._inner.eos_token_id), str(text))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Tokenizer of a local folder or a hub name. Raises UsageError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return _Pretrained(AutoTokenizer.from_pretrained(path))
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"--tokenizer {path}: no tokenizer could be loaded ({reason}); "
+            "give a folder with tokenizer files or a model name"
+        ) from None
+
+
+def load_vocabulary(model: str) -> Vocabulary:
+    """Vocabulary size and special ids from the model folder's config.json.
+
+    Raises UsageError when `model` is not a folder with a usable config.json.
+    """
+    path = Path(model) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(
+            f"--model {model}: {path} does not exist; give the folder of the model, or "
+            "--vocab-size when the model is only on the server"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {model}: {path} cannot be read ({error})") from None
+    inner = config.get("text_config") or config
+    size = inner.get("vocab_size")
+    if not isinstance(size, int) or size < 2:
+        raise UsageError(f"--model {model}: {path} has no vocab_size; give --vocab-size")
+    special: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = inner.get(key)
+        special.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return Vocabulary(size, frozenset(special))
+
+
+def with_text(trace: Trace, tokenizer: Tokenizer) -> Trace:
+    """The trace with the text of every turn that has none: OpenAI endpoints are asked in text."""
+    sessions = tuple(
+        dataclasses.replace(
+            session,
+            system_text=session.system_text or tokenizer.decode(session.system_ids),
+            turns=tuple(
+                turn if turn.text else dataclasses.replace(turn, text=tokenizer.decode(turn.ids))
+                for turn in session.turns
+            ),
+        )
+        for session in trace.sessions
+    )
+    return dataclasses.replace(trace, sessions=sessions)

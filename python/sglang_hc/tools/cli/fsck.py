@@ -1,0 +1,76 @@
+"""`sglang-hc fsck DIR... [--repair]`: verify every block of the disk tier at rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.fsck import DirectoryReport, check
+from sglang_hc.tools.cli.main import UsageError
+
+_SHOWN = 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        metavar="DIR",
+        help="directory given to --hc-disk; name all directories of one server together, "
+        "otherwise blocks that lack a share in another one are not noticed",
+    )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="drop damaged blocks, tidy slab files, rebuild a damaged index; "
+        "without it nothing is changed",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and print. Returns 0 when nothing is wrong any more, 1 when something is."""
+    try:
+        reports = check(args.directories, args.repair)
+    except DirectoryError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot read or write: {error}") from error
+    if args.json:
+        print(json.dumps({"directories": [_as_json(report) for report in reports]}, indent=2))
+    else:
+        for report in reports:
+            print("\n".join(_lines(report)))
+    left = [f for report in reports for f in report.findings if not f.repaired]
+    if left and not args.json:
+        print(f"put it right with: sglang-hc fsck {' '.join(args.directories)} --repair")
+    return 1 if left else 0
+
+
+def _as_json(report: DirectoryReport) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "blocks": report.blocks,
+        "bytes_verified": report.bytes_verified,
+        "slots": report.slots,
+        "free_slots": report.free_slots,
+        "findings": [asdict(finding) for finding in report.findings],
+    }
+
+
+def _lines(report: DirectoryReport) -> list[str]:
+    lines = [
+        f"{report.path}: {report.blocks} blocks verify, {report.bytes_verified / 1e6:.1f} MB read, "
+        f"{report.free_slots} of {report.slots} slots free"
+    ]
+    for finding in report.findings[:_SHOWN]:
+        state = "repaired" if finding.repaired else "NOT repaired"
+        lines.append(f"  {finding.kind}: {finding.detail} ({state})")
+    if len(report.findings) > _SHOWN:
+        lines.append(f"  and {len(report.findings) - _SHOWN} more (--json lists all)")
+    if not report.findings:
+        lines.append("  nothing wrong")
+    return lines

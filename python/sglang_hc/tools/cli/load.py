@@ -1,0 +1,158 @@
+"""Options that describe a load and a machine, shared by `simulate` and `capacity`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.simulator.models import (
+    ATTENTIONSTORE_MACHINE,
+    MODEL_NAMES,
+    Machine,
+    ModelError,
+    SimulatedModel,
+    load_model,
+)
+from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.simulator.workloads import Workload, attentionstore, l_eval, sharegpt4
+from sglang_hc.tools.workloads.traces import TraceError
+
+WORKLOADS = ("attentionstore", "sharegpt4", "l-eval")
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the load, the model and the machine. Checked when they are used."""
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--workload",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(WORKLOADS)}, or a trace: Mooncake or Bailian JSONL, BurstGPT CSV, "
+        "ShareGPT JSON",
+    )
+    load.add_argument("--seed", type=int, default=0, help="of a generated load (default: 0)")
+    load.add_argument("--sessions", metavar="N", help="sessions of a generated load")
+    load.add_argument("--rate", metavar="X", help="new sessions per second, where not in the trace")
+    load.add_argument("--think", metavar="S", help="seconds between answer and next turn")
+    load.add_argument(
+        "--alpha", metavar="A", help="Zipf skewness of l-eval's contexts (default: 1)"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|CONFIG",
+        help=f"{', '.join(MODEL_NAMES)}, or a config.json or the folder of one",
+    )
+    model.add_argument(
+        "--forms", default="kv", metavar="PLAN", help="kv, hidden, or e.g. hidden:20,kv:20"
+    )
+    model.add_argument("--gpus", metavar="N", help="that serve the model together")
+    model.add_argument("--context", metavar="N", help="context window in tokens")
+    model.add_argument("--batch", metavar="N", default="24", help="largest batch (default: 24)")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--hbm-gb", metavar="X", default="0", help="device memory for idle state")
+    base = ATTENTIONSTORE_MACHINE
+    for name, value, text in (
+        ("--link-gbps", base.link, "host to device, 1e9 bytes/s"),
+        ("--disk-gbps", base.disk, "all disks together, 1e9 bytes/s"),
+    ):
+        machine.add_argument(
+            name, metavar="X", default=f"{value / 1e9:g}", help=f"{text} (default: %(default)s)"
+        )
+    machine.add_argument(
+        "--gpu-tflops",
+        metavar="X",
+        default=f"{base.flops / 1e12:g}",
+        help="sustained, of one GPU (default: %(default)s, AttentionStore's A100)",
+    )
+
+
+def read_workload(args: argparse.Namespace) -> Workload:
+    """The load that the options describe. Raises UsageError."""
+    sessions = None if args.sessions is None else count("--sessions", args.sessions)
+    rate = None if args.rate is None else number("--rate", args.rate, low=1e-9)
+    think = None if args.think is None else number("--think", args.think)
+    if args.alpha is not None and args.workload != "l-eval":
+        raise UsageError("--alpha: only l-eval draws contexts by Zipf; leave it out")
+    options: dict[str, Any] = {}
+    if sessions is not None:
+        options["sessions"] = sessions
+    if rate is not None:
+        options["rate"] = rate
+    if args.workload == "l-eval":
+        if think is not None:
+            raise UsageError("--think: l-eval has one turn per session; leave it out")
+        alpha = 1.0 if args.alpha is None else number("--alpha", args.alpha)
+        return l_eval(args.seed, alpha=alpha, **options)
+    if think is not None:
+        options["think"] = think
+    if args.workload == "attentionstore":
+        return attentionstore(args.seed, **options)
+    if args.workload == "sharegpt4":
+        return sharegpt4(args.seed, **options)
+    path = Path(args.workload)
+    if not path.is_file():
+        raise UsageError(f"--workload {args.workload!r}: neither {', '.join(WORKLOADS)} nor a file")
+    if sessions is not None:
+        raise UsageError("--sessions: a trace file has its own; leave it out")
+    try:
+        return read_trace(path, Timing(rate, think or 0.0, args.seed))
+    except TraceError as error:
+        raise UsageError(f"--workload {error}") from error
+
+
+def read_model(args: argparse.Namespace) -> SimulatedModel:
+    """The model and its layer plan. Raises UsageError."""
+    gpus = None if args.gpus is None else count("--gpus", args.gpus)
+    context = None if args.context is None else count("--context", args.context, low=128)
+    try:
+        return load_model(args.model, args.forms, gpus, context)
+    except ModelError as error:
+        raise UsageError(f"--model, --forms: {error}") from error
+
+
+def read_machine(args: argparse.Namespace) -> Machine:
+    return Machine(
+        flops=number("--gpu-tflops", args.gpu_tflops, low=1e-6) * 1e12,
+        link=number("--link-gbps", args.link_gbps, low=1e-6) * 1e9,
+        disk=number("--disk-gbps", args.disk_gbps, low=1e-6) * 1e9,
+    )
+
+
+def number(option: str, text: str, low: float = 0.0, high: float = 1e9) -> float:
+    """A number within bounds. Raises UsageError that names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise UsageError(f"{option} {text!r}: give a number from {low:g} to {high:g}")
+    return value
+
+
+def count(option: str, text: str, low: int = 1, high: int = 10_000_000) -> int:
+    """A whole number within bounds. Raises UsageError that names the option."""
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise UsageError(f"{option} {text!r}: give a whole number from {low} to {high}")
+    return int(text)
+
+
+@contextmanager
+def turns_bar(total: int, text: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, fed with the number of turns served."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=text, unit="turn", disable=quiet, mininterval=0.5) as bar:
+
+        def show(served: int) -> None:
+            if served < bar.n:
+                bar.reset()
+            bar.update(served - bar.n)
+
+        yield show

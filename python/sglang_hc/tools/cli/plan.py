@@ -1,0 +1,276 @@
+"""`sglang-hc plan`: which layers to keep in which form, for hardware at hand or only thought of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.hardware import Hardware, HardwareError, load_hardware
+from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
+from sglang_hc.policy.makespan import LayerTimes, busy, makespan
+from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+from sglang_hc.tools.cli.main import UsageError
+
+DEFAULT_CONTEXT = 2560
+DEFAULT_NEW = 64
+MAX_GBPS = 10_000.0
+MAX_TOKENS = 100_000_000
+BALANCED = 0.03
+"""The two resources are called balanced when their work differs by less than this share."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options. Numbers are checked in `run`, so that every mistake reads the same."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH_OR_CONFIG",
+        help="folder with a config.json, or the config.json itself; no weights are needed",
+    )
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="NAME|FILE",
+        help="shipped data-sheet profile (an unknown name lists them) or a profile file",
+    )
+    parser.add_argument(
+        "--link-gbps",
+        metavar="X",
+        help="host memory to GPU, 1e9 bytes/s (default: the GPU profile's link)",
+    )
+    parser.add_argument(
+        "--disk-gbps",
+        metavar="Y",
+        help="all disks together, 1e9 bytes/s; without it no plan for disk is made",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="N",
+        default=str(DEFAULT_CONTEXT),
+        help="history tokens to restore (default: %(default)s, half of the conversations in "
+        "HCache figure 3b are longer)",
+    )
+    parser.add_argument(
+        "--new-tokens",
+        metavar="N",
+        default=str(DEFAULT_NEW),
+        help="tokens of the new prompt, for the TTFT (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plans. Raises UsageError for anything that cannot be planned."""
+    shape = _load_shape(args.model)
+    try:
+        hardware = load_hardware(args.gpu)
+    except HardwareError as error:
+        raise UsageError(f"--gpu: {error}") from error
+    link = hardware.link_gbps.value
+    if args.link_gbps is not None:
+        link = _number("--link-gbps", args.link_gbps, MAX_GBPS)
+    disk = None if args.disk_gbps is None else _number("--disk-gbps", args.disk_gbps, MAX_GBPS)
+    context = _count("--context", args.context)
+    new = _count("--new-tokens", args.new_tokens)
+    cost = CostModel.from_datasheet(
+        hardware, shape, link * 1e9, None if disk is None else disk * 1e9
+    )
+    reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
+    setting = {
+        "model": shape.describe(),
+        "gpu": hardware.name,
+        "link_gbps": link,
+        "disk_gbps": disk,
+        "context": context,
+        "new_tokens": new,
+    }
+    if args.json:
+        print(json.dumps(_as_json(setting, hardware, reports), indent=2))
+    else:
+        print(_as_text(setting, hardware, reports))
+    return 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to restore: its plan, seconds to restore, seconds to the first token, bytes kept."""
+
+    plan: LayerPlan
+    restore: float
+    ttft: float
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything said about one tier. `ways["plan"]` is the choice, the others the single forms."""
+
+    ways: dict[str, Way]
+    copy_busy: float
+    compute_busy: float
+    balance_gbps: float
+
+    @property
+    def bottleneck(self) -> str:
+        longer = max(self.copy_busy, self.compute_busy)
+        if abs(self.copy_busy - self.compute_busy) <= BALANCED * longer:
+            return "balanced"
+        return "copy" if self.copy_busy > self.compute_busy else "compute"
+
+
+def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, new: int) -> Report:
+    state = shape.state_shape()
+    layers = state.num_layers
+    alone = cost.layer_times(tier, context)
+    then_new = cost.layer_times(tier, context, new=new)
+    chosen = best_layer_plan(then_new, state, allow_hidden=shape.attention != "MLA")
+
+    def way(plan: LayerPlan) -> Way:
+        ttft = makespan(then_new, plan)
+        if plan.recompute == layers:  # history and new tokens are then one prefill
+            ttft = layers * cost.prefill_layer(context + new, 0)
+        return Way(plan, makespan(alone, plan), ttft, stored_bytes(plan, state))
+
+    copy_busy, compute_busy = busy(alone, chosen)
+    return Report(
+        ways={
+            "plan": way(chosen),
+            "recompute": way(LayerPlan(layers, 0, 0)),
+            "kv": way(LayerPlan(0, 0, layers)),
+            "hidden": way(LayerPlan(0, layers, 0)),
+        },
+        copy_busy=copy_busy,
+        compute_busy=compute_busy,
+        balance_gbps=_balance(alone, state.hidden_bytes * context),
+    )
+
+
+def _balance(times: LayerTimes, hidden_bytes: int) -> float:
+    """Bandwidth, 1e9 bytes/s, at which a layer's hidden states arrive as fast as they project."""
+    return hidden_bytes / times.project / 1e9
+
+
+def _as_json(
+    setting: dict[str, Any], hardware: Hardware, reports: dict[SourceTier, Report]
+) -> dict[str, Any]:
+    """The JSON object: the host tier's answer at the top level, every tier under "tiers"."""
+    tiers = {tier.value: _tier_json(report) for tier, report in reports.items()}
+    return {
+        **setting,
+        "gpu_profile": {
+            name: {"value": quantity.value, "origin": quantity.origin}
+            for name, quantity in hardware.quantities().items()
+        },
+        **tiers[SourceTier.HOST.value],
+        "tiers": tiers,
+    }
+
+
+def _tier_json(report: Report) -> dict[str, Any]:
+    plan = report.ways["plan"].plan
+    return {
+        "layer_plan": {"recompute": plan.recompute, "hidden": plan.hidden, "kv": plan.kv},
+        "restore_seconds": {name: way.restore for name, way in report.ways.items()},
+        "ttft_seconds": {name: way.ttft for name, way in report.ways.items()},
+        "bytes_per_token": {name: way.bytes_per_token for name, way in report.ways.items()},
+        "bottleneck": report.bottleneck,
+        "copy_busy_seconds": report.copy_busy,
+        "compute_busy_seconds": report.compute_busy,
+        "hidden_balance_gbps": report.balance_gbps,
+    }
+
+
+def _as_text(setting: dict[str, Any], hardware: Hardware, reports: dict[SourceTier, Report]) -> str:
+    rate, fraction = hardware.fp16_tflops, hardware.flop_fraction
+    disk = setting["disk_gbps"]
+    lines = [
+        f"model    {setting['model']}",
+        f"gpu      {hardware.name}: {rate.value:g} TFLOP/s ({rate.origin}) x {fraction.value:g} "
+        f"({fraction.origin}), {hardware.memory_gbps.value:g} GB/s memory "
+        f"({hardware.memory_gbps.origin})",
+        f"sources  host {setting['link_gbps']:g} GB/s" + (f", disk {disk:g} GB/s" if disk else ""),
+        f"request  {setting['context']} history tokens, {setting['new_tokens']} new",
+    ]
+    for tier, report in reports.items():
+        lines += ["", *_tier_text(tier, report)]
+    return "\n".join(lines)
+
+
+def _tier_text(tier: SourceTier, report: Report) -> list[str]:
+    chosen = report.ways["plan"]
+    names = {"plan": str(chosen.plan), "hidden": "hidden only", "kv": "KV only"}
+    names["recompute"] = "recompute"
+    width = max(map(len, names.values()))
+    lines = [
+        f"from {tier.value}: {chosen.plan}",
+        f"  {'':{width}}  {'restore':>10}  {'vs plan':>7}  {'TTFT':>10}  {'bytes/token':>11}",
+    ]
+    for key, name in names.items():
+        way = report.ways[key]
+        ratio = f"{way.restore / chosen.restore:.2f}x" if way is not chosen else ""
+        lines.append(
+            f"  {name:{width}}  {_seconds(way.restore):>10}  {ratio:>7}  {_seconds(way.ttft):>10}  "
+            f"{way.bytes_per_token:>11,}"
+        )
+    return [
+        *lines,
+        f"  bottleneck: {report.bottleneck} (copy works {_seconds(report.copy_busy)}, compute "
+        f"{_seconds(report.compute_busy)})",
+        f"  hidden states alone would balance at {report.balance_gbps:.1f} GB/s",
+    ]
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def _load_shape(model: str) -> ModelShape:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UsageError(
+            f"--model: {path} does not exist; give a folder with a config.json, or the file"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model: {path} cannot be read as JSON ({error})") from error
+    try:
+        return ModelShape.from_config(config, where=str(path))
+    except ModelConfigError as error:
+        raise UsageError(f"--model: {error}") from error
+
+
+def _number(option: str, text: str, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= high:
+        raise UsageError(
+            f"{option}: {text!r} is not a bandwidth in GB/s; give a number above 0 and at most "
+            f"{high:g}, e.g. 26 for 26e9 bytes/s"
+        )
+    return value
+
+
+def _count(option: str, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= MAX_TOKENS:
+        raise UsageError(
+            f"{option}: {text!r} is not a number of tokens; give a whole number from 1 to "
+            f"{MAX_TOKENS}"
+        )
+    return value

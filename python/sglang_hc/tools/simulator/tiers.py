@@ -1,0 +1,296 @@
+"""The tiers of a simulated server: its tree, host tier and policies, time in place of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
+from sglang_hc.queue.fetches import FetchCosts, Lacking
+from sglang_hc.queue.prefetch import Prefetcher, Spare
+from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
+from sglang_hc.tools.simulator.disk import DiskBlock, DiskTier
+from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.promotions import Arrival, Arrivals
+
+NOTHING = PathMatch(None, (), 0)
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """Blocks that fit into each tier; 0 for a tier that is not there."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the state of a prompt's leading tokens was at admission.
+
+    Tokens count once, in the fastest tier that has them. disk_blocks: of the disk tokens.
+    """
+
+    device: int
+    host: int
+    disk: int
+    disk_blocks: tuple[bytes, ...] = ()
+    device_nodes: tuple[BlockNode, ...] = field(default=(), repr=False)
+    host_nodes: tuple[BlockNode, ...] = field(default=(), repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return self.device + self.host + self.disk
+
+    def as_late(self) -> Found:
+        """The same for a request that waited for the disk at its turn: hits on disk, as they are
+        counted in a server's run (`recorded`)."""
+        return replace(self, host=0, disk=self.host + self.disk)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Blocks of one request on their way from disk to staged host slots."""
+
+    job: Job
+    arrivals: Sequence[Arrival] = field(repr=False)
+
+
+NodePolicies = Callable[[str], EvictionPolicy[BlockNode]]
+DiskPolicies = Callable[[], EvictionPolicy[DiskBlock]]
+
+
+class TieredCache:
+    """What a server keeps of its requests, and where.
+
+    `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
+    `node_policy` and `disk_policy` replace the named policy,
+    e.g. by the clairvoyant one. Times come from the caller.
+    """
+
+    def __init__(
+        self,
+        sizes: TierSizes,
+        costs: FetchCosts,
+        *,
+        policy: str,
+        prefetch: str,
+        stretch: float = EVICTION_STRETCH,
+        node_policy: NodePolicies | None = None,
+        disk_policy: DiskPolicies | None = None,
+    ) -> None:
+        self.window: LookAhead[int] = LookAhead()
+        self.jobs: dict[int, Job] = {}
+        self._sizes = sizes
+        self._seen: set[bytes] = set()
+        self._now = 0.0
+        self._started: list[Transfer] = []
+
+        def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
+            if not slots:
+                return None, LruPolicy()  # never told of a block
+            order = node_policy(tier) if node_policy else make_policy(policy, self.window)
+            return HostTier(BlockTree(FINGERPRINT), slots, order), order
+
+        self.host, self._host_policy = nodes("host", sizes.host)
+        self.device, _ = nodes("device", sizes.device)
+        self.disk: DiskTier | None = None
+        if sizes.disk:
+            # The server's disk orders by age outside the window (store/disk/eviction.py).
+            order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
+            self.disk = DiskTier(sizes.disk, order)
+        self._disk_write_free = 0.0
+        self._write_seconds = costs.block_seconds
+        if self.host is None or self.disk is None:
+            prefetch = "off"
+        self.prefetcher: Prefetcher[int] = Prefetcher(
+            self.window, self, costs, (sizes.host, sizes.disk), prefetch, stretch
+        )
+        if self.host is not None:
+            self._coming = Arrivals(self.host)
+            self._coming.on_published = self.prefetcher.came
+            self._coming.on_lost = self.prefetcher.failed
+
+    # The waiting queue
+
+    def arrive(self, job: Job) -> None:
+        self.jobs[job.number] = job
+        self.prefetcher.arrived(job.number)
+
+    def look_ahead(self, queue: Sequence[int]) -> None:
+        """The waiting queue as the next pass sees it."""
+        self.prefetcher.look(queue, lambda number: self.jobs[number].needs)
+
+    def prefetch(self, now: float) -> None:
+        """The fetches of a pass, into staged slots; see `take_started`."""
+        self._now = now
+        self.prefetcher.fetch()
+
+    def ready(self, number: int, now: float) -> bool:
+        """Whether the request, whose turn it is, may be admitted; else it waits for a fetch."""
+        self._now = now
+        return self.prefetcher.ready(number, now)
+
+    def take_started(self) -> list[Transfer]:
+        """Fetches begun since the last call, in their order."""
+        started, self._started = self._started, []
+        return started
+
+    def fetched(self, transfer: Transfer, now: float) -> None:
+        """A transfer is through: its blocks become blocks of the host tier."""
+        self._coming.came(transfer.arrivals, now)
+
+    def abort(self, number: int) -> None:
+        """The request leaves the queue unserved."""
+        self.prefetcher.cancel(number)
+        del self.jobs[number]
+
+    # What the prefetcher asks (policy.prefetch.Below)
+
+    def lacking(self, request: int) -> Lacking:
+        assert self.disk is not None
+        job, disk, now = self.jobs[request], self.disk, self._now
+        path = job.chain
+        first = sum(1 for _ in takewhile(self._host_policy.__contains__, path))
+        below = islice(path, first, None)
+        count = sum(1 for _ in takewhile(lambda block_id: disk.readable(block_id, now), below))
+        on_device = 0
+        if count and self.device is not None:
+            on_device = self.device.tree.match(None, job.prompt).tokens
+            if (first + count) * BLOCK_TOKENS <= on_device:
+                count = 0
+        return Lacking(path, first, count, on_device, job.prompt_tokens)
+
+    def in_host(self, block_id: bytes) -> bool:
+        return block_id in self._host_policy
+
+    def start(
+        self, request: int, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        job = self.jobs[request]
+        arrivals = self._coming.begin(None, job.prompt, lack.path, first, count, self._now, spare)
+        if arrivals:
+            self._started.append(Transfer(job, arrivals))
+        return len(arrivals)
+
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        assert self.host is not None
+        self.host.evict(slots - self.host.free_slots, self._now, spare)
+
+    # Admission and completion
+
+    def reusable(self, job: Job) -> tuple[int, int]:
+        """(full blocks, tokens) of the prompt that an endless cache would find: once stored."""
+        count = 0
+        for identity in job.chain:
+            if identity not in self._seen:
+                break
+            count += 1
+        tokens = count * BLOCK_TOKENS
+        if job.known_tokens > tokens and job.needs[-1] in self._seen:
+            tokens = job.known_tokens
+        return count, min(tokens, job.prompt_tokens - 1)
+
+    def find(self, job: Job, now: float) -> Found:
+        """Longest known prefix of the prompt over all tiers. Changes nothing."""
+        on_device = self.device.tree.match(None, job.prompt) if self.device else NOTHING
+        in_host = self.host.tree.match(None, job.prompt) if self.host else NOTHING
+        device, known = on_device.tokens, max(on_device.tokens, in_host.tokens)
+        blocks: list[bytes] = []
+        if self.disk is not None:
+            for identity in job.chain[known // BLOCK_TOKENS :]:
+                if not self.disk.readable(identity, now):
+                    break
+                blocks.append(identity)
+        end = (known // BLOCK_TOKENS + len(blocks)) * BLOCK_TOKENS if blocks else known
+        # The last token is always computed: its logits are wanted.
+        limit = job.prompt_tokens - 1
+        device, known, end = min(device, limit), min(known, limit), min(end, limit)
+        return Found(
+            device, known - device, end - known, tuple(blocks), on_device.nodes, in_host.nodes
+        )
+
+    def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
+        """The request starts. `load`: its blocks on disk are read now, through the host tier."""
+        self._now = now
+        if self.device is not None:
+            self.device.access(found.device_nodes, now)
+        if self.host is not None:
+            self.host.access(found.host_nodes, now)
+        if self.disk is not None:
+            self.disk.access(job.chain, now)
+        if load and self.host is not None:
+            lack = self.lacking(job.number)
+            if not any(block_id in self._coming for block_id in found.disk_blocks):
+                self.start(job.number, lack, lack.first, lack.count, None)
+                for transfer in self.take_started():
+                    self.fetched(transfer, now)
+
+    def finish(
+        self, job: Job, kept: bytes, chain: list[bytes], now: float, *, replaces: bool
+    ) -> None:
+        """The request ends; `kept` (blocks `chain`) is on the device and goes to the tiers below.
+
+        replaces: the conversation was cut, so what was stored of it before is of no use.
+        """
+        del self.jobs[job.number]
+        self.prefetcher.finished(job.number, len(chain))
+        self._seen.update(chain)
+        tail = tail_identity(chain, kept)
+        if tail is not None:
+            self._seen.add(tail)
+        if replaces:
+            self._forget_path(job)
+        if self.disk is not None:
+            parent: bytes | None = None
+            for identity in chain:
+                if not self.disk.holds(identity):
+                    self._disk_write_free = max(self._disk_write_free, now) + self._write_seconds
+                    if not self.disk.write(parent, identity, now, self._disk_write_free):
+                        break
+                parent = identity
+        if self.device is not None:
+            _store(self.device, kept, now)
+        if self.host is not None:
+            _store(self.host, kept, now)
+
+    # Inner parts
+
+    def _forget_path(self, job: Job) -> None:
+        for tier in (self.device, self.host):
+            if tier is not None:
+                for node in reversed(tier.tree.match(None, job.prompt).nodes):
+                    if not node.is_leaf or node.pins:
+                        break
+                    tier.drop(node)
+        if self.disk is not None:
+            self.disk.drop(job.chain)
+
+
+def _store(tier: HostTier, tokens: bytes, now: float) -> None:
+    """Bring a whole path into a tier from the device, as far as slots can be had.
+
+    The path is pinned meanwhile: a block must not push out its own parent.
+    """
+    match = tier.tree.match(None, tokens)
+    tier.pin(match.nodes)
+    start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
+    offsets = range(start, len(tokens), BLOCK_BYTES)
+    tier.evict(len(offsets) - tier.free_slots, now)
+    parent = match.full_parent
+    if parent is None or parent.is_root:  # making room may have emptied the tree
+        parent = tier.tree.root(None)
+    for offset in offsets[: tier.free_slots]:
+        slot = tier.stage(now)
+        assert slot is not None
+        outcome = tier.publish(parent, tokens[offset : offset + BLOCK_BYTES], slot, now)
+        if not outcome.created:
+            tier.unstage(slot)
+        parent = outcome.node
+        tier.mark_ready(parent)
+    tier.unpin(match.nodes)

@@ -1,0 +1,194 @@
+"""Snapshots and filing: rows on their way to slots, with an executor and a device that are late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hc.capture.snapshots import Filing, Snapshots
+from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
+from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from support.streams import BACK, COMPUTE, COPIES, StreamDevice, StreamLane
+from support.tiers import CPU, StepExecutor
+
+LAYERS, WIDTH = 2, 8
+LAYOUT = BlockLayout(LayerPlan(0, LAYERS, 0), StateShape(LAYERS, WIDTH, (8, 8), "uint8"))
+
+
+class Bench:
+    """Snapshots of `buffers` x `rows` rows over a late device, or over the host alone."""
+
+    def __init__(
+        self, rows: int = 4, buffers: int = 2, device: StreamDevice | None = None,
+        lane: StreamLane | None = None,
+    ) -> None:  # fmt: skip
+        self.pool = HostPool(LAYOUT, 8)
+        self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
+        self.executor = StepExecutor(self.pool, self.buffers)
+        self.filing = Filing(self.executor)
+        used = lane or (StreamLane(device) if device else HostLane())
+        size = buffers * rows * LAYERS * WIDTH
+        twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
+        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.filing)
+
+    def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
+        """`rows` rows of value, value + 1, ... to a slot."""
+
+        def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
+            drawn = torch.arange(value + first, value + first + count, dtype=torch.uint8)
+            targets[0][:, at : at + count] = drawn[None, :, None]
+
+        self.snapshots.add(rows, fill, [RowSpan(0, slot, slot_row, rows)])
+
+    def row(self, slot: int, row: int) -> int:
+        values = set(self.pool.hidden[slot, :, row].flatten().tolist())
+        assert len(values) == 1, values
+        return values.pop()
+
+
+def test_rows_of_several_passes_share_a_copy_and_a_pass_may_span_buffers() -> None:
+    bench = Bench()
+    bench.add(10, 3, slot=0)
+    assert len(bench.filing) == 0, "nothing is worth a copy yet"
+    bench.add(20, 4, slot=1)  # one row fills the first buffer, three go to the second
+    bench.snapshots.flush()
+    bench.filing.drain()
+    assert [bench.row(0, i) for i in range(3)] == [10, 11, 12]
+    assert [bench.row(1, i) for i in range(4)] == [20, 21, 22, 23]
+
+
+def test_room_shrinks_with_what_is_on_its_way_and_comes_back_when_it_is_filed() -> None:
+    bench = Bench()
+    assert bench.snapshots.room == 8
+    bench.add(1, 5, slot=0)
+    assert bench.snapshots.room == 3
+    bench.add(1, 3, slot=1)
+    assert bench.snapshots.room == 0
+    bench.executor.step()
+    assert bench.snapshots.room == 0, "completions are taken in by poll alone"
+    bench.filing.poll()
+    assert bench.snapshots.room == 4
+    bench.filing.drain()
+    assert bench.snapshots.room == 8
+
+
+def test_flushing_nothing_returns_the_progress_of_what_was_sent_before() -> None:
+    bench = Bench()
+    assert bench.snapshots.flush().done
+    bench.add(1, 4, slot=0)
+    sent = bench.snapshots.flush()
+    assert sent is bench.snapshots.flush() and not sent.done
+    bench.filing.drain()
+    assert sent.done
+
+
+def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() -> None:
+    """Each direction has a stream of its own: the copies of a restoration that was asked for after
+    the snapshot are over while the pass that fills the snapshot still runs."""
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    bench = Bench(lane=lane.opposite())
+    device.submit(COMPUTE, None, after=(COMPUTE, 10**9))  # a pass that does not end
+    bench.add(1, 4, slot=0)
+    device.run_only(BACK)
+    source, target = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    lane.copy(target, source)
+    mark = lane.mark()
+    assert device.run_only(COPIES) and mark.done() and bool(target.all())
+    assert not device.run_only(BACK)
+    bench.filing.poll()
+    bench.executor.step()
+    assert len(bench.filing) == 1
+
+
+def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> None:
+    device = StreamDevice(0)
+    bench = Bench(device=device)
+    lane = StreamLane(device)
+    lane.copy(torch.zeros(1), torch.ones(1))
+    first = bench.filing.submit(CopyRows(0, 1, 4), after=lane.mark())
+    second = bench.filing.submit(CopyRows(1, 2, 4))
+    for _ in range(3):
+        bench.executor.step()
+        bench.filing.poll()
+    assert not first.done and not second.done and len(bench.filing) == 2
+    device.run()
+    bench.filing.poll()
+    bench.executor.step()
+    bench.filing.poll()
+    assert first.done and not second.done
+    bench.filing.drain()
+    assert second.done and bench.filing.last() is second and len(bench.filing) == 0
+
+
+def test_a_slot_that_was_not_written_is_bad_and_so_is_its_copy() -> None:
+    bench = Bench()
+    bench.executor.fail_next = 1
+    bench.filing.submit(FileRows(0, (RowSpan(0, 3, 0, 2), RowSpan(2, 4, 0, 1))))
+    bench.filing.submit(CopyRows(4, 5, 1))
+    bench.filing.submit(CopyRows(6, 7, 1))
+    bench.filing.drain()
+    assert bench.filing.bad_slots == {3, 4, 5}
+
+
+def test_callbacks_run_once_when_their_operation_is_over() -> None:
+    bench = Bench()
+    told: list[str] = []
+    for name in ("a", "b"):
+        bench.filing.submit(CopyRows(0, 1, 1)).on_done.append(lambda n=name: told.append(n))
+    bench.executor.step()
+    bench.filing.poll()
+    assert told == ["a"]
+    bench.filing.drain()
+    bench.filing.poll()
+    assert told == ["a", "b"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> None:
+    """Steps overwrite the same tap buffer while no copy to the host moves at all, as in a replayed
+    decode graph. All are computed; when the copies move, every step's own rows are filed."""
+    steps, device = 6, StreamDevice(seed)
+    bench = Bench(rows=2, buffers=4, device=device)
+    taps = TapBuffer(LAYERS, 1, WIDTH, torch.uint8, CPU)
+
+    def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
+        source = taps.bytes(1)  # late, as everything on the compute stream
+        device.submit(COMPUTE, lambda: targets[0][:, at : at + count].copy_(source))
+
+    for step in range(steps):
+        device.submit(COMPUTE, lambda n=step: taps.states.fill_(n + 1))
+        bench.snapshots.add(1, fill, [RowSpan(0, step, 0, 1)])
+        assert device.run_only(COMPUTE), "a step waits for a copy"
+    assert device.queues[COPIES].over == 0
+    assert bench.snapshots.room == 2, "what finds no room is refused by the caller, not waited for"
+    device.run()
+    bench.snapshots.flush()
+    device.run()
+    bench.filing.drain()
+    assert [bench.row(step, 0) for step in range(steps)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_buffer_is_not_refilled_before_its_copy_is_over(seed: int) -> None:
+    device = StreamDevice(seed, bias=0.9)
+    bench = Bench(rows=1, buffers=1, device=device)
+    for step in range(4):
+        while not bench.snapshots.room:
+            bench.executor.step()
+            bench.filing.poll()
+            if not bench.snapshots.room:
+                device.step()
+
+        def fill(
+            targets: list[torch.Tensor], at: int, first: int, count: int, value: int = step + 1
+        ) -> None:
+            device.submit(COMPUTE, lambda: targets[0].fill_(value))
+
+        bench.snapshots.add(1, fill, [RowSpan(0, step, 0, 1)])
+    device.run()
+    bench.filing.drain()
+    assert [bench.row(step, 0) for step in range(4)] == [1, 2, 3, 4]

@@ -1,0 +1,46 @@
+"""Rows of bytes to and from the pool, whatever their size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hc.device.gather_scatter import gather, scatter, word
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@pytest.mark.parametrize(("width", "size"), [(24, 8), (12, 4), (6, 2), (7, 1)])
+def test_rows_are_copied_in_the_widest_words_that_fit(width: int, size: int) -> None:
+    rows = torch.randint(0, 256, (3, width), dtype=torch.uint8)
+    assert word(rows) is WORDS[size]
+    pool = torch.zeros((20, width), dtype=torch.uint8)
+    slots = torch.tensor([3, 19, 1])
+    scatter(pool, slots, rows)
+    assert torch.equal(pool[slots], rows)
+    pool[slots] = 0
+    assert not pool.any()
+
+
+@pytest.mark.parametrize(("offset", "stride"), [(0, 25), (4, 32), (1, 32)])
+def test_rows_that_lie_off_the_words_fall_back_to_narrower_ones(offset: int, stride: int) -> None:
+    pool = torch.zeros((20, stride), dtype=torch.uint8)[:, offset : offset + 24]
+    rows = torch.randint(0, 256, (3, 24), dtype=torch.uint8)
+    slots = torch.tensor([3, 19, 1])
+    scatter(pool, slots, rows)
+    assert torch.equal(pool[slots], rows)
+
+
+def test_gathered_rows_land_behind_each_other_in_every_part() -> None:
+    class Pool:
+        def rows(self, layer: int) -> list[torch.Tensor]:
+            return parts[layer]
+
+    parts = [[torch.randint(0, 256, (9, w), dtype=torch.uint8) for w in (8, 6)] for _ in range(3)]
+    targets = [torch.zeros((2, 7, w), dtype=torch.uint8) for w in (8, 6)]
+    slots = torch.tensor([8, 0, 5])
+    gather(Pool(), range(1, 3), slots, targets, 2)
+    for part, target in enumerate(targets):
+        for index, layer in enumerate((1, 2)):
+            assert torch.equal(target[index, 2:5], parts[layer][part][slots])
+        assert not target[:, :2].any() and not target[:, 5:].any()

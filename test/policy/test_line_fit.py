@@ -1,0 +1,91 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.policy.line_fit import FitError, Line, Quadratic, fit_line, fit_quadratic
+
+SIZES = (64, 256, 1024, 4096, 16384)
+seconds = st.floats(1e-7, 1e-1)
+
+
+@given(seconds, seconds.map(lambda s: s / 1000))
+def test_line_without_noise_is_found_exactly(fixed, per_token):
+    line = fit_line([(n, fixed + per_token * n) for n in SIZES])
+    assert line.fixed == pytest.approx(fixed, rel=1e-4, abs=1e-7 * per_token * SIZES[-1])
+    assert line.per_token == pytest.approx(per_token, rel=1e-6)
+    assert line.r2 == pytest.approx(1.0)
+    assert not line.is_poor
+
+
+@given(seconds.map(lambda s: s / 1000), seconds.map(lambda s: s / 1e7))
+def test_quadratic_term_is_separated_from_the_linear_one(per_token, per_pair):
+    truth = Quadratic(1e-5, per_token, per_pair)
+    fit = fit_quadratic([(n, c, truth.seconds(n, c)) for n in SIZES for c in (0, 2048, 8192)])
+    for new, context in ((128, 0), (512, 12000), (16384, 16384)):
+        assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=1e-2)
+    assert fit.r2 == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SIZES), seconds), min_size=2, max_size=12))
+def test_more_tokens_never_cost_less_whatever_the_samples(samples):
+    if len({n for n, _ in samples}) < 2:
+        samples = [*samples, (64, 1e-3), (128, 1e-3)]
+    line = fit_line(samples)
+    times = [line.seconds(n) for n in range(0, 20000, 500)]
+    assert times == sorted(times)
+    assert times[0] == 0.0
+    assert times[1] >= min(s for _, s in samples)
+
+
+def test_falling_times_give_a_constant_that_is_called_poor():
+    line = fit_line([(64, 3.0), (1024, 2.0), (4096, 1.0)])
+    assert line.per_token == 0.0
+    assert line.fixed == pytest.approx(2.0)
+    assert line.is_poor
+
+
+def test_floor_keeps_small_calls_from_looking_free():
+    # Launch-bound below 1024 tokens, which a line through all samples cannot show.
+    samples = [(n, max(1e-4, 1e-7 * n)) for n in SIZES]
+    assert fit_line(samples).seconds(64) == pytest.approx(1e-4, rel=0.2)
+    assert fit_line(samples).seconds(64) >= 1e-4
+
+
+def test_noise_beyond_the_threshold_is_poor():
+    good = [(n, 1e-6 * n * (1 + 0.02 * (-1) ** i)) for i, n in enumerate(SIZES)]
+    bad = [(n, 1e-6 * n * factor) for n, factor in zip(SIZES, (50, 0.2, 9, 0.1, 1), strict=True)]
+    assert not fit_line(good).is_poor
+    assert fit_line([*bad, (1024, 2e-2)]).is_poor
+
+
+@pytest.mark.parametrize(
+    ("samples", "word"),
+    [
+        ([], "2 different sizes"),
+        ([(64, 1.0), (64, 1.1)], "2 different sizes"),
+        ([(64, 1.0), (128, math.nan)], "nan"),
+        ([(64, 1.0), (128, 0.0)], "positive"),
+        ([(64, 1.0), (0, 1.0)], "impossible size"),
+    ],
+)
+def test_samples_that_mean_nothing_are_refused(samples, word):
+    with pytest.raises(FitError, match=word):
+        fit_line(samples)
+
+
+def test_prefill_needs_three_sizes():
+    with pytest.raises(FitError, match="3 different sizes"):
+        fit_quadratic([(64, 0, 1.0), (128, 0, 2.0)])
+
+
+def test_pairs_add_up_over_a_split_prefill():
+    cost = Quadratic(0.0, 0.0, 1.0)
+    split = cost.seconds(100, 50) + cost.seconds(300, 150)
+    assert cost.seconds(400, 50) == pytest.approx(split)
+
+
+def test_no_tokens_take_no_time():
+    assert Line(1.0, 1.0, floor=5.0).seconds(0) == 0.0
+    assert Quadratic(1.0, 1.0, 1.0, floor=5.0).seconds(0, 100) == 0.0

@@ -1,0 +1,119 @@
+"""Duels between the oldest and the youngest block, and what `queue` makes of them."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.eviction import EvictionPolicy, make_policy
+from sglang_hc.policy.set_dueling import OPEN, Duels, bucket_of
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.tools.simulator.disk import DiskBlock
+
+SLOTS = 20
+
+
+class Tier:
+    """Single blocks in SLOTS slots, without a queue."""
+
+    def __init__(self, name: str, **options: bool) -> None:
+        self.policy: EvictionPolicy[DiskBlock] = make_policy(name, LookAhead(), **options)
+        self.blocks: dict[int, DiskBlock] = {}
+        self.hits = 0
+
+    def ask(self, number: int) -> None:
+        block = self.blocks.get(number)
+        if block is not None:
+            self.hits += 1
+            self.policy.access([block], 0.0)
+            return
+        self.blocks[number] = block = DiskBlock(number.to_bytes(8, "big"), None, 0.0)
+        self.policy.insert(block, 0.0)
+        if len(self.blocks) > SLOTS:
+            victim = next(iter(self.policy.victims()))
+            del self.blocks[int.from_bytes(victim.block_id, "big")]
+            self.policy.remove(victim)
+
+
+def hits(name: str, load: list[int], **options: bool) -> int:
+    tier = Tier(name, **options)
+    for number in load:
+        tier.ask(number)
+    return tier.hits
+
+
+LOOP = list(range(30)) * 20
+
+
+def test_over_a_loop_that_does_not_fit_a_part_of_it_stays():
+    assert hits("lru", LOOP) == 0
+    assert hits("queue", LOOP, by_age=True) == 0
+    assert hits("queue", LOOP) > 0.5 * len(LOOP) * SLOTS / 30
+
+
+def test_what_has_outlived_the_loop_leaves():
+    """Contents change now and then: the kept part of the old loop must not stay for ever."""
+    load = [base + i for base in (0, 100, 200) for _ in range(20) for i in range(30)]
+    assert hits("queue", load) > 2 * hits("queue", LOOP)
+
+
+def test_after_a_loop_age_is_right_again():
+    fresh = list(range(1000, 3000))  # twice each, soon after one another
+    twice = [n for pair in zip(fresh, [0, 0, 0, *fresh], strict=False) for n in pair]
+    alone, after = Tier("queue"), Tier("queue")
+    for number in LOOP:
+        after.ask(number)
+    before = after.hits
+    for number in twice:
+        alone.ask(number)
+        after.ask(number)
+    assert after.hits - before > 0.95 * alone.hits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 60))
+def test_without_a_loop_nothing_changes_much(seed, spread):
+    """Recent blocks come back: LRU is right, and `queue` stays LRU."""
+    random = Random(seed)
+    load = [max(0, step - int(random.expovariate(1 / spread))) for step in range(1500)]
+    assert hits("queue", load) >= hits("lru", load) - 15
+
+
+def test_a_use_soon_after_the_duel_began_decides_nothing():
+    duels = Duels()
+    for number in range(64):
+        duels.entered(bytes([number]), 64)
+    duels.begin(b"old", 30, b"young", 64)
+    duels.used(b"young", 0, 64)
+    assert not duels._scores
+    for number in range(8):
+        duels.entered(bytes([number]), 64)
+    duels.used(b"old", 0, 64)
+    assert duels._scores[bucket_of(30)] > 0
+
+
+names = st.integers(0, 400).map(lambda n: n.to_bytes(2, "big"))
+calls = st.lists(st.tuples(st.sampled_from(["enter", "use", "begin"]), names, names), max_size=400)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls, st.integers(1, 50))
+def test_duels_stay_pairs_and_few(history, blocks):
+    duels = Duels()
+    for action, one, other in history:
+        if action == "begin":
+            duels.begin(one, duels.clock % 37, other, blocks)
+        elif action == "enter":
+            duels.entered(one, blocks)
+        else:
+            duels.used(one, 0, blocks)
+        assert all(duels._open[duel[0]][0] == name for name, duel in duels._open.items())
+        assert len(duels._open) <= 2 * OPEN and len(duels._gaps) <= OPEN
+        assert all(-1 <= score <= 1 for score in duels._scores.values())
+
+
+def test_buckets_grow_with_age():
+    ages = [bucket_of(age) for age in range(5000)]
+    assert ages == sorted(ages) and ages[-1] < 30

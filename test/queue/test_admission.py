@@ -1,0 +1,219 @@
+"""Nobody starves: the scheduler's loop over QueueView and a disk that is slow and failing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.eviction import make_policy
+from sglang_hc.queue.admission import ARRANGED, Admission
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.prefetch import MAX_FETCHES
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from support.subjects import MemoryDisk, tokens_of
+
+BOUND = 3
+HOST_SLOTS = 10
+
+
+class SlowDisk(MemoryDisk):
+    """Reads end when they are told to, one by one, well or badly; the rest at their deadlines."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self.reads: list[tuple[int, float]] = []
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.reads.append((ticket, deadline))
+
+    def end(self, count: int, outcome: Outcome) -> None:
+        self._done += [BlockDone(ticket, outcome, "disk") for ticket, _ in self.reads[:count]]
+        del self.reads[:count]
+
+    def poll(self) -> list[BlockDone]:
+        late = sum(deadline <= self._clock() for _, deadline in self.reads)
+        self.end(late, Outcome.TIMED_OUT)  # the first to be read are the first to be late
+        return super().poll()
+
+
+class Loop:
+    """SGLang's scheduling pass, as far as waiting requests see it."""
+
+    def __init__(self, prefetch: str, ready_first: bool) -> None:
+        self.now = 0.0
+        self.waiting: list[str] = []
+        self.words: dict[str, str] = {}
+        self.running: list[str] = []
+        self.overtaken: Counter[str] = Counter()
+        self.arrivals: list[str] = []
+        window: LookAhead[str] = LookAhead()
+        self.host = HostTier(BlockTree(b"f" * 16), HOST_SLOTS, make_policy("queue", window))
+        self.io = SlowDisk(lambda: self.now)
+        self.disk = DiskTier(self.io, self.host, clock=lambda: self.now)
+        self.queue = QueueView(
+            self.host, self.disk, window, (HOST_SLOTS, 1000), prefetch, ready_first=ready_first
+        )
+        self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
+
+    def of(self, rid: str) -> Waiting:
+        return Waiting(None, tokens_of(self.words[rid]), 0)
+
+    def arrive(self, word: str) -> None:
+        rid = f"{len(self.arrivals)}:{word}"
+        self.words[rid] = word
+        self.arrivals.append(rid)
+        self.waiting.append(rid)
+        self.queue.arrived(rid, rid, self.of)
+
+    def abort(self, rid: str) -> None:
+        self.waiting.remove(rid)
+        self.queue.left(rid)
+        assert not self.queue.fetching(rid)
+
+    def run(self, fits: int) -> list[str]:
+        """One pass that has room for so many requests. Returns whom it admitted, in order."""
+        self.disk.poll()
+        if self.queue.admission.ready_first:
+            ticket = self.queue.requests.arrival
+            self.waiting[:ARRANGED] = sorted(self.waiting[:ARRANGED], key=ticket)
+        self.queue.look(self.waiting, self.of)
+        for rid in self.running:
+            self.finish(rid)
+        order = list(self.waiting)
+        if self.queue.admission.ready_first:
+            costs = self.queue.readiness(order[:ARRANGED], self.of)
+            head = self.queue.admission.arrange(order[:ARRANGED], costs)
+            order = self.waiting = head + order[ARRANGED:]
+        asked: list[str] = []
+        self.running = []
+        for rid in order:
+            if len(self.running) == fits:
+                break
+            asked.append(rid)
+            if self.queue.ready(rid, self.of):
+                self.running.append(rid)
+        self.waiting = [rid for rid in self.waiting if rid not in self.running]
+        before = self.arrivals if self.queue.admission.ready_first else asked
+        place = {rid: number for number, rid in enumerate(before)}
+        last = max((place[rid] for rid in self.running), default=-1)
+        for rid in self.waiting:
+            self.overtaken[rid] += place.get(rid, last) < last
+        return self.running
+
+    def finish(self, rid: str) -> None:
+        """What the request leaves behind comes into the host tier, as far as there is room."""
+        tokens = tokens_of(self.words[rid])
+        match = self.host.tree.match(None, tokens)
+        self.host.pin(match.nodes)
+        staged = []
+        for at in range(match.tokens * 4, len(tokens), BLOCK_BYTES):
+            slot = self.host.stage(self.now)
+            if slot is None:
+                break
+            staged.append((slot, tokens[at : at + BLOCK_BYTES]))
+        parent = match.nodes[-1] if match.nodes else self.host.tree.root(None)
+        for slot, piece in staged:
+            outcome = self.host.publish(parent, piece, slot, self.now)
+            parent = outcome.node
+            self.host.mark_ready(parent)
+            self.disk.spill(parent)
+        self.disk.poll()
+        self.host.unpin(match.nodes)
+        self.queue.finished(rid, len(self.words[rid]))
+        assert not self.queue.fetching(rid)
+
+    def fill_disk(self) -> None:
+        """Every word of the tests was served before, long ago."""
+        for first in "abcd":
+            parent = BlockTree(b"f" * 16).root(None).block_id
+            for end in range(1, 6):
+                word = (first * 5)[:end]
+                identity = BlockTree(b"f" * 16).identities(None, tokens_of(word))[-1]
+                block = Block(identity, parent, "", end - 1, tokens_of(word)[-BLOCK_BYTES:])
+                self.io.words[identity] = word
+                parent = block.block_id
+
+
+words = st.builds(
+    lambda letter, length: letter * length, st.sampled_from("abcdx"), st.integers(1, 5)
+)
+events = st.lists(
+    st.tuples(
+        st.lists(words, max_size=2),  # arrivals
+        st.integers(0, 2),  # room
+        st.integers(0, 4),  # reads that end
+        st.sampled_from([Outcome.OK, Outcome.OK, Outcome.DAMAGED, Outcome.TIMED_OUT]),
+        st.floats(0, 0.5),
+        st.integers(0, 40),  # whom to abort, sometimes
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(events, st.sampled_from(["queue", "on-arrival", "off"]), st.booleans())
+def test_nobody_is_overtaken_more_often_than_the_bound(
+    history: list, prefetch: str, ready_first: bool
+) -> None:
+    loop = Loop(prefetch, ready_first)
+    loop.fill_disk()
+    for arrivals, fits, ended, outcome, seconds, abort in history:
+        for word in arrivals:
+            loop.arrive(word)
+        if abort < len(loop.waiting):
+            loop.abort(loop.waiting[abort])
+        loop.run(fits)
+        assert max(loop.overtaken.values(), default=0) <= BOUND, loop.overtaken
+        loop.io.end(ended, outcome)
+        loop.now += seconds
+        loop.host.check_integrity()
+    # Nobody comes any more: the queue drains although the disk answers nothing.
+    left = len(loop.waiting)
+    for _ in range(2 * (MAX_FETCHES + 2) * left):
+        loop.now += 6.0  # longer than a request has patience
+        loop.run(1)
+    assert not loop.waiting
+    assert max(loop.overtaken.values(), default=0) <= BOUND
+    assert not any(loop.queue.fetching(rid) for rid in loop.arrivals)
+
+
+def test_the_loop_overtakes_and_bounds_at_all() -> None:
+    """The property above would hold where nobody is ever passed over."""
+    most: Counter[bool] = Counter()
+    for seed in range(20):
+        rng = random.Random(seed)
+        for ready_first in (False, True):
+            loop = Loop("queue", ready_first)
+            loop.fill_disk()
+            for _ in range(60):
+                if rng.random() < 0.6:
+                    loop.arrive(rng.choice("abcdxx") * rng.randint(1, 5))
+                loop.run(rng.randint(0, 1))
+                loop.now += 0.01
+            most[ready_first] = max(most[ready_first], *loop.overtaken.values())
+    assert most == {False: BOUND, True: BOUND}
+
+
+@pytest.mark.parametrize("ready_first", [False, True])
+def test_ready_first_serves_what_is_there_before_what_is_on_its_way(ready_first: bool) -> None:
+    loop = Loop("queue", ready_first)
+    loop.fill_disk()
+    for word in ("dd", "ccc", "x"):
+        loop.arrive(word)
+        loop.run(0)
+    loop.io.end(2, Outcome.OK)  # "dd" has come, "ccc" has not, of "x" nothing exists
+    loop.disk.poll()
+    served = [rid for _ in range(2) for rid in loop.run(1)]
+    assert served == (["2:x", "0:dd"] if ready_first else ["0:dd", "2:x"])

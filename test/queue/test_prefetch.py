@@ -1,0 +1,353 @@
+"""Prefetch: order by turn, one fetch per block, nothing that comes too late for its price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.fetches import FetchCosts, Lacking, UnknownCosts
+from sglang_hc.queue.prefetch import (
+    LOOKED_AT,
+    MAX_FETCHES,
+    PATIENCE,
+    QUIET_PASSES,
+    Prefetcher,
+    Spare,
+    reserve_slots,
+)
+from sglang_hc.queue.windows import LookAhead
+from support.rates import ConstantRates
+
+SLOW_PREFILL = ConstantRates(1.0, BLOCK_TOKENS / 100)
+"""One second to fetch a block, a hundred to recompute it."""
+FAST_PREFILL = ConstantRates(1.0, BLOCK_TOKENS * 100)
+"""A hundredth of a second to recompute it."""
+
+
+class OneBlock:
+    """A block as `spare` sees it."""
+
+    def __init__(self, block_id: bytes) -> None:
+        self.block_id = block_id
+
+
+class Tiers:
+    """Below: a request is named by its path, one letter per block, which all lie on disk.
+
+    Blocks that were evicted for others are chosen by nothing but `spare`."""
+
+    def __init__(self, slots: int = 1000) -> None:
+        self.host: dict[bytes, None] = {}
+        self.slots = slots
+        self.asking: set[str] = set()
+        self.begun: list[tuple[str, str]] = []
+        self.staged: set[bytes] = set()
+        self.looks = 0
+        self.kept_free = 0
+
+    def path(self, request: str) -> list[bytes]:
+        return [request[: end + 1].encode() for end in range(len(request))]
+
+    def lacking(self, request: str) -> Lacking | None:
+        self.looks += 1
+        if request in self.asking:
+            return None
+        path = self.path(request)
+        first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
+        return Lacking(path, first, len(path) - first, 0, len(path) * BLOCK_TOKENS)
+
+    def in_host(self, block_id: bytes) -> bool:
+        return block_id in self.host
+
+    def start(
+        self, request: str, lack: Lacking, first: int, count: int, spare: Spare | None
+    ) -> int:
+        assert not {*lack.path[first : first + count]} & self.staged, "fetched twice"
+        done = 0
+        while done < count and self.make_room(spare):
+            self.staged.add(lack.path[first + done])
+            done += 1
+        if done:
+            self.begun.append((request, request[first : first + done]))
+        return done
+
+    def make_room(self, spare: Spare | None) -> bool:
+        if len(self.host) + len(self.staged) < self.slots:
+            return True
+        for block_id in self.host:
+            if spare is None or not spare(OneBlock(block_id)):  # type: ignore[arg-type]
+                del self.host[block_id]
+                return True
+        return False
+
+    def keep_free(self, slots: int, spare: Spare) -> None:
+        self.kept_free = slots
+        while self.slots - len(self.host) - len(self.staged) < slots:
+            unneeded = [b for b in self.host if not spare(OneBlock(b))]  # type: ignore[arg-type]
+            if not unneeded:
+                return
+            del self.host[unneeded[0]]
+
+
+class World:
+    """A queue over those tiers; admissions come every ten seconds."""
+
+    def __init__(self, costs: FetchCosts, mode: str = "queue", slots: int = 1000) -> None:
+        self.below = Tiers(slots)
+        self.prefetcher: Prefetcher[str] = Prefetcher(
+            LookAhead(), self.below, costs, (slots, 10_000), mode
+        )
+        for number in range(9):
+            self.prefetcher.finished("before", 4)
+            self.prefetcher.admitted([f"before {number}"], 10.0 * number)
+        self.queue: list[str] = []
+
+    def arrive(self, *requests: str) -> None:
+        for request in requests:
+            self.queue.append(request)
+            self.prefetcher.arrived(request)
+
+    def look(self) -> list[tuple[str, str]]:
+        """A pass. Returns (request, letters of the blocks) of what begins, in its order."""
+        self.prefetcher.look(self.queue, self.below.path)
+        self.prefetcher.fetch()
+        return self.begun()
+
+    def begun(self) -> list[tuple[str, str]]:
+        begun, self.below.begun = self.below.begun, []
+        return begun
+
+    def come(self, *blocks: str) -> None:
+        for block in blocks or sorted(b.decode() for b in self.below.staged):
+            self.below.staged.remove(block.encode())
+            self.below.host[block.encode()] = None
+            self.prefetcher.came(block.encode())
+
+
+def test_the_sooner_turn_first() -> None:
+    world = World(SLOW_PREFILL)
+    world.arrive("defg", "h", "abc")
+    assert world.look() == [("defg", "defg"), ("h", "h"), ("abc", "abc")]
+
+
+def test_of_one_turn_the_smaller_first() -> None:
+    world = World(SLOW_PREFILL, mode="on-arrival")
+    world.arrive("defg", "h", "abc")
+    assert world.look() == [("h", "h"), ("abc", "abc"), ("defg", "defg")]
+
+
+def test_what_would_be_late_is_left_when_recomputing_is_cheaper() -> None:
+    # Turns come after 0, 10 and 20 seconds; the disk is busy for ten with the second request.
+    world = World(FAST_PREFILL)
+    world.arrive("x", "abcdefghij", "klmnopqrstuv")
+    assert world.look() == [("abcdefghij", "abcdefghij"), ("klmnopqrstuv", "klmnopqrst")]
+    world = World(SLOW_PREFILL)
+    world.arrive("x", "abcdefghij", "klmnopqrstuv")
+    assert [letters for _, letters in world.look()] == ["x", "abcdefghij", "klmnopqrstuv"]
+
+
+def test_nothing_is_fetched_for_a_turn_that_has_come_when_recomputing_is_cheaper() -> None:
+    for costs, wanted in ((FAST_PREFILL, []), (SLOW_PREFILL, [("ab", "ab")])):
+        world = World(costs)
+        world.arrive("ab")
+        assert world.look() == wanted
+        assert world.prefetcher.ready("ab", 0.0) == (not wanted)
+
+
+def test_a_shared_block_is_fetched_once_and_awaited_by_both() -> None:
+    world = World(SLOW_PREFILL)
+    world.arrive("sa", "sb")
+    assert world.look() == [("sa", "sa"), ("sb", "b")]
+    world.prefetcher.cancel("sa")
+    world.queue.remove("sa")
+    assert not world.prefetcher.ready("sb", 0.0)
+    world.come("s")
+    assert not world.prefetcher.ready("sb", 0.0)
+    world.come("sb")
+    assert world.prefetcher.ready("sb", 0.0)
+    assert world.look() == [] and len(world.prefetcher.fetches) == 1, "nobody wants the last one"
+
+
+def test_as_much_as_finds_room_begins_and_the_rest_when_there_is_more() -> None:
+    world = World(UnknownCosts(), slots=6)
+    world.prefetcher._mean.value = 2.0
+    world.arrive("abcd", "efgh")
+    assert world.look() == [("abcd", "abcd"), ("efgh", "ef")]
+    world.come()
+    assert world.look() == [], "what is needed sooner does not make room"
+    world.queue.remove("abcd")
+    world.prefetcher.admitted(["abcd"], 100.0)
+    assert world.look() == [("efgh", "gh")]
+
+
+def test_the_reserve_is_kept_free_of_what_nobody_needs() -> None:
+    world = World(UnknownCosts(), slots=160)
+    world.below.host = dict.fromkeys(bytes([n]) for n in range(160))
+    world.arrive("ab")
+    world.look()
+    assert world.below.kept_free == 8 == world.prefetcher.reserve
+    assert len(world.below.host) == 152
+
+
+def test_the_reserve_holds_two_requests_but_never_a_large_part_of_the_tier() -> None:
+    assert reserve_slots(10_000, 30.5) == 61
+    assert reserve_slots(160, 30.5) == 10
+    assert reserve_slots(10, 30.5) == 0
+
+
+def test_what_others_evicted_is_fetched_again() -> None:
+    world = World(UnknownCosts())
+    world.arrive("ab", "cd")
+    world.look()
+    world.come()
+    del world.below.host[b"cd"]
+    world.prefetcher.finished("another", 4)
+    assert world.look() == [("cd", "d")]
+
+
+def test_what_failed_is_not_fetched_again_before_the_turn() -> None:
+    world = World(UnknownCosts())
+    world.arrive("a", "b")
+    world.look()
+    world.below.staged.clear()
+    for block_id in (b"a", b"b"):
+        world.prefetcher.failed(block_id)
+    assert world.look() == []
+    assert not world.prefetcher.ready("b", 0.0)
+    assert world.begun() == [("b", "b")]
+
+
+def test_the_rest_of_a_wait_is_bounded() -> None:
+    world = World(UnknownCosts())
+    world.arrive("a")
+    world.look()
+    assert not world.prefetcher.ready("a", 100.0)
+    assert not world.prefetcher.ready("a", 100.0 + PATIENCE - 0.01)
+    assert world.prefetcher.ready("a", 100.0 + PATIENCE)
+    assert world.prefetcher.counters["prefetch_late"] == 1
+    world.come()
+    assert world.prefetcher.ready("a", 200.0) and world.look() == []
+
+
+@pytest.mark.parametrize("mode", ["queue", "on-arrival"])
+def test_a_request_whose_blocks_keep_leaving_is_admitted_nevertheless(mode: str) -> None:
+    """Where a path did not fit at once, every look began to fetch it again: what came and left
+    started the wait anew each time, and with few slots for many requests nobody was ever served."""
+    world = World(UnknownCosts(), mode, slots=2)
+    world.arrive("abc")
+    for fetched in range(MAX_FETCHES):
+        world.look()
+        assert not world.prefetcher.ready("abc", 100.0 + fetched)
+        world.come()
+        world.below.host.clear()  # for others
+    world.look()
+    assert world.prefetcher.ready("abc", 100.0 + MAX_FETCHES)
+    assert world.look() == []
+
+
+def test_an_answer_that_is_not_there_yet_is_asked_for_in_every_pass() -> None:
+    world = World(UnknownCosts())
+    world.below.asking.add("a")
+    world.arrive("a")
+    for _ in range(5):
+        assert world.look() == []
+    assert not world.prefetcher.ready("a", 0.0)
+    world.below.asking.clear()
+    assert world.look() == [("a", "a")]
+
+
+def test_a_burst_takes_several_passes() -> None:
+    world = World(UnknownCosts())
+    world.prefetcher._mean.value = 1.0
+    names = [chr(200 + number) for number in range(LOOKED_AT + 5)]
+    world.arrive(*names)
+    assert [len(world.look()) for _ in range(3)] == [LOOKED_AT, 5, 0]
+
+
+def test_passes_without_an_event_look_at_nothing() -> None:
+    world = World(UnknownCosts(), slots=4)
+    world.arrive("abcd", "efgh")
+    world.look()
+    world.come()
+    world.look()
+    world.below.looks = 0
+    for _ in range(10 * QUIET_PASSES):
+        world.look()
+    assert world.below.looks <= 10
+
+
+def test_off_fetches_nothing() -> None:
+    world = World(UnknownCosts(), mode="off")
+    world.arrive("a")
+    assert world.look() == [] and world.prefetcher.ready("a", 0.0)
+
+
+def test_an_admitted_request_is_not_fetched_for() -> None:
+    for mode in ("queue", "on-arrival"):
+        world = World(UnknownCosts(), mode)
+        world.arrive("a")
+        world.queue.clear()
+        world.prefetcher.admitted(["a"], 100.0)
+        assert world.look() == []
+
+
+WORDS = ["a", "ab", "abc", "abd", "b", "bc", "c"]
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "look", "come", "fail", "ask", "admit", "abort"]),
+        st.integers(0, 50),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("mode", ["queue", "on-arrival"])
+@settings(max_examples=200, deadline=None)
+@given(history=events, rate=st.floats(0.1, 100), slots=st.integers(2, 6))
+def test_late_blocks_pay_and_nothing_is_fetched_twice(
+    mode: str, history: list, rate: float, slots: int
+) -> None:
+    costs = ConstantRates(1.0, BLOCK_TOKENS * rate)
+    world = World(costs, mode, slots)
+    prefetcher, below = world.prefetcher, world.below
+    starts: list[tuple[float, int]] = []
+    begin: Callable[..., int] = below.start
+
+    def start(request: str, lack: Lacking, first: int, count: int, spare: Spare | None) -> int:
+        starts.append((float(len(prefetcher.fetches)), count))
+        return begin(request, lack, first, count, spare)
+
+    below.start = start  # type: ignore[method-assign]
+    now = 100.0
+    for action, number in history:
+        now += 1.0
+        starts.clear()
+        waiting: Iterable[str] = world.queue
+        if action == "arrive" and WORDS[number % 7] not in waiting:
+            world.arrive(WORDS[number % 7])
+        elif action in ("come", "fail") and below.staged:
+            block_id = sorted(below.staged)[number % len(below.staged)]
+            if action == "come":
+                world.come(block_id.decode())
+            else:
+                below.staged.remove(block_id)
+                prefetcher.failed(block_id)
+        elif world.queue and action in ("ask", "admit", "abort"):
+            request = world.queue[number % len(world.queue)]
+            if action == "abort":
+                prefetcher.cancel(request)
+                world.queue.remove(request)
+            elif prefetcher.ready(request, now) and action == "admit":
+                world.queue.remove(request)
+                prefetcher.admitted([request], now)
+            for busy, count in starts:  # its turn is now: all of it is late
+                assert busy + count <= count / rate + 1e-6
+        else:
+            world.look()
+        prefetcher.fetches.check_integrity()
+        assert len(prefetcher.fetches) == len(below.staged)
+        assert len(below.host) + len(below.staged) <= slots

@@ -1,0 +1,130 @@
+"""Look-ahead windows: lengths as in AttentionStore 3.3, uses exactly those of the waiting queue."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.queue.windows import (
+    DEPARTED_WITHIN,
+    LookAhead,
+    RunningMean,
+    departed,
+    window_length,
+    without,
+)
+
+
+def test_lengths_follow_the_paper():
+    # Figure 9: a host with 2 slots and disks with 4 look 2 and 6 jobs ahead.
+    assert window_length(2 * 1.5e9, 1.5e9) == 2
+    assert window_length((2 + 4) * 1.5e9, 1.5e9) == 6
+    assert window_length(0, 1.5e9) == 0
+    assert window_length(1, 1.5e9) == 1, "with any capacity the head is looked at"
+    assert window_length(1e9, 0.0) == 1, "before the first request has been seen"
+
+
+def test_mean_forgets_the_distant_past():
+    mean = RunningMean(memory=4)
+    for value in (2.0, 4.0):
+        mean.add(value)
+    assert mean.value == 3.0
+    for _ in range(60):
+        mean.add(100.0)
+    assert abs(mean.value - 100.0) < 1e-3
+
+
+REQUESTS = [f"r{i}" for i in range(12)]
+BLOCKS = [bytes([i]) for i in range(9)]
+needs = st.fixed_dictionaries(
+    {r: st.lists(st.sampled_from(BLOCKS), unique=True, max_size=4) for r in REQUESTS}
+)
+queues = st.lists(
+    st.tuples(st.lists(st.sampled_from(REQUESTS), unique=True), st.integers(0, 12)), max_size=12
+)
+
+
+def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> dict[bytes, str]:
+    first: dict[bytes, str] = {}
+    for request in window.order:
+        for block in needs_of[request]:
+            first.setdefault(block, request)
+    return first
+
+
+@settings(max_examples=300)
+@given(needs, queues)
+def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
+    window: LookAhead[str] = LookAhead()
+    told: dict[bytes, float | None] = {}
+    window.subscribe(lambda block: told.__setitem__(block, window.next_use(block)))
+    for queue, length in passes:
+        window.update(queue, length, needs_of.__getitem__)
+        window.check_integrity()
+        assert list(window.order) == queue[:length]
+        first = expected_use(window, needs_of)
+        for block in BLOCKS:
+            request = first.get(block)
+            assert window.next_use(block) == (None if request is None else window.rank(request))
+            assert told.get(block) == window.next_use(block), "a change went unannounced"
+
+
+@given(needs, st.lists(st.sampled_from(REQUESTS), unique=True, min_size=1), st.data())
+def test_an_abort_is_seen_at_once(needs_of, queue, data):
+    window: LookAhead[str] = LookAhead()
+    window.update(queue, len(queue), needs_of.__getitem__)
+    gone = data.draw(st.sampled_from(queue))
+    window.discard(gone)
+    window.discard(gone)
+    assert gone not in window
+    window.check_integrity()
+    first = expected_use(window, needs_of)
+    assert all((window.next_use(b) is not None) == (b in first) for b in BLOCKS)
+
+
+def test_needs_are_computed_once_per_request():
+    window: LookAhead[int] = LookAhead()
+    asked: list[int] = []
+
+    def blocks_of(request: int) -> list[bytes]:
+        asked.append(request)
+        return [request.to_bytes(2, "big")]
+
+    for start in range(50):
+        window.update(list(range(start, start + 100)), 100, blocks_of)
+    window.update([0, *range(60, 140)], 100, blocks_of)  # a priority request jumps to the head
+    assert asked == [*range(149), 0]
+    assert window.rank(0) < window.rank(60)
+
+
+def test_ranks_survive_endless_insertions_at_one_place():
+    window: LookAhead[int] = LookAhead()
+    queue = [0, 1]
+    for request in range(2, 200):  # always between the head and the last one inserted
+        queue.insert(1, request)
+        window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
+    window.check_integrity()
+
+
+lines = st.lists(st.integers(0, 9), unique=True, max_size=8)
+
+
+@given(lines, lines)
+def test_who_departed_has_left_and_the_others_stand_as_before(old, new):
+    gone = departed(old, new)
+    if gone is not None:
+        stayed = without(old, gone)
+        assert new[: len(stayed)] == stayed
+        assert not {old[at] for at in gone} & set(new)
+
+
+@given(st.integers(0, 300), st.sets(st.integers(0, DEPARTED_WITHIN - 1), max_size=40), lines)
+def test_departures_near_the_head_and_growth_at_the_tail_are_recognised(length, places, tail):
+    old = [f"r{number}" for number in range(length)]
+    places = sorted(place for place in places if place < length)
+    new = without(old, places) + [f"new{number}" for number in tail]
+    assert departed(old, new) == places
+
+
+def test_a_departure_far_from_the_head_is_left_to_others():
+    old = list(range(DEPARTED_WITHIN + 2))
+    assert departed(old, old[:-2] + old[-1:]) is None
+    assert departed(old, [*old[:-1], -1]) is None

@@ -1,0 +1,347 @@
+"""Restoration through the ring of frames, on a device that computes and copies when it likes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.restore.restore_pass import SIDE_LAYERS, LayerGate, Restoration, RestorePass
+from sglang_hc.restore.staging import (
+    FEW_RUNS,
+    HostSpan,
+    Piece,
+    Run,
+    StagingRing,
+    copy_piece,
+    cut,
+)
+from sglang_hc.store.host_pool import HostPool
+from support.restores import FRAME, expected, filled_pool, nodes_in
+from support.streams import COMPUTE, COPIES, SIDE, StreamDevice, StreamLane, StreamPool
+from support.tiers import CPU, project
+
+SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spans=SPANS, order=st.permutations(range(12)), frames=st.integers(1, 4),
+    seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]), twice=st.booleans(),
+    beside=st.booleans(),
+)  # fmt: skip
+def test_attention_sees_what_the_host_holds_in_every_order_of_events(
+    spans: list[tuple[int, int]], order: list[int], frames: int, seed: int, bias: float,
+    twice: bool, beside: bool,
+) -> None:  # fmt: skip
+    """Also when a second pass takes over the frames while the first one's work is still queued."""
+    plan = LayerPlan(0, 3, 2)
+    pool = filled_pool(plan, 12)
+    device = StreamDevice(seed, bias)
+    lane = StreamLane(device)
+    ring = StagingRing(frames, FRAME, CPU, lane)
+    target = StreamPool(device, 2 * sum(count for _, count in spans), plan.num_layers)
+    first = 0
+    passes: list[list[Restoration]] = []
+    for _ in range(2 if twice else 1):
+        restorations = []
+        for start, count in spans:
+            slots = torch.arange(first, first + count)
+            restorations.append(Restoration(nodes_in(order), start, start + count, slots))
+            first += count
+        passes.append(restorations)
+    for restorations in passes:
+        restore = RestorePass(
+            pool.layout,
+            pool,
+            target,
+            lane,
+            restorations,
+            ring,
+            side=lane.side() if beside else None,
+        )
+        for layer in range(plan.num_layers):
+            restore.wait(layer)
+            target.attend(layer)
+        restore.finish()
+    device.run()
+    assert [layer for layer, _ in target.seen] == list(range(plan.num_layers)) * len(passes)
+    for number, (layer, parts) in enumerate(target.seen):
+        for restoration in passes[number // plan.num_layers]:
+            wanted = expected(pool, restoration, layer)
+            for part, rows in zip(parts, wanted, strict=True):
+                assert torch.equal(part[restoration.device_slots], rows)
+
+
+def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
+    RestorePass, StreamPool, StreamDevice, HostPool, Restoration
+]:  # fmt: skip
+    """A pass over `count` tokens in slots 0, 1, ..."""
+    plan = plan or LayerPlan(0, 3, 2)
+    pool = filled_pool(plan, -(-count // BLOCK_TOKENS))
+    device = StreamDevice(1)
+    lane = StreamLane(device)
+    target = StreamPool(device, count, plan.num_layers)
+    restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
+    ring = StagingRing(frames, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring)
+    return restore, target, device, pool, restoration
+
+
+def test_waiting_out_of_order_and_twice() -> None:
+    restore, target, device, pool, restoration = run_of(300)
+    for layer in (3, 1, 3, 4):
+        restore.wait(layer)
+        device.run()
+        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
+            assert torch.equal(got, rows)
+
+
+def test_finishing_writes_every_layer_once() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    restore.finish()
+    restore.finish()
+    device.run()
+    for layer in range(5):
+        for got, rows in zip(target.rows(layer), expected(pool, restoration, layer), strict=True):
+            assert torch.equal(got, rows)
+
+
+def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    restore.wait(0)
+    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
+    ring = restore._staging
+    RestorePass(pool.layout, pool, target, restore._lane, [other], ring)
+    device.run()
+    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
+        assert torch.equal(got, rows)
+
+
+def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
+    """A batch that runs when a restoration is queued would hold its copies back."""
+    restore, target, device, pool, restoration = run_of(64, frames=8)
+    restore.finish()
+    device.run()
+    device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
+    other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
+    RestorePass(pool.layout, pool, target, restore._lane, [other], restore._staging)
+    assert device.run_only(COPIES)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
+    start=st.integers(0, BLOCK_TOKENS - 1), limit=st.integers(BLOCK_TOKENS, 300),
+    tail=st.integers(1, BLOCK_TOKENS),
+)  # fmt: skip
+def test_pieces_cover_the_spans_in_order(
+    slots: list[int], start: int, limit: int, tail: int
+) -> None:
+    spans = [HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots]
+    spans[0] = HostSpan(slots[0], start, BLOCK_TOKENS - start)
+    spans.append(HostSpan(9, 0, tail))
+    pieces = list(cut(spans, limit))
+    wanted = [(slot, row + i) for slot, row, rows in spans for i in range(rows)]
+    rows = [
+        (run.slot + s, run.row + i)
+        for piece in pieces for run in piece.runs
+        for s in range(run.slots) for i in range(run.rows)
+    ]  # fmt: skip
+    assert rows == wanted
+    at = 0
+    for piece in pieces:
+        assert piece.first == at and 0 < piece.rows <= limit
+        assert piece.rows == sum(run.slots * run.rows for run in piece.runs)
+        at += piece.rows
+
+
+def test_adjacent_slots_travel_as_one_copy() -> None:
+    spans = [HostSpan(slot, 0, 64) for slot in (3, 4, 5, 7, 8)] + [HostSpan(9, 0, 10)]
+    (piece,) = cut(spans, 1000)
+    assert piece == Piece(0, 330, (Run(3, 3, 0, 64), Run(7, 2, 0, 64), Run(9, 1, 0, 10)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
+    start=st.integers(0, BLOCK_TOKENS - 1), tail=st.integers(1, BLOCK_TOKENS),
+)  # fmt: skip
+def test_a_piece_as_ranges_is_the_same_rows(slots: list[int], start: int, tail: int) -> None:
+    """The slots of its runs, one range each, at the addresses that the host pool gives them."""
+    spans = [HostSpan(slots[0], start, BLOCK_TOKENS - start)]
+    spans += [HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots[1:]] + [HostSpan(9, 0, tail)]
+    source = torch.randint(0, 256, (10, 3, BLOCK_TOKENS, 5), dtype=torch.uint8)[:, 1]
+    (piece,) = cut(spans, 2000)
+    target = torch.zeros((piece.rows, 5), dtype=torch.uint8)
+    ranges = piece.ranges(source.stride(0), 5)
+    assert len(ranges.sizes) == len(spans)
+    HostLane().copy_ranges(target, source, ranges)
+    assert torch.equal(target, torch.cat([source[s, row : row + n] for s, row, n in spans]))
+
+
+@pytest.mark.parametrize(("gaps", "calls"), [(FEW_RUNS - 1, FEW_RUNS), (FEW_RUNS, 1)])
+def test_many_runs_are_one_batch_and_few_are_a_copy_each(gaps: int, calls: int) -> None:
+    slots = [2 * n for n in range(gaps)] + [20, 21, 22]
+    (piece,) = cut([HostSpan(slot, 0, BLOCK_TOKENS) for slot in slots], 2000)
+    source = torch.randint(0, 256, (23, 2, BLOCK_TOKENS, 4), dtype=torch.uint8)[:, 1]
+    wanted = source[slots].reshape(-1, 4)
+    for batches in (True, False):
+        device = StreamDevice(0)
+        lane = StreamLane(device)
+        lane.batches = batches
+        target = torch.zeros((piece.rows, 4), dtype=torch.uint8)
+        copy_piece(lane, piece, source, target)
+        device.run()
+        assert torch.equal(target, wanted)
+        assert lane.calls == (calls if batches else len(piece.runs))
+
+
+def test_a_limit_below_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="one block"):
+        list(cut([HostSpan(0, 0, 64)], 63))
+
+
+def test_memory_does_not_grow_with_layers_or_tokens() -> None:
+    """Frames are taken and given back; no other device memory holds rows."""
+    restore, _, device, _, _ = run_of(500, frames=2, plan=LayerPlan(0, 20, 10))
+    seen = set()
+    for layer in range(30):
+        seen.update(staged.parts[0].data_ptr() for staged in restore._staged)
+        restore.wait(layer)
+        device.run()
+    assert len(seen) == 2
+
+
+def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
+    restore, target, device, pool, restoration = run_of(130)
+    gate = LayerGate()
+    index = gate.produce(restore)
+    gate.wait_until(0)  # a batch that waits for nothing
+    assert gate.finish() == ()
+    gate.set_consumer(index)
+    gate.wait_until(2)
+    assert gate.finish() == (restoration,)
+    gate.set_consumer(index)  # the index sticks to the batch
+    gate.wait_until(0)
+    assert gate.finish() == ()
+    device.run()
+    for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
+        assert torch.equal(got, rows)
+
+
+def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for() -> None:
+    """The launch of the batch waits for this thread, so what is not needed yet comes later."""
+    layers = SIDE_LAYERS + 3
+    plan = LayerPlan(0, layers, 0)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, layers)
+    written: list[int] = []
+    write = target.write_hidden
+
+    def note(layer: int, *rest: torch.Tensor) -> None:
+        written.append(layer)
+        assert device.current == SIDE
+        write(layer, *rest)
+
+    target.write_hidden = note  # type: ignore[method-assign]
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
+    ring = StagingRing(2, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    assert written == list(range(SIDE_LAYERS))
+    restore.wait(0)
+    assert written == list(range(SIDE_LAYERS))
+    restore.wait(1)
+    assert written == list(range(SIDE_LAYERS + 1))
+    restore.finish()
+    assert written == list(range(layers))
+
+
+class SlowRecomputer:
+    """Several passes; before each but the first the thread waits, and the copies go on."""
+
+    def __init__(self, device: StreamDevice, passes: int) -> None:
+        self.device, self.passes = device, passes
+        self.copied: list[int] = []
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        for _ in range(self.passes - 1):
+            self.device.run()
+            between()
+            self.copied.append(self.device.queues[COPIES].submitted)
+
+
+def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
+    """They would stop with the frames full, and the link stand still while the thread waits."""
+    plan = LayerPlan(1, 6, 0)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(0)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, plan.num_layers)
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
+    ring = StagingRing(2, FRAME, CPU, lane)
+    recomputer = SlowRecomputer(device, 4)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, recomputer)
+    assert lane.calls == 2
+    restore.recompute()
+    first, second, third = recomputer.copied
+    assert first < second <= third and lane.calls == 6
+    restore.finish()
+    device.run()
+    for layer in range(1, 7):
+        wanted = project(
+            layer, torch.from_numpy(pool.hidden)[:, layer - 1].reshape(128, -1), torch.arange(128)
+        )
+        for got, rows in zip(target.rows(layer), wanted, strict=True):
+            assert torch.equal(got, rows)
+
+
+def test_frames_are_gone_when_the_last_pass_over_them_is() -> None:
+    """Without a run of the garbage collector, which may not come for minutes."""
+    restore, _, device, _, _ = run_of(130)
+    restore.finish()
+    device.run()
+    ring = restore._staging
+    frames = [weakref.ref(frame) for frame, _ in ring._free]
+    assert len(frames) == 2
+    gc.disable()
+    try:
+        del ring, restore
+        assert [frame() for frame in frames] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reader(
+    seed: int,
+) -> None:
+    """The slots were another request's; the batch that runs still attends to them."""
+    plan = LayerPlan(0, 2, 1)
+    pool = filled_pool(plan, 2)
+    device = StreamDevice(seed, bias=0.05)
+    lane = StreamLane(device)
+    target = StreamPool(device, 128, plan.num_layers)
+    for layer in range(plan.num_layers):
+        target.attend(layer)
+    restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
+    ring = StagingRing(2, FRAME, CPU, lane)
+    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    restore.finish()
+    for layer in range(plan.num_layers):
+        target.attend(layer)
+    device.run()
+    before, after = target.seen[: plan.num_layers], target.seen[plan.num_layers :]
+    assert not any(part.any() for _, parts in before for part in parts)
+    for layer, parts in after:
+        for part, rows in zip(parts, expected(pool, restoration, layer), strict=True):
+            assert torch.equal(part, rows)

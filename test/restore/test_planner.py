@@ -1,0 +1,228 @@
+"""The decision at admission: the policy's, with the link's bookings, counted once per request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.restore.planner import TRY, RestoreChoice
+from support.profiles import cost_model
+
+PLAN = LayerPlan(1, 2, 3)
+LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestoreChoice, Counter, Clock]:
+    counters: Counter[str] = Counter()
+    clock = Clock()
+    costs = None if cost is None else CorrectedCosts(cost)
+    return RestoreChoice(costs, PLAN, recompute, counters, clock), counters, clock
+
+
+def host(tokens: int) -> list[Span]:
+    return [Span(SourceTier.HOST, tokens)]
+
+
+seconds = st.floats(0, 1e-3)
+costs = st.builds(cost_model, seconds, seconds, seconds, seconds, st.floats(0.1, 4), st.booleans())
+span_lists = st.lists(
+    st.builds(Span, st.just(SourceTier.HOST), st.integers(1, 9000)), min_size=1, max_size=2
+)
+
+
+@given(costs, span_lists, st.integers(0, 9000), st.integers(1, 999), st.booleans(), st.booleans())
+def test_it_decides_as_the_policy_does(cost, spans, context, new, recompute, busy) -> None:
+    chooser, counters, _ = choice(cost, recompute)
+    if busy:
+        chooser.take(chooser.choose(host(4096), 0, 1))
+        counters.clear()
+    plan = plan_restore(
+        cost, PLAN, spans, context=context, new=new, backlog=chooser.backlog,
+        allow_recompute=recompute,
+    )  # fmt: skip
+    found = chooser.choose(spans, context, new)
+    if found.decision == TRY:
+        assert found.reason == plan.reason.value and found.tokens >= 64
+        assert not plan.tokens or plan.recompute_layers >= PLAN.recompute + PLAN.hidden
+        return
+    assert (found.tokens, found.decision, found.reason) == (
+        plan.tokens, plan.decision.value, plan.reason.value
+    )  # fmt: skip
+    if found.tokens:
+        assert found.recompute == plan.recompute_layers >= PLAN.recompute
+        if not recompute:
+            assert found.recompute == PLAN.recompute
+    assert not counters, "asking counts nothing"
+
+
+def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
+    chooser, _, clock = choice(LINK, recompute=False)
+    assert chooser.backlog == 0.0
+    first = chooser.choose(host(1000), 0, 10)
+    assert first.copy_seconds == pytest.approx(1000 * (2 * 0.5e-5 + 3 * 1e-5))
+    chooser.take(first)
+    assert chooser.backlog == pytest.approx(first.copy_seconds)
+    second = chooser.choose(host(500), 0, 10)
+    chooser.take(second)
+    assert chooser.backlog == pytest.approx(first.copy_seconds + second.copy_seconds)
+    clock.now += first.copy_seconds
+    assert chooser.backlog == pytest.approx(second.copy_seconds)
+    clock.now += 99.0
+    assert chooser.backlog == 0.0
+    chooser.take(second)
+    assert chooser.backlog == pytest.approx(second.copy_seconds)
+
+
+def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
+    chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
+    chooser.take(chooser.choose(host(64), 0, 10))  # all HIDDEN layers are recomputed: one try
+    found = chooser.choose(host(1000), 0, 10)
+    assert found.decision == "recompute_more" and found.recompute > PLAN.recompute
+    hidden = max(0, 3 - found.recompute)
+    kv = 6 - found.recompute - hidden
+    assert found.copy_seconds == pytest.approx(1000 * (hidden * 0.5e-4 + kv * 1e-4))
+
+
+def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
+    chooser, counters, _ = choice(LINK, recompute=False)
+    decisions = []
+    for _ in range(40):
+        found = chooser.choose(host(1000), 0, 10)
+        decisions.append(found.decision)
+        if found.tokens:
+            chooser.take(found)
+        else:
+            chooser.refuse(found.reason)
+    assert decisions == sorted(decisions), "load first, then refuse"
+    loads = decisions.count("load")
+    assert 1 < loads < 40
+    assert counters == {
+        "restore_decision_load": loads,
+        "restore_reason_as_stored": loads,
+        "restore_decision_refuse": 40 - loads,
+        "restore_reason_busy_link": 40 - loads,
+    }
+
+
+def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
+    chooser, counters, _ = choice(None)
+    found = chooser.choose(host(640), 64, 1)
+    assert (found.tokens, found.recompute) == (640, PLAN.recompute)
+    chooser.take(found)
+    assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
+    assert chooser.backlog == 0.0
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
+    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
+
+
+def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_take() -> None:
+    model = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-3)
+    chooser, _, _ = choice(model)
+    layers = 2 * 0.5 + 3  # two of half the size, three of the whole
+    assert chooser.host_token_seconds == pytest.approx(layers * 1e-6)
+    assert chooser.disk_token_seconds == pytest.approx(layers * 4e-6)
+    assert chooser.block_seconds == pytest.approx(64 * layers * 4e-6)
+
+
+def test_a_disk_of_unknown_speed_is_taken_for_no_slower_than_time_allows() -> None:
+    model = cost_model(host=1e-6, project=1e-6, prefill=1e-3)
+    copies = {SourceTier.HOST: model.copies[SourceTier.HOST]}
+    chooser, _, _ = choice(dataclasses.replace(model, copies=copies))
+    assert chooser.block_seconds == 0.0
+    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
+
+
+def test_reading_what_would_not_be_restored_saves_nothing() -> None:
+    slow_link, _, _ = choice(cost_model(host=1e-2, disk=1e-2, project=1e-6, prefill=1e-6))
+    fast_link, _, _ = choice(cost_model(host=1e-6, disk=2e-6, project=1e-6, prefill=1e-3))
+    for host in (0, 1000):
+        assert slow_link.saved_seconds(host, 1000, 0, 10) < 0
+        assert fast_link.saved_seconds(host, 1000, 0, 10) > 0
+
+
+@given(costs, *[st.integers(0, 5000) for _ in range(3)], st.integers(1, 999))
+def test_a_wait_is_worth_what_it_saves(cost, host, disk, context, new) -> None:
+    """Waiting in vain is at most as long as the recomputation that follows."""
+    chooser, _, _ = choice(cost)
+    saved = chooser.saved_seconds(host, max(1, disk), context, new)
+    recompute = PLAN.num_layers * cost.prefill_layer(host + max(1, disk) + new, context)
+    assert saved <= recompute * (1 + 1e-9)
+
+
+def test_what_is_saved_is_the_time_to_recompute_what_would_come() -> None:
+    chooser, _, _ = choice(cost_model(prefill=1e-3), recompute=False)
+    saved = chooser.saved_seconds(0, 1000, 0, 10)
+    assert saved == pytest.approx(5 * 1.0)  # one layer is never stored
+
+
+DEAR = cost_model(host=1.5e-4, disk=9.0, project=1e-9, prefill=1e-4, overlap=False)
+
+
+def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
+    chooser, counters, clock = choice(DEAR, recompute=False)
+    decisions = []
+    for _ in range(9):
+        clock.now += 1e6
+        found = chooser.choose(host(1024), 0, 64)
+        decisions.append(found.decision)
+        assert found == chooser.choose(host(1024), 0, 64), "asking changes nothing"
+        if found.tokens:
+            assert found.recompute == PLAN.recompute and found.copy_seconds > 0
+            chooser.take(found)
+        else:
+            chooser.refuse(found.reason)
+    assert [n for n, decision in enumerate(decisions) if decision == TRY] == [0, 2, 5]
+    assert counters["restore_decision_try"] == 3 and counters["restore_decision_refuse"] == 6
+    assert counters["restore_reason_fast_compute"] == 9
+
+
+def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
+    chooser, _, clock = choice(DEAR, recompute=False)
+    chooser.take(chooser.choose(host(1024), 0, 64))
+    clock.now += 1e6
+    for _ in range(9):
+        chooser.refuse("no_device_slots")
+    assert chooser.choose(host(1024), 0, 64).decision == "refuse"
+    chooser.refuse("fast_compute")
+    assert chooser.choose(host(1024), 0, 64).decision == TRY
+
+
+def test_corrected_costs_decide_from_the_next_request_on() -> None:
+    costs = CorrectedCosts(DEAR)
+    chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
+    assert chooser.choose(host(1024), 0, 64).decision == TRY
+    before = chooser.block_seconds
+    for _ in range(7):
+        costs.observe(Resource.KV_COPY, 10.0, 1.0)
+        costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
+        costs.observe(Resource.DISK, 10.0, 1.0)
+    assert chooser.choose(host(1024), 0, 64).decision == "load"
+    assert chooser.block_seconds == pytest.approx(before / 10)
+
+
+def test_always_restores_and_fetches_whatever_it_costs() -> None:
+    counters: Counter[str] = Counter()
+    costs = CorrectedCosts(cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9))
+    chooser = RestoreChoice(costs, PLAN, True, counters, Clock(), always=True)
+    found = chooser.choose(host(640), 64, 1)
+    assert (found.tokens, found.recompute, found.copy_seconds) == (640, PLAN.recompute, 0.0)
+    chooser.take(found)
+    assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
+    assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
+    assert chooser.host_token_seconds > 0, "ready-first still compares by what things cost"

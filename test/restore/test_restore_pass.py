@@ -1,0 +1,238 @@
+"""Restorations against the states they restore: any plan, any mix of loaded and recomputed layers.
+
+Copies happen as late as the fences allow (`LateLane`), so a missing wait shows as a wrong row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.identity import pack_tokens
+from support.tiers import HIDDEN_BYTES, PARTS, LateLane, ToyPool, build, project
+
+PATHS = 2
+LENGTH = 150
+DEVICE_SLOTS = 400
+UNTOUCHED = 255
+GENERATOR = torch.Generator().manual_seed(0)
+HIDDEN = torch.randint(0, 256, (8, PATHS, LENGTH, HIDDEN_BYTES), generator=GENERATOR).byte()
+
+
+def token(path: int, position: int) -> int:
+    return path * 1000 + position
+
+
+def truth(layer: int, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """K/V of these tokens, per part."""
+    paths, positions = np.divmod(np.asarray(tokens), 1000)
+    hidden = HIDDEN[layer, paths, positions]
+    return project(layer, hidden, torch.from_numpy(positions))
+
+
+class ToyRecomputer:
+    """Writes what the model would, and looks at the prefix wherever attention would."""
+
+    def __init__(self) -> None:
+        self.tiers: Tiers
+        self.pool: ToyPool
+        self.fail = False
+        self.ran = 0
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        if self.fail:
+            raise RuntimeError("the model's layers failed")
+        tokens = restoration.tokens()
+        path = tokens[0] // 1000
+        assert tokens.tolist() == [token(path, p) for p in range(*span(restoration))]
+        assert restoration.prefix_slots is not None
+        self.ran += len(tokens) * restoration.recompute
+        before = [token(path, p) for p in range(restoration.start)]
+        for layer in range(restoration.recompute):
+            if layer < restoration.recompute - 1:
+                self.tiers.gate.wait_until(layer)
+                check(self.pool, layer, before, restoration.prefix_slots)
+            rows = truth(layer, tokens.tolist())
+            for part, wanted in zip(self.pool.rows(layer), rows, strict=True):
+                part[restoration.device_slots] = wanted
+            between()
+
+
+def span(restoration: Restoration) -> tuple[int, int]:
+    return restoration.start, restoration.stop
+
+
+def check(pool: ToyPool, layer: int, tokens: Sequence[int], slots: torch.Tensor) -> None:
+    for part, wanted in zip(pool.rows(layer), truth(layer, tokens), strict=True):
+        assert torch.equal(part[slots], wanted), f"layer {layer}: a restored row is wrong"
+
+
+class Bench:
+    """Tiers whose host tier holds both paths; everything else of the device pool is `UNTOUCHED`."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
+        self.recomputer = ToyRecomputer()
+        self.tiers, self.pool, _ = build(
+            plan, slots=8, device_slots=DEVICE_SLOTS, lane=LateLane(), recomputer=self.recomputer
+        )
+        self.recomputer.tiers, self.recomputer.pool = self.tiers, self.pool
+        for part in itertools.chain(*self.pool.kv):
+            part.fill_(UNTOUCHED)
+        self.slots = torch.randperm(DEVICE_SLOTS, generator=torch.Generator().manual_seed(1))
+        self.slots = self.slots[: PATHS * LENGTH].view(PATHS, LENGTH)
+        self.nodes = [self._store(path) for path in range(PATHS)]
+        self.released = 0
+
+    def _store(self, path: int) -> tuple:
+        host, pool, plan = self.tiers.host, self.tiers._pool, self.plan
+        parent, nodes = host.tree.root(None), []
+        for first in range(0, LENGTH, BLOCK_TOKENS):
+            tokens = [token(path, p) for p in range(first, min(first + BLOCK_TOKENS, LENGTH))]
+            slot = host.stage(0.0)
+            assert slot is not None
+            rows = len(tokens)
+            for index, layer in enumerate(plan.hidden_layers):
+                pool.hidden[slot, index, :rows] = HIDDEN[layer, path, first : first + rows].numpy()
+            for index, layer in enumerate(plan.kv_layers):
+                for view, part in zip(pool.kv, truth(layer, tokens), strict=True):
+                    view[slot, index, :rows] = part.numpy()
+            parent = host.publish(parent, pack_tokens(tokens), slot, 0.0).node
+            parent.ready = True
+            nodes.append(parent)
+        return tuple(nodes)
+
+    def valid(self, path: int, stop: int) -> None:
+        """The first tokens of a path are on the device already."""
+        tokens = [token(path, p) for p in range(stop)]
+        for layer in range(self.plan.num_layers):
+            for part, rows in zip(self.pool.rows(layer), truth(layer, tokens), strict=True):
+                part[self.slots[path, :stop]] = rows
+
+    def queue(self, path: int, start: int, stop: int, recompute: int) -> None:
+        restoration = Restoration(
+            self.nodes[path][: -(-stop // BLOCK_TOKENS)],
+            start,
+            stop,
+            self.slots[path, start:stop],
+            recompute,
+            self.slots[path, :start],
+        )
+        self.tiers.queue_restore(restoration, self.release)
+
+    def release(self) -> None:
+        self.released += 1
+
+    def check(self, reach: Sequence[int]) -> None:
+        """Exactly the first `reach` tokens of each path are on the device, in every layer."""
+        for path, stop in enumerate(reach):
+            tokens = [token(path, p) for p in range(stop)]
+            for layer in range(self.plan.num_layers):
+                check(self.pool, layer, tokens, self.slots[path, :stop])
+                for part in self.pool.rows(layer):
+                    assert bool((part[self.slots[path, stop:]] == UNTOUCHED).all())
+        self.tiers.check_integrity()
+        for node in itertools.chain(*self.nodes):
+            assert node.pins == 0
+
+
+plans = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)).filter(
+    lambda counts: counts[1] + counts[2] > 0
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), counts=plans)
+def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tuple) -> None:
+    """One pass: spans of two paths in a row, each later one attends to the one before it. KV layers
+    may be copied between HIDDEN layers."""
+    plan = LayerPlan(*counts)
+    bench = Bench(plan)
+    rate = data.draw(st.floats(0, 3))
+    bench.tiers.choice.kv_per_hidden = lambda tokens: rate
+    recompute = st.integers(plan.recompute, plan.num_layers)
+    reach = [data.draw(st.integers(0, 90)) for _ in range(PATHS)]
+    for path, stop in enumerate(reach):
+        bench.valid(path, stop)
+    count = recomputed = 0
+    for path in data.draw(st.lists(st.integers(0, PATHS - 1), min_size=1, max_size=4)):
+        start = reach[path]
+        stop = data.draw(st.integers(min(start + 1, LENGTH), LENGTH))
+        if stop > start:
+            layers = data.draw(recompute)
+            bench.queue(path, start, stop, layers)
+            reach[path] = stop
+            count += 1
+            recomputed += layers * (stop - start)
+    index = bench.tiers.start_restores()
+    bench.tiers.gate.set_consumer(index)
+    for layer in data.draw(st.lists(st.integers(0, plan.num_layers - 1), max_size=8)):
+        bench.tiers.gate.wait_until(layer)
+        for path, stop in enumerate(reach):
+            check(
+                bench.pool, layer, [token(path, p) for p in range(stop)], bench.slots[path, :stop]
+            )
+    bench.tiers.after_pass((), 0)
+    assert bench.released == count
+    bench.check(reach)
+    assert bench.recomputer.ran == recomputed
+    assert bench.tiers.counters["recomputed_layer_tokens"] == recomputed
+
+
+@pytest.mark.parametrize("recompute", [1, 3])
+def test_a_restoration_outside_any_pass_recomputes_too(recompute: int) -> None:
+    bench = Bench(LayerPlan(1, 1, 2))
+    bench.queue(0, 0, 100, recompute)
+    bench.tiers.restore_now()
+    assert bench.released == 1
+    bench.check([100, 0])
+
+
+def test_what_recomputation_raises_reaches_the_caller_and_nothing_is_released() -> None:
+    """The slots were promised: nobody may be told that they hold the state."""
+    bench = Bench(LayerPlan(1, 1, 1))
+    bench.recomputer.fail = True
+    bench.queue(0, 0, 100, 1)
+    with pytest.raises(RuntimeError, match="the model's layers failed"):
+        bench.tiers.start_restores()
+    assert bench.released == 0
+    assert bench.tiers.gate.current == -1
+
+
+def test_layers_that_are_not_stored_cannot_be_loaded() -> None:
+    bench = Bench(LayerPlan(2, 1, 1))
+    with pytest.raises(AssertionError, match="not stored"):
+        bench.queue(0, 0, 100, 1)
+
+
+def test_copies_of_recomputed_layers_are_never_made() -> None:
+    bench = Bench(LayerPlan(0, 2, 2))
+    bench.queue(0, 0, 64, 3)
+    bench.tiers.restore_now()
+    lane = bench.tiers._lane
+    assert isinstance(lane, LateLane)
+    assert lane.performed == len(PARTS)  # one span of the one loaded layer, per part
+
+
+def test_an_index_whose_pass_is_over_costs_nothing() -> None:
+    """It sticks to the batch: later passes of the same batch ask with it again."""
+    bench = Bench(LayerPlan(0, 1, 1))
+    bench.queue(0, 0, 64, 0)
+    index = bench.tiers.start_restores()
+    bench.tiers.gate.set_consumer(index)
+    bench.tiers.after_pass((), 0)
+    for part in itertools.chain(*bench.pool.kv):
+        part.fill_(UNTOUCHED)
+    bench.tiers.gate.set_consumer(index)
+    bench.tiers.gate.wait_until(0)
+    bench.tiers.after_pass((), 0)
+    assert all(bool((part == UNTOUCHED).all()) for part in itertools.chain(*bench.pool.kv))

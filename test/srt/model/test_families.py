@@ -1,0 +1,109 @@
+"""K and V rebuilt from hidden states, per family, against the model's own attention module."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.core import Core, run_in_child
+
+MODELS = {
+    "llama-mha": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "phi": "PhiForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "granite": "GraniteForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+
+
+def verdicts(model: str) -> dict[str, str | None]:
+    """What the self-check says of the right adapter and of wrong ones."""
+    import torch
+
+    from sglang_hc.srt.model import families
+    from sglang_hc.srt.model.startup_checks import disagreement
+
+    core = Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
+    loaded = core.scheduler.tp_worker.model_runner.model
+    family = families.family_of(loaded)
+    assert family is not None
+
+    def check(changed: families.Family, bias: float = 0.0) -> str | None:
+        layers = families.layer_modules(loaded, changed)
+        size = layers[0].qkv.weight.shape[1]
+        if bias:  # the adapter alone sees another weight, the model keeps its own
+            project = layers[0].project
+
+            def off(hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                k, v = project(hidden, positions)
+                return k, v + bias * v.abs().max()
+
+            layers[0].project = off
+        return disagreement(layers, range(len(layers)), size, torch.float32)
+
+    found = {"name": type(loaded).__name__, "right": check(family), "v": check(family, 1e-3)}
+    found["layer in pieces"] = layer_in_pieces(loaded, families.layer_modules(loaded, family)[1])
+    if family.rotary:
+        found["no rotary"] = check(replace(family, rotary=None))
+    if family.k_norm:
+        found["no norm"] = check(replace(family, k_norm=None))
+    return found
+
+
+def layer_in_pieces(model: Any, adapter: Any) -> float:
+    """Largest difference between a layer run whole and in two pieces, as the cost model runs it."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from sglang_hc.srt.model import scratch_layer
+
+    pool = MHATokenToKVPool(
+        64, 1, torch.float32, adapter.kv_heads, adapter.head_dim, 1, "cpu", False,
+        start_layer=adapter.radix.layer_id,
+    )  # fmt: skip
+    layer = scratch_layer._decoder_layer(model, adapter.attention)
+    width = adapter.qkv.weight.shape[1]
+    prefill = scratch_layer.real_layer(layer, adapter, pool, 64, width, torch.float32)
+    outputs: list[torch.Tensor] = []
+    original = layer.forward
+
+    def forward(**inputs: Any) -> Any:
+        result = original(**inputs)
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    forward.__signature__ = inspect.signature(original)
+    layer.forward = forward
+    with torch.no_grad():
+        for new, context in ((64, 0), (24, 0), (40, 24)):
+            prefill(new, context)
+    whole, first, second = outputs
+    return float((whole - torch.cat([first, second])).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_adapter_agrees_with_its_model_and_a_wrong_one_is_noticed(
+    models: None, model: str
+) -> None:
+    found = run_in_child(verdicts, model)
+    assert found.pop("name") == MODELS[model]
+    assert found.pop("right") is None
+    assert found["layer in pieces"] < 1e-5
+    assert "layer 0: V differs" in found["v"]
+    for wrong in ("no rotary", "no norm"):
+        if wrong in found:
+            assert "K differs" in found[wrong]
+
+
+def test_every_listed_family_is_checked_here() -> None:
+    from sglang_hc.srt.model.families import FAMILIES
+
+    assert set(MODELS.values()) == set(FAMILIES)

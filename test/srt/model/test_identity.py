@@ -1,0 +1,94 @@
+"""The digest of the weights: the same for the same, another for any change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from sglang_hc.srt.model.identity import SAMPLES, model_identity, weights_digest
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(96, 64), torch.nn.Linear(64, 5 * SAMPLES + 3, bias=False)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def test_the_same_weights_have_the_same_digest() -> None:
+    assert weights_digest(model()) == weights_digest(model())
+
+
+def flip_one(m: torch.nn.Module) -> None:
+    """The lowest bit of an element that is no sample."""
+    m[1].weight.data.view(torch.int16).view(-1)[4321] ^= 1  # type: ignore[operator]
+
+
+def swap_two(m: torch.nn.Module) -> None:
+    rows = m[0].weight.data
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def reshape(m: torch.nn.Module) -> None:
+    m[0].weight = torch.nn.Parameter(m[0].weight.data.reshape(96, 64))
+
+
+def rename(m: torch.nn.Module) -> None:
+    m[0].register_parameter("gain", m[0].bias)
+    m[0].bias = None
+
+
+def add_buffer(m: torch.nn.Module) -> None:
+    m[0].register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [flip_one, swap_two, reshape, rename, add_buffer])
+def test_any_change_shows(change: Callable[[torch.nn.Module], None]) -> None:
+    changed = model()
+    change(changed)
+    assert weights_digest(changed) != weights_digest(model())
+
+
+def test_a_transposed_weight_is_read_in_its_own_order() -> None:
+    changed = model()
+    changed[0].weight = torch.nn.Parameter(changed[0].weight.data.t().contiguous().t())
+    assert weights_digest(changed) == weights_digest(model())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_every_width_is_read(dtype: torch.dtype) -> None:
+    changed = model(dtype)
+    assert weights_digest(changed) == weights_digest(model(dtype))
+    changed[0].bias.data.view(torch.uint8)[-1] ^= 1
+    assert weights_digest(changed) != weights_digest(model(dtype))
+
+
+def test_an_empty_parameter_is_no_trouble() -> None:
+    empty = model()
+    empty.register_parameter("nothing", torch.nn.Parameter(torch.empty(0)))
+    assert weights_digest(empty) != weights_digest(model())
+
+
+def runner(path: str = "/a/model", rope_theta: float = 1e4, **flags: str) -> SimpleNamespace:
+    args = {"quantization": None, "quantization_param_path": None, "kv_cache_dtype": "auto"}
+    config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
+    config._name_or_path = path
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**{**args, "attention_backend": "torch_native", **flags}),
+        model_config=SimpleNamespace(hf_config=config),
+        model=model(),
+    )
+
+
+def test_a_model_is_the_same_wherever_it_lies() -> None:
+    assert model_identity(runner("/a/model")) == model_identity(runner("/b/model"))
+
+
+@pytest.mark.parametrize(
+    "other", [{"rope_theta": 5e5}, {"kv_cache_dtype": "fp8_e5m2"}, {"attention_backend": "triton"}]
+)
+def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
+    assert model_identity(runner(**other)) != model_identity(runner())

@@ -1,0 +1,37 @@
+"""The ways from hidden states to K and V, at the call sites of the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "interpreted.py"
+
+
+@pytest.mark.parametrize("model", ["qwen3", "phi"])
+def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
+    models: None, model: str
+) -> None:
+    """qwen3 has a K norm and full rotation, phi biases and a partial one; Triton's interpreter."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), model], env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found = json.loads(line.removeprefix("RESULT "))
+    ways = ["sglang", "epilogue", "fused"]
+    assert found["ways"] == ways
+    assert found["agree"] == sorted(ways)
+    assert found["chosen"] == "fused"
+    assert found["agree_when_wrong"] == ["fused", "sglang"]
+    assert found["ways_beyond_the_table"] == ["sglang"]
+    assert found["scratch_chosen"] == "fused"
+    assert found["warmed_rows"] == [1, 7, 64]  # as far as there are slots
+    assert found["scratch_is_gone"]
+    assert found["bytes_stay"]

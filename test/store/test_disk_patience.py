@@ -1,0 +1,239 @@
+"""Reads from disk that are weighed first, and waited for only as long as they can save."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.tries import Tries
+from sglang_hc.queue.fetches import UnknownCosts
+from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
+from sglang_hc.restore.cost_watch import CostWatch, HostTimer
+from sglang_hc.restore.planner import RestoreChoice
+from support.profiles import cost_model
+from support.subjects import ServerSubject
+
+WORD = "abcd"
+
+
+class Costs(UnknownCosts):
+    """What is asked is noted; each fetched token saves so much."""
+
+    def __init__(self, block_seconds: float = 0.0, per_token: float = 1.0) -> None:
+        self.block_seconds = block_seconds
+        self.per_token = per_token
+        self.asked: list[tuple[int, int, int, int]] = []
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        self.asked.append((host, fetched, context, new))
+        return fetched * self.per_token
+
+
+def evicted(costs: Costs, prefetch: str = "queue") -> ServerSubject:
+    """A server whose four blocks of WORD are on disk only; a request for them waits."""
+    subject = ServerSubject("lru", prefetch, 8, costs)
+    subject.serve(WORD)
+    subject.serve("stuvwxyz")
+    assert not {"a", "ab", WORD} & subject.in_host()
+    subject.order.append(WORD)
+    return subject
+
+
+def ready(subject: ServerSubject) -> bool:
+    return subject.ready(WORD)[0]
+
+
+def test_a_read_that_is_not_worth_it_is_not_begun() -> None:
+    costs = Costs(per_token=-1.0)
+    subject = evicted(costs)
+    free = subject.host.free_slots
+    assert ready(subject), "nothing to wait for"
+    assert set(costs.asked) == {(0, 256, 0, 1)}
+    assert subject.io.started == [] and subject.host.free_slots == free
+    for _ in range(5):
+        assert ready(subject)
+    assert subject.queue.counters["prefetch_not_worth"] == 1, "weighed once"
+
+
+def test_what_the_device_and_the_host_tier_have_is_told() -> None:
+    costs = Costs()
+    subject = evicted(costs)
+    subject.serve("a")
+    asked = subject._waiting
+
+    subject._waiting = lambda word: asked(word)._replace(on_device=10)
+    assert not ready(subject)
+    assert (54, 192, 10, 1) in costs.asked
+
+
+def test_nothing_is_read_for_what_the_device_has() -> None:
+    subject = evicted(Costs())
+    asked = subject._waiting
+    subject._waiting = lambda word: asked(word)._replace(on_device=256)
+    assert subject.look() == [] and ready(subject)
+
+
+def test_a_request_waits_from_its_turn_on_for_as_long_as_it_saves() -> None:
+    subject = evicted(Costs(per_token=1 / 128))
+    assert subject.look() == ["a", "ab", "abc", "abcd"]
+    subject._now += 99.0  # others are served: that costs this request nothing
+    assert not ready(subject)
+    subject._now += 0.9
+    assert not ready(subject)
+    assert ready(subject)
+    assert subject.queue.counters["prefetch_late"] == 1
+    assert subject.admit() == 0, "nothing had arrived"
+    subject.arrive_all()
+    assert subject.disk.busy == 0
+    assert subject.queue.take_loaded(WORD) == 0
+
+
+def test_nobody_waits_longer_than_the_bound() -> None:
+    subject = evicted(Costs())
+    assert not ready(subject)
+    subject._now += PATIENCE - 1.1
+    assert not ready(subject)
+    assert ready(subject)
+
+
+def test_what_arrives_in_time_is_used() -> None:
+    subject = evicted(Costs(per_token=1 / 128))
+    assert not ready(subject)
+    subject.arrive_all()
+    assert ready(subject)
+    assert subject.queue.take_loaded(WORD) == 256
+    assert subject.queue.counters["prefetch_late"] == 0
+
+
+def test_what_leaves_again_is_fetched_again_a_few_times() -> None:
+    """Under lru, what was read for one request leaves for the next."""
+    subject = evicted(Costs(), prefetch="on-arrival")
+    subject.order.remove(WORD)
+    subject.enqueue(WORD)
+    fetched = 0
+    while not ready(subject):
+        subject.arrive_all()
+        assert WORD in subject.in_host()
+        subject.serve("stuvwxyz"[::-1] if fetched % 2 else "stuvwxyz")
+        assert WORD not in subject.in_host()
+        fetched += 1
+    assert fetched == MAX_FETCHES
+
+
+def test_two_that_need_one_block_wait_for_the_same_read() -> None:
+    subject = evicted(Costs())
+    other = "abx"
+    subject.enqueue(other)
+    started = subject.ready(WORD)[1]
+    assert started == ["a", "ab", "abc", "abcd"]
+    assert subject.ready(other) == (False, []), "passed over, and nothing is read twice"
+    subject.abort(WORD)
+    assert not subject.ready(other)[0], "the read goes on for the one that is left"
+    subject.arrive_all()
+    assert subject.ready(other) == (True, [])
+    assert subject.queue.take_loaded(other) == 128
+
+
+class Doubted(Costs):
+    """No fetch is worth it, but fetches are tried."""
+
+    def __init__(self, try_for: float) -> None:
+        super().__init__(per_token=-1.0)
+        self.tries = Tries()
+        self.try_for = try_for
+
+    def try_seconds(self, context: int, new: int) -> float:
+        self.asked.append((0, 0, context, new))
+        return self.try_for
+
+
+def test_a_fetch_that_is_not_worth_it_is_tried_and_waited_for() -> None:
+    costs = Doubted(5.0)
+    subject = evicted(costs)
+    done, started = subject.ready(WORD)
+    assert not done and started == ["a", "ab", "abc", "abcd"][:TRY_BLOCKS]
+    assert (0, 0, 0, 256) in costs.asked, "as if all of it had to be computed"
+    subject.arrive_all()
+    assert ready(subject)
+    assert subject.queue.counters["prefetch_tries"] == 1
+    assert subject.queue.counters["prefetch_not_worth"] == 1
+    assert subject.admit() == 4
+
+
+def test_a_long_history_is_tried_in_part() -> None:
+    subject = ServerSubject("lru", "queue", 8, Doubted(5.0))
+    subject.serve("abcdefg")
+    subject.serve("stuvwxyz")
+    subject.order.append("abcdefg")
+    assert subject.ready("abcdefg") == (False, ["a", "ab", "abc", "abcd"])
+    subject.arrive_all()
+    assert subject.ready("abcdefg") == (True, []), "the rest is not worth it either"
+
+
+def test_a_try_is_waited_for_no_longer_than_the_prefill_takes() -> None:
+    subject = evicted(Doubted(2.5))
+    assert not ready(subject)
+    assert not ready(subject)
+    assert not ready(subject)
+    assert ready(subject)
+    assert subject.queue.counters["prefetch_late"] == 1
+
+
+@pytest.mark.parametrize("wrong", [10.0, 1.0, 0.1])
+def test_a_disk_is_read_within_fifty_requests_whatever_its_profile_says(wrong: float) -> None:
+    """Recomputing a token takes 10 ms, reading it 2 ms; the profile is wrong by a factor."""
+    hits, counters = fifty_requests(2e-3, wrong * 2e-3)
+    assert hits[-5:] == [3] * 5
+    assert (counters["prefetch_tries"] > 0) == (wrong == 10.0)
+    assert (min(hits) == 0) == (wrong == 10.0)
+
+
+def test_a_disk_slower_than_recomputing_is_left_alone_but_for_tries() -> None:
+    """Reading takes 40 ms a token. The profile says so, or that it takes 4 ms."""
+    for profile in (4e-2, 4e-3):
+        hits, counters = fifty_requests(4e-2, profile)
+        assert hits[-5:].count(0) >= 4
+        assert counters["prefetch_tries"] <= 7
+
+
+def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]]:
+    """Blocks hit by each of 50 requests for three blocks that are on disk only; seconds to read a
+    token on this machine, and by its profile."""
+    model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
+    costs = CorrectedCosts(model)
+    choice = RestoreChoice(costs, LayerPlan(0, 0, 1), False, Counter())
+    subject = ServerSubject("lru", "queue", 8, choice)
+    watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostLane())
+    subject.disk.on_read = watch.read
+    words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]
+    for word in words:
+        subject.serve(word)
+    hits = []
+    for word in words:
+        subject.order.append(word)
+        done, started = subject.ready(word)
+        if not done:
+            subject.io.finish_reads(subject._now + 64 * true * len(started))
+            subject.disk.poll()
+            while not ready_of(subject, word):
+                continue
+        hits.append(subject.admit())
+    return hits, subject.queue.counters
+
+
+def ready_of(subject: ServerSubject, word: str) -> bool:
+    return subject.ready(word)[0]
+
+
+def test_a_request_that_is_looked_at_again_is_one_refusal() -> None:
+    costs = Doubted(5.0)
+    costs.tries.tried()  # one refusal is left until the next try
+    subject = evicted(costs)
+    assert subject.look() == []
+    assert ready(subject), "the same request is not tried at its turn"
+    assert subject.queue.counters["prefetch_tries"] == 0
+    assert costs.tries.due

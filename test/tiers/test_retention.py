@@ -1,0 +1,154 @@
+"""Pins and time to live over the host tier: what is held stays, and can never fill the tier."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.eviction import POLICIES, make_policy
+from sglang_hc.policy.pins import Claims, PinLimitError, TimeToLive
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.tiers.retention import Retention, pins_for
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+
+SLOTS = 16
+
+
+class World:
+    """A host tier under a policy, with pins and a time to live of 100 s."""
+
+    def __init__(self, policy: str) -> None:
+        self.now = 0.0
+        self.window: LookAhead[str] = LookAhead()
+        pins = pins_for(SLOTS)
+        self.host = HostTier(
+            BlockTree(b"f" * 16),
+            SLOTS,
+            make_policy(policy, self.window, held=pins),
+            TimeToLive(100.0),
+        )
+        claims = Claims(self.window, pins)
+        self.retention = Retention(self.host, None, pins, claims, clock=lambda: self.now)
+
+    def tokens(self, conversation: int, blocks: int) -> bytes:
+        return pack_tokens([conversation] * 64 * blocks)
+
+    def keep(self, conversation: int, blocks: int, namespace: str | None = None) -> None:
+        """A turn ends: its missing blocks come in, by evicting what must leave."""
+        tokens = self.tokens(conversation, blocks)
+        for end in range(256, len(tokens) + 1, 256):
+            match = self.host.tree.match(namespace, tokens[:end])
+            self.host.pin(match.nodes)
+            if match.tokens * 4 < end:
+                slot = self.host.stage(self.now)
+                assert slot is not None, "pins have filled the tier"
+                parent = match.full_parent or self.host.tree.root(namespace)
+                self.host.mark_ready(
+                    self.host.publish(parent, tokens[end - 256 : end], slot, self.now).node
+                )
+            self.host.unpin(match.nodes)
+        self.host.access(self.host.tree.match(namespace, tokens).nodes, self.now)
+
+    def blocks(self, conversation: int) -> int:
+        return len(self.host.tree.match(None, self.tokens(conversation, 9)).nodes)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["turn", "turn", "turn", "pin", "unpin", "wait"]),
+        st.integers(0, 9),
+        st.integers(1, 4),
+        st.floats(1, 200),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(POLICIES), steps)
+def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) -> None:
+    world = World(policy)
+    promised: dict[int, tuple[int, float]] = {}
+    for action, conversation, blocks, seconds in history:
+        if action == "turn":
+            world.keep(conversation, blocks)
+        elif action == "pin":
+            try:
+                count = world.retention.pin(
+                    None, str(conversation), world.tokens(conversation, blocks), seconds
+                )
+            except PinLimitError:
+                count = 0
+            if count:
+                promised[conversation] = count, world.now + seconds
+        elif action == "unpin":
+            world.retention.pins.unpin(None, str(conversation))
+            promised.pop(conversation, None)
+        else:
+            world.now += seconds
+        world.retention.upkeep()
+        promised = {c: p for c, p in promised.items() if p[1] > world.now}
+        for pinned, (count, _) in promised.items():
+            assert world.blocks(pinned) >= count, "a pinned block has left"
+        world.host.check_integrity()
+        world.retention.pins.check_integrity()
+
+
+@pytest.mark.parametrize(("tenants", "share"), [(1, 0.25), (5, 0.5)])
+def test_pins_never_fill_the_tier(tenants: int, share: float) -> None:
+    world = World("lru")
+    for conversation in range(10):
+        tenant = f"tenant {conversation % tenants}"
+        world.keep(conversation, 4, tenant)
+        with contextlib.suppress(PinLimitError):
+            tokens = world.tokens(conversation, 4)
+            world.retention.pin(tenant, str(conversation), tokens, 10)
+    assert world.retention.pins.total_blocks == share * SLOTS
+    world.keep(99, 4)
+
+
+def test_nothing_of_the_tokens_is_there() -> None:
+    world = World("queue")
+    assert world.retention.pin(None, "s", world.tokens(1, 2), 10) == 0
+    world.retention.pin_if_possible(None, "s", world.tokens(1, 2), 10)
+    assert world.retention.counters["pins_refused"] == 1
+    world.keep(1, 2)
+    world.retention.pin_if_possible(None, "s", world.tokens(1, 2), 10)
+    assert world.retention.counters["pins_refused"] == 1
+    with pytest.raises(PinLimitError, match="at most 3600 s"):
+        world.retention.pin(None, "s", world.tokens(1, 2), 4000)
+
+
+def test_what_nobody_uses_leaves_but_not_what_is_waited_for_or_pinned() -> None:
+    world = World("queue")
+    for conversation in range(4):
+        world.keep(conversation, 2)
+    world.retention.pin(None, "s", world.tokens(1, 2), 500)
+    needs = world.host.tree.identities(None, world.tokens(2, 2))
+    world.window.update(["r"], 9, lambda _: needs)
+    world.now = 60.0
+    world.keep(3, 2)
+    world.now = 130.0
+    world.retention.upkeep()
+    assert [world.blocks(conversation) for conversation in range(4)] == [0, 2, 2, 2]
+    assert world.host.expired_blocks == 2
+    world.window.update([], 9, lambda _: [])
+    world.now = 600.0
+    world.retention.upkeep()
+    assert world.host.published_blocks == 0 and world.host.expired_blocks == 8
+
+
+def test_a_block_lives_as_long_as_what_was_said_after_it() -> None:
+    world = World("lru")
+    world.keep(1, 1)
+    world.now = 90.0
+    world.keep(1, 3)
+    world.now = 150.0
+    world.retention.upkeep()
+    assert world.blocks(1) == 3

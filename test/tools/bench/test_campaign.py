@@ -1,0 +1,276 @@
+"""The campaign: steps that fail, hang or are killed, minutes that run out, calls that go on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_hc
+from sglang_hc.tools.bench.cells import latest, read
+
+ROOT = Path(__file__).resolve().parents[3]
+GPU = ROOT / "benchmark" / "gpu"
+DRIVER = Path(__file__).with_name("campaign_steps.py")
+MODULES = ("campaign", "runner", "install", "steps", "settings", "summary", "tables", "published",
+           "goals", "campaign_steps")  # fmt: skip
+KEYS = {
+    *(f"fake/one/{n}" for n in range(4)), *(f"fake/two/{n}" for n in range(3)),
+    *(f"fake/three/{n}" for n in range(5)), "step one", "step two", "step three",
+}  # fmt: skip
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports one of the campaign's modules."""
+    monkeypatch.syspath_prepend(str(DRIVER.parent))
+    monkeypatch.syspath_prepend(str(GPU))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def call(modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a campaign of (name, cells, minutes) steps in this process; returns its exit status."""
+    campaign, fake, runner = modules("campaign"), modules("campaign_steps"), modules("runner")
+    monkeypatch.setattr(runner, "GRACE_S", 0.2)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*kinds: tuple[str, int, float], words: tuple[str, ...] = ()) -> int:
+        status: int = campaign.main(["--output", str(tmp_path), *words], fake.steps(*kinds))
+        return status
+
+    return run
+
+
+def ends(folder: Path) -> dict[str, str]:
+    return {
+        key.removeprefix("step "): cell["status"]
+        for key, cell in latest(read(folder / "cells.jsonl")).items()
+        if cell["step"] == "campaign"
+    }
+
+
+def test_a_failing_step_leaves_its_reason_and_the_next_one_runs(call: Any, tmp_path: Path) -> None:
+    assert call(("fails", 3, 0.01), ("one", 2, 0.01)) == 1
+    assert ends(tmp_path) == {"fails": "failed", "one": "ok"}
+    found = latest(read(tmp_path / "cells.jsonl"))
+    assert found["step fails"]["values"]["reason"] == "exit status 3"
+    assert "the last words" in found["step fails"]["values"]["log"]
+    assert {"fake/fails/0", "fake/one/0", "fake/one/1"} < found.keys()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["cells.jsonl", "log.txt", "report.html"]
+    page = (tmp_path / "report.html").read_text()
+    assert "exit status 3" in page and "the last words" in page
+
+
+def test_a_failed_step_is_tried_again_after_the_others(
+    call: Any, modules: Any, tmp_path: Path
+) -> None:
+    kinds = (("fails", 2, 0.01), ("one", 1, 0.01))
+    assert call(kinds[0]) == 1
+    steps = modules("campaign_steps").steps(*kinds)
+    order = modules("runner").in_order(steps, tmp_path / "cells.jsonl")
+    assert [step.name for step in order] == ["one", "fails"]
+    # The second call skips the cell that is there, fails at the next one, and a third is through.
+    assert call(*kinds) == 1 and call(*kinds) == 0
+    assert ends(tmp_path) == {"fails": "ok", "one": "ok"}
+    assert call(*kinds) == 0
+
+
+def test_a_hanging_step_is_killed_at_its_limit(
+    call: Any, modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules("runner").Step, "limit_s", lambda self, rehearse: 1.5)
+    assert call(("hangs", 1, 0.01), ("one", 1, 0.01)) == 1
+    found = latest(read(tmp_path / "cells.jsonl"))
+    assert found["step hangs"]["values"]["reason"].startswith("killed at its limit")
+    assert "fake/hangs/0" in found and ends(tmp_path)["one"] == "ok"
+
+
+def test_minutes_are_a_hard_budget(call: Any, modules: Any, tmp_path: Path) -> None:
+    """What does not fit is not begun; what runs is stopped in time for the page."""
+    seconds = modules("runner").RESERVE_S + 3
+    words = ("--minutes", f"{seconds / 60}")
+    assert call(("long", 1, 1.0), ("hangs", 1, 0.01), words=words) == 0
+    assert ends(tmp_path) == {"hangs": "stopped"}
+    assert "the minutes ran out" in (tmp_path / "report.html").read_text()
+    assert call(("long", 1, 0.01), words=("--minutes", "0.25")) == 2
+    assert call(("long", 1, 0.01), words=("--minutes", "0.3")) == 0
+    assert ends(tmp_path)["long"] == "ok"
+
+
+def test_what_writes_a_lot_leaves_a_small_log(call: Any, modules: Any, tmp_path: Path) -> None:
+    assert call(("loud", 1, 0.01)) == 0
+    assert (tmp_path / "log.txt").stat().st_size == modules("runner").STEP_LOG
+
+
+def test_done_cells_are_taken_over_by_a_fresh_folder(call: Any, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.jsonl"
+    assert call(("one", 2, 0.01)) == 0
+    (tmp_path / "cells.jsonl").rename(earlier)
+    assert call(("one", 2, 0.01), ("two", 1, 0.01), words=("--done", str(earlier))) == 0
+    lines = read(tmp_path / "cells.jsonl")
+    assert [line["key"] for line in lines] == [
+        "fake/one/0", "fake/one/1", "step one", "fake/two/0", "step two"
+    ]  # fmt: skip
+    assert lines[:3] == read(earlier)
+
+
+def test_wrong_use_is_told_in_one_sentence(call: Any, tmp_path: Path, capsys: Any) -> None:
+    assert call(("one", 1, 0.01), words=("--done", str(tmp_path / "none"))) == 2
+    assert call(("one", 1, 0.01), words=("--only", "two")) == 2
+    assert call(("one", 1, 0.01), words=("--page", str(tmp_path / "none"))) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and all(line.startswith("campaign.py: ") for line in said)
+
+
+def test_the_list_leaves_out_what_is_done(call: Any, tmp_path: Path, capsys: Any) -> None:
+    kinds = (("one", 1, 0.5), ("two", 1, 2.0))
+    assert call(*kinds, words=("--list",)) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["one", "0.5", "0.5"], ["two", "2.0", "2.5"]
+    ]  # fmt: skip
+    assert call(kinds[0], words=("--minutes", "1")) == 0
+    capsys.readouterr()
+    assert call(*kinds, words=("--list",)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["two"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_moment_and_called_again_it_ends_with_the_same_cells(
+    seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done, output = [], tmp_path
+    for attempt in range(3):
+        output = tmp_path / str(attempt)
+        words = [sys.executable, str(DRIVER), "--output", str(output), "--rehearse"]
+        words += [word for file in done for word in ("--done", str(file))]
+        process = subprocess.Popen(words, env=environment, start_new_session=True)
+        if attempt == 2:
+            assert process.wait(60) == 0
+            break
+        time.sleep(rng.uniform(0.1, 2.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        cells = output / "cells.jsonl"
+        if cells.is_file():
+            if rng.random() < 0.5:  # as if the kill had come in the middle of a line
+                os.truncate(cells, max(0, cells.stat().st_size - rng.randrange(1, 60)))
+            done.append(cells)
+    assert latest(read(output / "cells.jsonl")).keys() == KEYS
+    assert not running(str(DRIVER)), "a step outlived its campaign"
+
+
+def running(word: str) -> list[str]:
+    """Command lines of this machine's processes that hold a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"{word} step" in line:
+            found.append(line)
+    return found
+
+
+def test_the_steps_have_names_and_limits_of_their_own(modules: Any) -> None:
+    steps = modules("steps").STEPS
+    assert len({step.name for step in steps}) == len(steps)
+    for step in steps:
+        assert (ROOT / step.command[0]).is_file(), step.command
+        assert step.expected_s(False) < step.limit_s(False) <= 600 + 60
+    # Correctness first; everything that is not measured twice is rehearsed or needs a GPU.
+    assert [step.name for step in steps[:3]] == ["device", "copies-checked", "drift"]
+    scripts = {step.command[0] for step in steps}
+    rehearsed = {s.command[0] for s in steps if s.rehearsal is not None or s.gpu_only}
+    assert scripts == rehearsed
+
+
+def test_a_bundle_is_sourced_where_sglang_is_missing(tmp_path: Path) -> None:
+    """Without site-packages there is no sglang; env.sh brings a folder that has one."""
+    site = tmp_path / "site" / "sglang"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("")
+    (tmp_path / "env.sh").write_text(
+        f'export PYTHONPATH="{tmp_path}/site"\nSGL_FLAGS="--attention-backend triton"\n'
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path[:0] = [{str(GPU)!r}, {str(ROOT / 'python')!r}]\n"
+        "from pathlib import Path\nimport install\n"
+        "problem = install.ensure(Path(sys.argv[1]), [sys.argv[0], sys.argv[1]])\n"
+        "print(problem or f'flags {install.server_args()}')\n"
+    )
+
+    def run(bundle: str) -> str:
+        # -S: no site-packages. The second interpreter, behind env.sh, has them, and the fake.
+        words = [sys.executable, "-S", str(script), str(tmp_path / bundle)]
+        environment = {"PATH": os.environ["PATH"]}
+        return subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    assert run(".") == "flags --attention-backend triton\n"
+    assert "has no env.sh" in run("nothing")
+
+
+def test_flags_without_a_bundle_follow_from_what_is_missing(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = modules("install")
+    monkeypatch.delenv("SGL_FLAGS", raising=False)
+    monkeypatch.delenv("SGLANG_IS_FLASHINFER_AVAILABLE", raising=False)
+    assert install.server_args() == ""
+    monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "0")
+    assert install.server_args() == install.TRITON_FLAGS
+
+
+def test_the_entry_point_is_the_one_that_pip_installs(modules: Any, tmp_path: Path) -> None:
+    install = modules("install")
+    project = (ROOT / "pyproject.toml").read_text()
+    name, _, target = install.ENTRY.partition(" = ")
+    assert f'[project.entry-points."{install.PLUGINS}"]\n{name} = "{target}"' in project
+    folder = install._entry_point(tmp_path)
+    code = (
+        "from importlib.metadata import entry_points as e, version as v\n"
+        f"print([p.value for p in e(group={install.PLUGINS!r}) if p.name == 'hc'], v('sglang-hc'))"
+    )
+    words = [sys.executable, "-S", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"['{target}'] {sglang_hc.__version__}\n"
+
+
+def test_results_are_what_make_tables_reads(modules: Any, tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "benchmark" / "restore"))
+    row = {
+        **{"shape": "llama-2-7b", "slots": "adjacent", "history": 1024, "source": "host"},
+        **{"arm": "kv", "seconds": 0.01, "of_bound": 0.9, "runs_as": "kv:32"},
+    }
+    where = {"device": "NVIDIA H100, 81559 MiB, 580", "commit": "c", "versions": {}, "at": "now"}
+    line = {"step": "restore", "key": "k", "status": "ok", "values": row, **where}
+    (tmp_path / "cells.jsonl").write_text(json.dumps(line) + "\n")
+    (path,) = modules("published").publish(tmp_path / "cells.jsonl", tmp_path)
+    assert path.name == "gpu-restore.json"
+    table = json.loads(path.read_text())["tables"]["rows"]
+    assert table["rows"] == [
+        ["llama-2-7b", "adjacent", "1024", "host", "kv", "10.00", "0.90", "kv:32"]
+    ]
+    assert len(table["columns"]) == len(table["rows"][0])

@@ -1,0 +1,69 @@
+"""Published tables come from committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmark" / "make_tables.py"
+
+PAGE = """# Results
+
+<!-- table: one.json speeds -->
+old
+<!-- /table -->
+
+after
+"""
+
+
+def run(root: Path, *words: str) -> int:
+    spec = importlib.util.spec_from_file_location("make_tables", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return int(script.main(["--root", str(root), *words]))
+
+
+def tree(root: Path, page: str = PAGE) -> Path:
+    results = root / "benchmark" / "results"
+    results.mkdir(parents=True)
+    tables = {"speeds": {"columns": ["arm", "GB/s"], "rows": [["kv", 3.5], ["hidden", 7]]}}
+    (results / "one.json").write_text(json.dumps({"tables": tables}))
+    target = root / "benchmark" / "README.md"
+    target.write_text(page)
+    return target
+
+
+def test_a_stale_table_fails_the_check_and_is_rewritten(tmp_path: Path) -> None:
+    page = tree(tmp_path)
+    assert run(tmp_path, "--check") == 1
+    assert page.read_text() == PAGE
+    assert run(tmp_path) == 0
+    text = page.read_text()
+    assert "| hidden | 7    |" in text and "old" not in text and text.endswith("after\n")
+    assert run(tmp_path, "--check") == 0
+
+
+def test_a_mark_without_its_result_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree(tmp_path, PAGE.replace("one.json", "two.json"))
+    assert run(tmp_path, "--check") == 1
+    assert "two.json" in capsys.readouterr().err
+
+
+def test_a_mark_with_an_unknown_name_says_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree(tmp_path, PAGE.replace("speeds", "sizes"))
+    assert run(tmp_path) == 1
+    assert "it has speeds" in capsys.readouterr().err
+
+
+def test_the_tables_of_this_repository_are_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    status = run(SCRIPT.parents[1], "--check")
+    assert status == 0, "".join(capsys.readouterr())

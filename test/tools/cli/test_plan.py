@@ -1,0 +1,145 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sglang_hc.tools.cli.main import main
+
+LLAMA2_7B = dict(
+    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+    intermediate_size=11008, torch_dtype="float16",
+)  # fmt: skip
+LLAMA31_8B = LLAMA2_7B | dict(num_key_value_heads=8, intermediate_size=14336)
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(config: object = LLAMA2_7B) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def plan(capsys):
+    def call(*words: str) -> dict:
+        assert main(["plan", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def test_json_has_the_plan_and_times_in_seconds(model, plan):
+    out = plan("--model", model(), "--gpu", "A100-40G", "--link-gbps", "26",
+               "--disk-gbps", "6.9", "--context", "1024")  # fmt: skip
+    assert out["layer_plan"] == {"recompute": 0, "hidden": 31, "kv": 1}
+    assert out["tiers"]["host"]["layer_plan"] == out["layer_plan"]
+    assert out["tiers"]["disk"]["layer_plan"]["recompute"] > 0
+    # 1024 tokens of KV in 32 layers at 26 GB/s.
+    assert out["restore_seconds"]["kv"] == pytest.approx(1024 * 32 * 16384 / 26e9)
+    assert out["bytes_per_token"] == {
+        "plan": 31 * 8192 + 16384, "recompute": 0, "kv": 32 * 16384, "hidden": 32 * 8192,
+    }  # fmt: skip
+    # 4 D^2 FLOPs a token against 2 D bytes.
+    assert out["hidden_balance_gbps"] == pytest.approx(8192 * 312e12 * 0.65 / (4 * 4096**2) / 1e9)
+    for tier in out["tiers"].values():
+        for kind in ("restore_seconds", "ttft_seconds"):
+            times = tier[kind]
+            assert times["plan"] == min(times.values())
+        assert tier["restore_seconds"]["plan"] <= tier["ttft_seconds"]["plan"]
+
+
+def test_only_the_link_is_asked_when_there_is_no_disk(model, plan):
+    out = plan("--model", model(), "--gpu", "H800")
+    assert list(out["tiers"]) == ["host"]
+    assert (out["link_gbps"], out["disk_gbps"]) == (64, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "link", "expected"),
+    [
+        (LLAMA2_7B, "26", ("balanced", {"recompute": 0, "hidden": 31, "kv": 1})),
+        (LLAMA2_7B, "0.0001", ("compute", {"recompute": 32, "hidden": 0, "kv": 0})),
+        (LLAMA31_8B, "1000", ("copy", {"recompute": 0, "hidden": 0, "kv": 32})),
+    ],
+)
+def test_bottleneck(model, plan, config, link, expected):
+    out = plan("--model", model(config), "--gpu", "A100-40G", "--link-gbps", link)
+    assert (out["bottleneck"], out["layer_plan"]) == expected
+
+
+def test_grouped_query_attention_gets_no_hidden_layers(model, plan):
+    out = plan("--model", model(LLAMA31_8B), "--gpu", "H200", "--disk-gbps", "7")
+    assert out["layer_plan"]["hidden"] == 0
+    assert out["tiers"]["disk"]["layer_plan"]["hidden"] == 0
+
+
+def test_table_for_people(model, capsys):
+    words = ["--gpu", "A100-40G", "--link-gbps", "26", "--disk-gbps", "6.9", "--context", "1024"]
+    assert main(["plan", "--model", model() + "/config.json", *words]) == 0
+    out = capsys.readouterr().out
+    for text in ("312 TFLOP/s (data sheet) x 0.65 (assumption)", "from host: hidden:31,kv:1",
+                 "from disk: recompute:", "KV only", "hidden only", "TTFT", "bytes/token",
+                 "bottleneck: balanced", "would balance at 24.8 GB/s", "270,336"):  # fmt: skip
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "B300"], "--gpu: unknown GPU 'B300': give one of 4090, A100-40G"),
+        (["--link-gbps", "fast"], "--link-gbps: 'fast' is not a bandwidth"),
+        (["--link-gbps", "nan"], "--link-gbps: 'nan' is not a bandwidth"),
+        (["--link-gbps", "26e9"], "--link-gbps: '26e9' is not a bandwidth in GB/s"),
+        (["--disk-gbps", "0"], "--disk-gbps: '0' is not a bandwidth"),
+        (["--disk-gbps=-3"], "--disk-gbps: '-3' is not a bandwidth"),
+        (["--context", "0"], "--context: '0' is not a number of tokens"),
+        (["--context", "1.5"], "--context: '1.5' is not a number of tokens"),
+        (["--new-tokens", "many"], "--new-tokens: 'many' is not a number of tokens"),
+        (["--model", "/nowhere"], "--model: /nowhere does not exist"),
+    ],
+)
+def test_one_clear_error_per_mistake(model, capsys, words, message):
+    assert main(["plan", "--model", model(), "--gpu", "A30", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA2_7B, "hidden_size": None}, "field hidden_size (or n_embd, d_model) is missing"),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_config_errors_name_the_file_and_the_field(model, capsys, config, message):
+    folder = model(config)
+    assert main(["plan", "--model", folder, "--gpu", "A30"]) == 2
+    err = capsys.readouterr().err
+    assert f"--model: {folder}/config.json" in err
+    assert message in err
+
+
+def test_a_config_that_is_not_json(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert main(["plan", "--model", str(path), "--gpu", "A30"]) == 2
+    assert "cannot be read as JSON" in capsys.readouterr().err
+
+
+def test_no_torch_is_loaded(model):
+    code = (
+        "import sys; from sglang_hc.tools.cli.main import main; "
+        f"status = main(['plan', '--model', {model()!r}, '--gpu', 'A30']); "
+        "sys.exit(status or 'torch' in sys.modules or 'sglang' in sys.modules)"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,58 @@
+"""The simulated disk tier under every policy: prefixes only, and never above its size."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.eviction import POLICIES, make_policy
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.tools.simulator.disk import DiskTier
+
+
+def chain(path: str) -> list[bytes]:
+    return [path[: end + 1].encode() for end in range(len(path))]
+
+
+def write(disk: DiskTier, path: str, now: float) -> None:
+    parent = None
+    for identity in chain(path):
+        if not disk.holds(identity) and not disk.write(parent, identity, now, now):
+            break
+        parent = identity
+
+
+def test_a_block_can_be_read_once_its_write_is_through():
+    window: LookAhead[str] = LookAhead()
+    disk = DiskTier(4, make_policy("lru", window))
+    assert disk.write(None, b"a", now=1.0, ready_at=3.0)
+    assert not disk.readable(b"a", 2.9) and disk.readable(b"a", 3.0)
+    assert not disk.write(b"missing", b"b", 1.0, 1.0), "unreachable"
+
+
+def test_a_newcomer_that_nobody_needs_does_not_displace_what_is_needed():
+    window: LookAhead[str] = LookAhead()
+    disk = DiskTier(2, make_policy("queue", window))
+    write(disk, "ab", 0.0)
+    window.update(["r"], 1, lambda _: chain("ab"))
+    write(disk, "x", 1.0)
+    assert disk.holds(b"ab") and not disk.holds(b"x")
+
+
+paths = st.text("abc", min_size=1, max_size=6)
+operations = st.lists(st.tuples(st.sampled_from(["write", "use", "drop", "wait"]), paths))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(POLICIES), operations)
+def test_only_prefixes_are_kept(name, history):
+    window: LookAhead[str] = LookAhead()
+    disk = DiskTier(7, make_policy(name, window))
+    for step, (action, path) in enumerate(history):
+        if action == "write":
+            write(disk, path, float(step))
+        elif action == "use":
+            disk.access(chain(path), float(step))
+        elif action == "drop":
+            disk.drop(chain(path))
+        else:
+            window.update([path], 1, chain)
+        disk.check_integrity()

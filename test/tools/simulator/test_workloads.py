@@ -1,0 +1,88 @@
+"""Generated loads: the statistics that the papers state, and nothing shared by accident."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from sglang_hc.tools.simulator.workloads import (
+    L_EVAL_TASKS,
+    attentionstore,
+    l_eval,
+    sharegpt4,
+    shuffled,
+    summarize,
+)
+
+
+def test_attentionstore_has_the_stated_statistics():
+    workload = attentionstore(seed=3)
+    facts = summarize(workload)
+    assert facts.sessions == 9000
+    assert facts.turns / facts.sessions == pytest.approx(5.75, abs=0.15)
+    assert facts.multi_turn_share == pytest.approx(0.73, abs=0.015)
+    assert facts.over_2k == pytest.approx(0.47, abs=0.015)
+    assert facts.over_4k == pytest.approx(0.30, abs=0.015)
+    assert workload.warmup_turns == 10_000
+
+
+def test_sharegpt4_has_the_stated_statistics():
+    facts = summarize(sharegpt4(seed=1, sessions=4000))
+    assert facts.mean_prompt == pytest.approx(66.8, rel=0.05)
+    assert facts.mean_output == pytest.approx(358.8, rel=0.05)
+    median = sorted(facts.session_tokens)[facts.sessions // 2]
+    assert median == pytest.approx(2500, rel=0.05), "half of the histories are over 2.5K"
+
+
+def test_sharegpt4_users_think_between_rounds():
+    for session in sharegpt4(sessions=20).sessions:
+        assert [turn.think for turn in session.turns] == [0.0] + [30.0] * (len(session.turns) - 1)
+
+
+def test_l_eval_reuses_contexts_more_the_more_skewed():
+    def distinct(alpha: float) -> int:
+        sessions = l_eval(sessions=1000, alpha=alpha).sessions
+        return len({s.turns[0].spans[0].start for s in sessions})
+
+    assert distinct(0.0) > distinct(1.0) > distinct(2.0)
+    lengths = [s.turns[0].spans[0].length for s in l_eval(sessions=3000, alpha=0.0).sessions]
+    mean = sum(task.context for task in L_EVAL_TASKS) / len(L_EVAL_TASKS)
+    assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.08)
+
+
+def test_shuffled_turns_keep_their_session_in_order_and_the_rate():
+    workload = shuffled(attentionstore(sessions=500), rate=2.0, seed=1)
+    times = sorted(t.at for s in workload.sessions for t in s.turns if t.at is not None)
+    assert len(times) == workload.num_turns
+    assert workload.num_turns / times[-1] == pytest.approx(2.0, rel=0.1)
+    for session in workload.sessions:
+        own = [turn.at for turn in session.turns]
+        assert own == sorted(own) and session.arrival == own[0]
+
+
+def test_no_two_turns_of_a_generated_conversation_share_tokens():
+    spans = sorted(
+        (span.start, span.length)
+        for session in attentionstore(sessions=50).sessions
+        for turn in session.turns
+        for span in (*turn.spans, turn.output)
+    )
+    for (start, length), (following, _) in pairwise(spans):
+        assert start + length <= following
+
+
+@pytest.mark.parametrize("make", [attentionstore, sharegpt4, l_eval])
+def test_a_seed_fixes_everything(make):
+    assert make(seed=5, sessions=30) == make(seed=5, sessions=30)
+    assert make(seed=5, sessions=30) != make(seed=6, sessions=30)
+
+
+def test_the_simulator_needs_neither_torch_nor_sglang():
+    code = (
+        "import sys, sglang_hc.tools.simulator.run;"
+        "from sglang_hc.tools.cli import capacity, simulate;"
+        "print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

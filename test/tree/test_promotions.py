@@ -1,0 +1,170 @@
+"""Blocks on their way: any order of arrival and failure, and every slot keeps one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.host_tier import HostTier, Spare
+from sglang_hc.tree.promotions import Arrival, Arrivals
+from support.subjects import tokens_of, words_in
+
+
+class World:
+    def __init__(self, slots: int = 8) -> None:
+        self.host = HostTier(BlockTree(b"f" * 16), slots, LruPolicy())
+        self.coming = Arrivals(self.host)
+        self.published: list[bytes] = []
+        self.lost: list[bytes] = []
+        self.coming.on_published = self.published.append
+        self.coming.on_lost = self.lost.append
+
+    def path(self, word: str) -> list[bytes]:
+        return self.host.tree.identities(None, tokens_of(word))
+
+    def begin(
+        self, word: str, first: int = 0, count: int | None = None, spare: Spare | None = None
+    ) -> list[Arrival]:
+        count = len(word) - first if count is None else count
+        tokens, path = tokens_of(word), self.path(word)
+        return self.coming.begin(None, tokens, path, first, count, 0.0, spare)
+
+    def came(self, arrivals: Sequence[Arrival]) -> None:
+        self.coming.came(arrivals, 1.0)
+
+    def words(self) -> set[str]:
+        self.host.check_integrity()
+        return words_in(self.host.tree)
+
+
+def test_blocks_join_when_their_parents_have() -> None:
+    world = World()
+    a, b, c = world.begin("abc")
+    world.came([c])
+    assert world.words() == set() and world.published == []
+    world.came([b])
+    world.came([a])
+    assert world.words() == {"a", "ab", "abc"}
+    assert world.published == world.path("abc") and not len(world.coming)
+
+
+def test_one_path_goes_on_where_another_is_still_coming() -> None:
+    world = World()
+    (s, a), (b,) = world.begin("sa"), world.begin("sb", first=1)
+    world.came([b, a])
+    world.came([s])
+    assert world.words() == {"s", "sa", "sb"}
+
+
+def test_what_lies_below_a_failure_is_lost_and_its_slots_come_back_with_its_bytes() -> None:
+    world = World()
+    a, b, c = world.begin("abc")
+    world.came([c])
+    world.coming.failed(a)
+    assert world.lost == [world.path("abc")[0], world.path("abc")[2]]
+    assert world.host.staged_slots == 1, "b is still being written"
+    assert world.begin("abx", first=2) == [], "no place below what is lost"
+    world.came([b])
+    assert world.host.free_slots == 8 and world.words() == set()
+
+
+def test_a_child_that_failed_first_is_not_waited_for() -> None:
+    world = World()
+    a, b = world.begin("ab")
+    world.coming.failed(b)
+    world.came([a])
+    assert world.words() == {"a"} and world.lost == [b.block_id]
+    assert all(not node.pins for node in world.host.tree.nodes())
+
+
+def test_what_is_extended_does_not_leave_meanwhile() -> None:
+    world = World(slots=3)
+    world.came(world.begin("ab"))
+    (c,) = world.begin("abc", first=2)
+    assert world.host.evict(3, 0.0) == 0
+    world.came([c])
+    assert world.words() == {"a", "ab", "abc"}
+    assert world.host.evict(1, 0.0) == 1
+
+
+def test_a_block_dropped_in_spite_of_its_pin_takes_its_successors_along() -> None:
+    world = World()
+    world.came(world.begin("ab"))
+    (c,) = world.begin("abc", first=2)
+    (first,) = world.host.tree.root(None).children or ()
+    world.host.drop_branch(first)
+    world.came([c])
+    assert world.lost == [c.block_id] and world.host.free_slots == 8
+
+
+def test_as_many_leading_blocks_as_find_room() -> None:
+    world = World(slots=3)
+    world.came(world.begin("x"))
+    arrivals = world.begin("abcd", spare=lambda node: True)
+    assert len(arrivals) == 2
+    world.came(arrivals)
+    assert world.words() == {"x", "a", "ab"}
+    assert world.begin("abcd", first=3) == [], "its parent is not there"
+
+
+def test_a_block_that_was_computed_meanwhile_is_kept() -> None:
+    world = World()
+    a, b = world.begin("ab")
+    slot = world.host.stage(0.0)
+    assert slot is not None
+    root = world.host.tree.root(None)
+    world.host.mark_ready(world.host.publish(root, tokens_of("a")[:BLOCK_BYTES], slot, 0.0).node)
+    world.came([a, b])
+    assert world.words() == {"a", "ab"} and world.host.free_slots == 6
+
+
+WORDS = ["abc", "abd", "ax", "bc"]
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "begin", "came", "came", "failed", "evict", "drop"]),
+        st.integers(0, 99),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(steps)
+def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> None:
+    world = World(slots=6)
+    flying: list[Arrival] = []
+    begun: list[bytes] = []
+    for action, number in history:
+        if action == "begin":
+            word = WORDS[number % len(WORDS)]
+            path = world.path(word)
+            coming = [identity in world.coming for identity in path]
+            first = next(
+                (i for i, b in enumerate(path) if b not in world.host and not coming[i]), len(path)
+            )
+            count = next((i for i in range(first, len(path)) if coming[i]), len(path)) - first
+            arrivals = world.begin(word, first, count)
+            flying += arrivals
+            begun += [arrival.block_id for arrival in arrivals]
+        elif action == "came" and flying:
+            take = 1 + number % len(flying)
+            world.came(flying[-take:])
+            del flying[-take:]
+        elif action == "failed" and flying:
+            world.coming.failed(flying.pop(number % len(flying)))
+        elif action == "evict":
+            world.host.evict(number % 3, 0.0)
+        elif action == "drop":
+            for node in list(world.host.tree.root(None).children or ())[: number % 2]:
+                world.host.drop_branch(node)
+        assert len(flying) <= len(world.coming) == world.host.staged_slots
+        world.host.check_integrity()
+    world.came(flying)
+    assert sorted(world.published + world.lost) == sorted(begun)
+    assert not len(world.coming) and world.host.staged_slots == 0
+    assert all(not node.pins for node in world.host.tree.nodes())
+    assert not world.host._detached
