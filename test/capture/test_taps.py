@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.device.side_branch import SideBranch
+from support.happens_before import Clocks, Use
 
 
 def tapped(rows: int = 8) -> tuple[TapBuffer, list[torch.nn.Module]]:
@@ -77,3 +81,111 @@ def test_rows_are_bytes_without_a_copy() -> None:
     rows = taps.bytes(5)
     assert rows.shape == (2, 5, 16) and rows.dtype == torch.uint8
     assert rows.data_ptr() == taps.states.data_ptr()
+
+
+class Projection(torch.nn.Module):
+    """Notes what is in the buffer and what comes before it when it runs."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
+        self.fails = False
+        self.ran: list[Use] = []
+        self._clocks = clocks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("no memory left")
+        self.ran.append(self._clocks.submit())
+        return hidden
+
+
+class Beside:
+    """A tapped projection on streams that hold order only; copies are steps of the stream on which
+    they are submitted."""
+
+    def __init__(self, rows: int = 4) -> None:
+        self.clocks = Clocks()
+        self.copies: list[Use] = []
+        with self.clocks.installed():
+            self.side = self.clocks.stream("taps")
+            self.branch = SideBranch(torch.cpu, self.side)
+        self.taps = TapBuffer(1, rows, 4, torch.float32, torch.device("cpu"), self.branch)
+        self.taps.states.fill_(7)
+        self.projection = Projection(self.clocks)
+        self.taps.install(0, self.projection)
+
+    def run(self, hidden: torch.Tensor) -> None:
+        copy = torch.Tensor.copy_
+
+        def noted(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            self.copies.append(self.clocks.submit())
+            return copy(target, source)
+
+        with self.clocks.installed(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", noted)
+            self.projection(hidden)
+
+    def before(self, first: Use, then: Use) -> bool:
+        """Does work come before what is submitted to the stream of `then` from now on?"""
+        return bool(first.at <= then.actor.clock[first.actor.index])
+
+
+def test_beside_the_model_the_copy_begins_behind_it_and_is_joined_behind_the_projection() -> None:
+    beside = Beside()
+    made = beside.clocks.submit()  # the hidden states
+    joined: list[bool] = []
+    beside.projection.register_forward_pre_hook(
+        lambda *_: joined.append(beside.before(beside.copies[-1], made))
+    )
+    for _ in range(2):  # the second pass uses stream and events again
+        beside.run(torch.ones(2, 4))
+        (copy, ran) = beside.copies[-1], beside.projection.ran[-1]
+        assert copy.actor is beside.side and ran.actor is beside.clocks.default
+        assert beside.before(made, copy)
+        assert beside.before(copy, made), "what comes next is not behind the copy"
+        made = beside.clocks.submit()
+    assert joined == [False, False], "the projection waits for the copy"
+    assert torch.equal(beside.taps.states[0, :2], torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(("given", "left"), [(4, 4), (5, 4)])
+def test_more_rows_than_the_buffer_has_are_joined_too(given: int, left: int) -> None:
+    beside = Beside(rows=4)
+    beside.run(torch.ones(given, 4))
+    assert beside.before(beside.copies[0], beside.projection.ran[0])
+    assert bool((beside.taps.states[0, :left] == 1).all())
+
+
+def test_a_paused_tap_does_not_fork() -> None:
+    beside = Beside()
+    with beside.taps.paused():
+        beside.run(torch.ones(2, 4))
+    assert not beside.copies and not beside.side.clock.any()
+    assert beside.clocks.default.clock[beside.side.index] == 0
+    assert bool((beside.taps.states == 7).all())
+
+
+def copy_fails(beside: Beside) -> torch.Tensor:
+    return torch.ones(2, 3)
+
+
+def projection_fails(beside: Beside) -> torch.Tensor:
+    beside.projection.fails = True
+    return torch.ones(2, 4)
+
+
+@pytest.mark.parametrize("breaks", [copy_fails, projection_fails])
+def test_a_pass_that_fails_leaves_nothing_behind(breaks: Callable[[Beside], Any]) -> None:
+    beside = Beside()
+    hidden = breaks(beside)
+    with pytest.raises(RuntimeError):
+        beside.run(hidden)
+    (copy,) = beside.copies
+    assert copy.actor is beside.side
+    assert copy.at <= beside.clocks.default.clock[beside.side.index], "not joined"
+    # Nothing is left to join: a pass with paused taps does not wait for the side again.
+    beside.side.step()
+    beside.projection.fails = False
+    with beside.taps.paused():
+        beside.run(torch.ones(2, 4))
+    assert beside.clocks.default.clock[beside.side.index] == copy.at

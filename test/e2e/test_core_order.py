@@ -63,6 +63,11 @@ def allocator_not_told(core: OrderedCore) -> None:
     core.tree._compute.will_read = lambda *made: None
 
 
+def taps_not_joined(core: OrderedCore) -> None:
+    """The model goes on beside the copies of its hidden states."""
+    core.tree.tiers._taps.branch.join = lambda: None
+
+
 def forget_at_once(core: OrderedCore) -> None:
     """New weights: the tiers are cleared on the schedule stream while requests run."""
     core.tree.forget_saved = core.tree.tiers.clear
@@ -143,6 +148,7 @@ def test_no_access_is_unordered(models: None, flags: tuple[str, ...], beside: bo
         (forward_stream_always, ("--hc-forms", "recompute:1,kv:3", SERIAL), "KV pool"),
         (schedule_stream_always, ("--hc-forms", "kv"), "KV pool"),
         (allocator_not_told, ("--hc-forms", "kv"), "made in"),
+        (taps_not_joined, ("--hc-forms", "hidden"), "taps"),
         (forget_at_once, ("--hc-forms", "hidden"), "snapshot"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

@@ -19,6 +19,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.ranges import Ranges, each_range
+from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.srt import build, capture_memory, runner
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
@@ -106,8 +107,10 @@ class OrderedCore(Core):
         side = lane.side() if beside else None
         told = partial(_told, self.watch)
         take = runner.take_capture_memory
+        taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
             (build, "lane_for", lambda *_: lane),
+            (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side", lambda *_: side),
             (runner, "take_capture_memory", partial(_with_device_memory, take)),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),

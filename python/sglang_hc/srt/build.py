@@ -184,7 +184,7 @@ def _tiers(
     claims = Claims(window, pins)
     io = _open_io(config, runner, state.memory, layout, num_slots, fingerprint)
     pool = io.memory.pool
-    lane = lane_for(rows.device, [runner.forward_stream])
+    lane = lane_for(rows.device, [runner.forward_stream, *state.memory.streams])
     saving = lane.opposite()
     lane.pin(pool.buffer, layout.slot_bytes)
     hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers

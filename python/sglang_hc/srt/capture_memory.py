@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.device.copy_stream import distinct_stream
+from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.model_shape import ModelConfigError
@@ -67,6 +70,12 @@ class CaptureMemory:
     taps: TapBuffer | None
     ring: DeviceRing | None
     twins: torch.Tensor | None
+
+    @property
+    def streams(self) -> list[Any]:
+        """Streams that capture has work on, for which no other work should wait."""
+        branch = None if self.taps is None else self.taps.branch
+        return [] if branch is None else [branch.stream]
 
 
 def capture_sizes(
@@ -122,7 +131,8 @@ def take_capture_memory(
         taps = ring = twins = None
         if plan.hidden:
             width = layer.hidden_bytes // runner.dtype.itemsize
-            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device)
+            branch = _tap_branch(runner, device)
+            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
@@ -133,6 +143,14 @@ def take_capture_memory(
             f"(now {args.chunked_prefill_size}), or --hc-forms kv ({_first_line(error)})"
         ) from None
     return CaptureMemory(sizes, taps, ring, twins)
+
+
+def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:
+    """Where the taps' copies run on a GPU, so that they take no time of the decode step's own."""
+    if device.type != "cuda":
+        return None
+    model = [torch.cuda.current_stream(device), runner.forward_stream]
+    return SideBranch(torch.cuda, distinct_stream(partial(torch.cuda.Stream, device=device), model))
 
 
 def _layer(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
