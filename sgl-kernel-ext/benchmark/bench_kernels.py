@@ -151,13 +151,19 @@ def project_group(layer: Layer, tiles: tuple[Tile, ...]) -> Group:
 def gather_group(layer: Layer) -> Group:
     """K rows of several layers from pool to staging."""
     pools = [torch.randn_like(layer.k_pool) for _ in range(COPY_LAYERS)]
-    staging = torch.zeros(COPY_LAYERS, *layer.k_pool.shape, dtype=torch.bfloat16)
-    staging = staging[:, : layer.count].contiguous().to(layer.kv.device)
-    tables = PointerTable(pools), PointerTable(staging)
-    order = torch.arange(layer.count, device=layer.kv.device)
+    table = PointerTable(pools)
+    staging = torch.zeros(
+        (COPY_LAYERS, layer.count, table.row_bytes), dtype=torch.uint8, device=layer.kv.device
+    )
+    words = [pool.flatten(1).view(torch.int64) for pool in pools]
+
+    def by_torch() -> None:
+        for pool, out in zip(words, staging.view(torch.int64), strict=True):
+            torch.index_select(pool, 0, layer.slots, out=out)
+
     arms: dict[str, Callable[[], object]] = {
-        "torch": lambda: reference.copy_rows(pools, layer.slots, list(staging), order),
-        "triton": lambda: ops.gather_rows(tables[0], layer.slots, tables[1]),
+        "torch": by_torch,
+        "triton": lambda: ops.gather_rows(table, layer.slots, staging),
     }
     if layer.kv.is_cuda:
         try:
@@ -165,12 +171,13 @@ def gather_group(layer: Layer) -> Group:
         except ImportError as error:
             print(f"no sgl_kernel transfer arm: {error}", file=sys.stderr)
         else:
-            addresses = [table.addresses.view(torch.uint64) for table in tables]
+            tables = table, PointerTable(list(staging))
+            addresses = [side.addresses.view(torch.uint64) for side in tables]
+            order = torch.arange(layer.count, device=layer.kv.device)
             arms["sgl_kernel"] = lambda: transfer_kv_all_layer_mla(
-                addresses[0], addresses[1], layer.slots, order, tables[0].row_bytes, COPY_LAYERS
+                addresses[0], addresses[1], layer.slots, order, table.row_bytes, COPY_LAYERS
             )
-    moved = 2 * staging.numel() * staging.element_size()
-    return Group("gather", arms, (staging,), moved)
+    return Group("gather", arms, (staging,), 2 * staging.numel())
 
 
 def agreement(group: Group) -> dict[str, float]:

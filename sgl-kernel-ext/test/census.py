@@ -72,10 +72,9 @@ class Case:
 
 
 def launch_rows(buffers: PointerTable, index: torch.Tensor, count: int, first: int) -> None:
-    """Staging of any size, from and to any part of a list of slots."""
-    staging = PointerTable(list(torch.empty((2, count, 512), dtype=torch.int64)))
-    rows = index[first : first + count]
-    triton_rows.copy_rows(buffers, rows, staging, rows)
+    """Staging of any size, from any part of a list of slots."""
+    staging = torch.empty((2, count, buffers.row_bytes), dtype=torch.uint8)
+    triton_rows.gather_rows(buffers, index[first : first + count], staging)
 
 
 def census(kernel: Any, launch: Any) -> dict[str, int]:
@@ -108,7 +107,7 @@ def main() -> None:
         "project-mha": census(project, mha.launch_projection),
         "project-gqa-bias-norm-partial": census(project, gqa.launch_projection),
         "project-head-256": census(project, wide.launch_projection),
-        "rows": census(triton_rows.copy_rows_kernel, partial(launch_rows, table, index)),
+        "rows": census(triton_rows.gather_rows_kernel, partial(launch_rows, table, index)),
     }
     print(json.dumps(results, indent=1))
 

@@ -28,6 +28,7 @@ NAMES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 
 
@@ -127,12 +128,12 @@ def epilogue(
 
 def rows(word: Any, wide: bool) -> dict[str, int]:
     index = torch.empty(1, dtype=torch.int64)
-    tensors = ("source_table", "source_rows", "target_table", "target_rows")
-    sizes = ("source_count", "target_count", "source_stride", "target_stride", "row_words")
-    arguments: dict[str, Any] = dict.fromkeys(tensors, index)
+    sizes = ("source_count", "source_stride", "layer_stride", "row_stride", "row_words")
+    arguments: dict[str, Any] = dict.fromkeys(("source_table", "slots"), index)
+    arguments["staging"] = torch.empty(1, dtype=torch.uint8)
     arguments |= dict.fromkeys(sizes, 1024 if wide else 1001)
     arguments |= {"WORD": word, "WIDE": wide, "BLOCK": 1024}
-    return facts(triton_rows.copy_rows_kernel, arguments, num_warps=8)
+    return facts(triton_rows.gather_rows_kernel, arguments, num_warps=8)
 
 
 def main() -> None:

@@ -21,7 +21,15 @@ sys.path[:0] = [str(ROOT / p) for p in ("python", "test", "sgl-kernel-ext/python
 
 def interpreted() -> SimpleNamespace:
     """The package's interface, with Triton on CPU tensors instead of its torch reference."""
-    from sglang_hc_kernels import Epilogue, KNorm, Rotary, triton_kv, triton_project
+    from sglang_hc_kernels import (
+        Epilogue,
+        KNorm,
+        PointerTable,
+        Rotary,
+        triton_kv,
+        triton_project,
+        triton_rows,
+    )  # fmt: skip
 
     def kv_epilogue(*tensors: Any, epilogue: Epilogue) -> None:
         triton_kv.kv_epilogue(*tensors, epilogue)
@@ -31,7 +39,7 @@ def interpreted() -> SimpleNamespace:
 
     return SimpleNamespace(
         Epilogue=Epilogue, KNorm=KNorm, Rotary=Rotary, kv_epilogue=kv_epilogue,
-        project_kv=project_kv,
+        project_kv=project_kv, PointerTable=PointerTable, gather_rows=triton_rows.gather_rows,
     )  # fmt: skip
 
 
@@ -54,6 +62,59 @@ def bytes_stay(pool: Any, slots: Any) -> bool:
             old[slots] = new
             same &= torch.equal(part, old)
     return same
+
+
+def gathers(pool: Any, slots: Any) -> dict[str, Any]:
+    """Reads of the KV pool by both ways, with a ring for `rows` rows in a piece; then with kernels
+    that are wrong."""
+    import torch
+
+    from sglang_hc.capture.direct import DeviceRing
+    from sglang_hc.srt import gathering
+    from sglang_hc.srt.kv_pool import KvPoolRows
+
+    rows = KvPoolRows(pool, None)
+    layers = range(1, rows.num_layers)
+    kernels = interpreted()
+    made: list[int] = []
+    timed: list[tuple[str, int]] = []
+
+    def table(buffers: Any) -> Any:
+        made.append(len(buffers))
+        return kernels.PointerTable(buffers)
+
+    def seconds(work: Any) -> float:
+        name = "torch" if work.func is gathering.gather else "kernel"
+        timed.append((name, len(work.args[2])))
+        return 1.0 if name == "torch" else 0.5
+
+    def chosen(piece: int, **changed: Any) -> str:
+        ring = DeviceRing(4 * piece * len(layers) * sum(rows.part_bytes), torch.device("cpu"))
+        ways = gathering.gathers(SimpleNamespace(**vars(kernels) | changed))
+        return gathering.choose(rows, layers, ways, slots, ring, seconds)
+
+    def one_row_on(table: Any, slots: Any, staging: Any) -> None:
+        kernels.gather_rows(table, slots.roll(1), staging)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    found = {"chosen": chosen(20, PointerTable=table), "tables": made, "timed": sorted(set(timed))}
+    found["when_wrong"] = chosen(20, gather_rows=one_row_on)
+    found["when_it_fails"] = chosen(20, gather_rows=fails)
+    found["all_slots"] = chosen(10**4)
+    found["alone"] = list(gathering.gathers(None))
+    # What a commit calls: rows of some layers into the middle of its target.
+    rows.read = gathering.gathers(kernels)["kernel"]
+    target = [
+        torch.full((len(layers), 9, width), 7, dtype=torch.uint8) for width in rows.part_bytes
+    ]
+    wanted = [part.clone() for part in target]
+    rows.gather(layers, slots[3:8], target, 2)
+    gathering.gather(rows, layers, slots[3:8], wanted, 2)
+    same = all(torch.equal(a, b) for a, b in zip(target, wanted, strict=True))
+    found["into_the_middle"] = same and any(bool(part.ne(7).any()) for part in target)
+    return found
 
 
 def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
@@ -137,6 +198,7 @@ def main(model: str) -> None:
     )  # fmt: skip
     found["warmed_rows"] = ran[-3:]
     found["scratch_is_gone"] = scratch_is_gone(runner, layers)
+    found["gathers"] = gathers(runner.token_to_kv_pool, slots.to(torch.int64))
     found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))
     print("RESULT " + json.dumps(found))
 

@@ -56,8 +56,7 @@ class DeviceRing:
 
     def take(self, shapes: Sequence[tuple[int, int, int]], lane: Lane) -> list[torch.Tensor]:
         """Tensors of these shapes, for compute work submitted from now on, until `give`."""
-        sizes = [_aligned(math.prod(shape)) for shape in shapes]
-        total = sum(sizes)
+        total = sum(_aligned(math.prod(shape)) for shape in shapes)
         start = self._head if self._head + total <= self.memory.numel() else 0
         if start + total > self.memory.numel():
             raise ValueError(f"{total} bytes, a ring of {self.memory.numel()}")
@@ -70,11 +69,7 @@ class DeviceRing:
         self._lent = kept
         self._taken = start, start + total
         self._head = start + total
-        tensors = []
-        for shape, size in zip(shapes, sizes, strict=True):
-            tensors.append(self.memory[start : start + math.prod(shape)].view(shape))
-            start += size
-        return tensors
+        return tensors_of(self.memory[start:], shapes)
 
     def give(self, copied: Mark) -> None:
         """What was taken last may be handed out again behind `copied`."""
@@ -126,9 +121,19 @@ class DirectRows:
             self._lane.copy(target.flatten(1), rows[:, source : source + count].flatten(1))
 
 
+def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """uint8 tensors one behind the other in `memory`, as `DeviceRing` hands them out."""
+    tensors, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        tensors.append(memory[start : start + size].view(shape))
+        start += _aligned(size)
+    return tensors
+
+
 def _aligned(size: int) -> int:
     """Parts begin where every word begins."""
     return -(-size // 16) * 16
 
 
-__all__ = ["DeviceRing", "DirectRows", "Fill"]
+__all__ = ["DeviceRing", "DirectRows", "Fill", "tensors_of"]

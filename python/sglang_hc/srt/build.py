@@ -19,6 +19,7 @@ from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.srt import plugin
 from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS, CaptureMemory
 from sglang_hc.srt.device_eviction import DeviceOrder
+from sglang_hc.srt.gathering import fastest_gather
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_projection, fastest_stream
@@ -83,6 +84,8 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     recomputer, pieces = _recomputer(config, runner, state, rows, allocator)
     if rows.device.type == "cuda" and state.layers is not None:
         rows.project = fastest_projection(runner, state.layers, allocator)
+    if state.memory.ring is not None and state.plan.kv:
+        rows.read = fastest_gather(rows, state.plan.kv_layers, allocator, state.memory.ring)
     exactness = _exactness(config, state, pieces)
     tiers = _tiers(config, runner, state, rows, part_bytes, recomputer, exactness)
     order = _device_order(config, ctx.params, tiers)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_hc.device.gather_scatter import gather, scatter
+from sglang_hc.device.gather_scatter import PoolRows, gather, scatter
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import PROJECTIONS, Projection
+
+Gather = Callable[[PoolRows, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
+"""`DevicePool.gather` of the pool that comes first."""
 
 
 class UnsupportedPool(ValueError):
@@ -20,7 +23,8 @@ class UnsupportedPool(ValueError):
 class KvPoolRows:
     """Byte rows of each layer of a pool. Implements `transfer`'s DevicePool and RestoreSink.
 
-    project: how K and V come from hidden states; `projection.choose` sets a faster way.
+    project: how K and V come from hidden states; `projection.choose` finds a faster way.
+    read: how rows of many layers are gathered; `gathering.choose` finds a faster way.
     """
 
     def __init__(self, pool: Any, adapters: Sequence[LayerAdapter] | None) -> None:
@@ -28,6 +32,7 @@ class KvPoolRows:
         self.pool = pool
         self.adapters = adapters
         self.project: Projection = PROJECTIONS["sglang"]
+        self.read: Gather = gather
         if type(pool) is MHATokenToKVPool:
             buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
@@ -62,7 +67,7 @@ class KvPoolRows:
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
     ) -> None:
-        gather(self, layers, slots, targets, at)
+        self.read(self, layers, slots, targets, at)
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor

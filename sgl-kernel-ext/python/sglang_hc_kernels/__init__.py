@@ -1,4 +1,4 @@
-"""Kernels of sglang-hc: K/V from hidden states into a paged pool, and row copies.
+"""Kernels of sglang-hc: K/V from hidden states into a paged pool, and rows out of it.
 
 Use `sglang_hc_kernels.ops`. Without the package the main project does the same with torch.
 """
@@ -6,10 +6,10 @@ Use `sglang_hc_kernels.ops`. Without the package the main project does the same 
 from sglang_hc_kernels.contracts import ArgumentError, Epilogue, KNorm, Rotary
 from sglang_hc_kernels.ops import (
     WARM_ROWS,
+    PointerTable,
     gather_rows,
     kv_epilogue,
     project_kv,
-    scatter_rows,
 )
 
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "ArgumentError",
     "Epilogue",
     "KNorm",
+    "PointerTable",
     "Rotary",
     "gather_rows",
     "kv_epilogue",
     "project_kv",
-    "scatter_rows",
 ]

@@ -140,6 +140,20 @@ def check_rows(name: str, buffers: Sequence[torch.Tensor]) -> None:
     )
 
 
+def check_staging(staging: torch.Tensor, layers: int, rows: int, row_bytes: int) -> None:
+    """Checks that rows of `row_bytes` bytes of so many layers find their place."""
+    require(
+        staging.dtype == torch.uint8 and staging.dim() == 3 and staging.stride(2) == 1,
+        "staging: must be a uint8 tensor [layers, rows, bytes] with contiguous rows",
+    )
+    require(
+        staging.shape[0] == layers and staging.shape[2] == row_bytes,
+        f"staging: {staging.shape[0]} layers of {staging.shape[2]} bytes a row cannot take "
+        f"{layers} of {row_bytes}",
+    )
+    require(staging.shape[1] >= rows, f"staging: {staging.shape[1]} rows cannot take {rows}")
+
+
 def check_index(name: str, index: torch.Tensor) -> None:
     """Checks a row index: contiguous int64, one dimension."""
     require(

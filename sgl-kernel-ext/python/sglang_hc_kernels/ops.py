@@ -2,7 +2,7 @@
 
 Every function returns nothing, writes only the pool or staging it is given, and on CUDA only
 enqueues on the current stream: no synchronisation and no host read, so CUDA graphs can hold it
-(for row copies: with pointer tables made beforehand, see `PointerTable`).
+(for `gather_rows`: its `PointerTable` is made beforehand).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sglang_hc_kernels.contracts import (
     check_epilogue,
     check_index,
     check_rows,
+    check_staging,
     require,
     row_bytes,
 )
@@ -119,52 +120,22 @@ class PointerTable:
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
 
 
-Buffers = PointerTable | Sequence[torch.Tensor]
+def gather_rows(pool: PointerTable, slots: torch.Tensor, staging: torch.Tensor) -> None:
+    """Row `slots[i]` of every pool buffer to row i of its layer of `staging`, in one launch.
 
-
-def _table(buffers: Buffers) -> PointerTable:
-    return buffers if isinstance(buffers, PointerTable) else PointerTable(buffers)
-
-
-def _copy(
-    source: PointerTable, source_rows: torch.Tensor, target: PointerTable, target_rows: torch.Tensor
-) -> None:
-    require(
-        len(source.buffers) == len(target.buffers) and source.row_bytes == target.row_bytes,
-        f"{len(source.buffers)} buffers of {source.row_bytes} bytes a row cannot go to "
-        f"{len(target.buffers)} of {target.row_bytes}",
-    )
-    require(
-        source.device == target.device == source_rows.device == target_rows.device,
-        "buffers and row indices must be on one device",
-    )
-    if source.device.type != "cuda":
-        reference.copy_rows(source.buffers, source_rows, target.buffers, target_rows)
-        return
-    from sglang_hc_kernels import triton_rows
-
-    triton_rows.copy_rows(source, source_rows, target, target_rows)
-
-
-def _identity(staging: PointerTable, count: int) -> torch.Tensor:
-    require(staging.rows >= count, f"staging: {staging.rows} rows cannot hold {count}")
-    return torch.arange(count, dtype=torch.int64, device=staging.device)
-
-
-def gather_rows(pool: Buffers, slots: torch.Tensor, staging: Buffers) -> None:
-    """Row `slots[i]` of every pool buffer to row i of its staging buffer, in one launch.
-
-    slots: int64 [n]; a negative one leaves its staging row as it is. Staging may be one stacked
-    [layers, rows, ...] tensor: iterating it gives the layers. Row sizes are compared in bytes.
+    slots: int64 [n]; a negative one leaves its staging row as it is. staging: uint8
+    [layers, rows, row bytes], at least n rows, contiguous rows that lie any stride apart; it may be
+    another tensor at every call, because only its address and strides are handed to the kernel.
     Raises ArgumentError; a slot past the end raises IndexError on CPU and is skipped on CUDA.
     """
     check_index("slots", slots)
-    target = _table(staging)
-    _copy(_table(pool), slots, target, _identity(target, slots.shape[0]))
+    check_staging(staging, len(pool.buffers), slots.shape[0], pool.row_bytes)
+    require(
+        pool.device == slots.device == staging.device, "pool, slots, staging: must be on one device"
+    )
+    if pool.device.type != "cuda":
+        reference.gather_rows(pool.buffers, slots, staging)
+        return
+    from sglang_hc_kernels import triton_rows
 
-
-def scatter_rows(staging: Buffers, slots: torch.Tensor, pool: Buffers) -> None:
-    """Row i of every staging buffer to row `slots[i]` of its pool buffer; contract as above."""
-    check_index("slots", slots)
-    source = _table(staging)
-    _copy(source, _identity(source, slots.shape[0]), _table(pool), slots)
+    triton_rows.gather_rows(pool, slots, staging)

@@ -64,15 +64,10 @@ def kv_epilogue(
     _store(v_pool, slots, v, epilogue.v_scale)
 
 
-def copy_rows(
-    sources: Sequence[torch.Tensor],
-    source_rows: torch.Tensor,
-    targets: Sequence[torch.Tensor],
-    target_rows: torch.Tensor,
+def gather_rows(
+    buffers: Sequence[torch.Tensor], slots: torch.Tensor, staging: torch.Tensor
 ) -> None:
-    """Row `source_rows[i]` of each source to row `target_rows[i]` of its target; negative: skip."""
-    kept = (source_rows >= 0) & (target_rows >= 0)
-    source_rows, target_rows = source_rows[kept], target_rows[kept]
-    for source, target in zip(sources, targets, strict=True):
-        rows = source.flatten(1).view(torch.uint8)[source_rows]
-        target.view(target.shape[0], -1).view(torch.uint8)[target_rows] = rows
+    """As `ops.gather_rows`. Raises IndexError for a slot past the end."""
+    places = (slots >= 0).nonzero().squeeze(1)
+    for buffer, layer in zip(buffers, staging, strict=True):
+        layer[places] = buffer.flatten(1).view(torch.uint8)[slots[places]]

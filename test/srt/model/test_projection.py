@@ -1,4 +1,5 @@
-"""The ways from hidden states to K and V, at the call sites of the server."""
+"""The ways from hidden states to K and V, and from the pool to the host, at the call sites of the
+server."""
 
 from __future__ import annotations
 
@@ -35,3 +36,10 @@ def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
     assert found["warmed_rows"] == [1, 7, 64]  # as far as there are slots
     assert found["scratch_is_gone"]
     assert found["bytes_stay"]
+    gathers = found["gathers"]
+    assert gathers["chosen"] == gathers["all_slots"] == "kernel"
+    assert gathers["when_wrong"] == gathers["when_it_fails"] == "torch"
+    assert gathers["alone"] == ["torch"]
+    assert len(gathers["tables"]) == 2, "tables are made once for each part"
+    assert gathers["timed"] == [["kernel", 20], ["torch", 20]]  # as many as a piece holds
+    assert gathers["into_the_middle"]

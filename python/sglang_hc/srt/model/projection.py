@@ -116,7 +116,7 @@ def projection_for(
     kernels = installed_kernels()
     ways = projections(kernels, adapters, context)
     warm_rows = () if kernels is None else kernels.WARM_ROWS
-    return ways[choose(pool, adapters, ways, slots, context, _seconds, warm_rows)]
+    return ways[choose(pool, adapters, ways, slots, context, seconds_on(slots.device), warm_rows)]
 
 
 def fastest_stream(
@@ -134,7 +134,7 @@ def fastest_stream(
             for _ in range(LAYER_PROJECTIONS):
                 adapters[layer].project(new, positions)
 
-    side = fastest_side(lane, shape, sink, slots.to(torch.int64), compute, _seconds)
+    side = fastest_side(lane, shape, sink, slots.to(torch.int64), compute, seconds_on(slots.device))
     allocator.free(slots)
     return side
 
@@ -172,12 +172,18 @@ def choose(
     return chosen
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def seconds_on(device: torch.device) -> Seconds:
+    """Takes the time of some work on a device, the time to submit it included."""
+    streams = torch.get_device_module(device)
+
+    def seconds(work: Callable[[], object]) -> float:
+        streams.synchronize()
+        begin = time.perf_counter()
+        work()
+        streams.synchronize()
+        return time.perf_counter() - begin
+
+    return seconds
 
 
 def _plain(adapter: LayerAdapter, context: int) -> bool:
