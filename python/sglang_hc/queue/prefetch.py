@@ -6,8 +6,8 @@ only what can is fetched, unless waiting for the rest is cheaper than recomputin
 whose turn has come waits no longer than what comes can save.
 
 One `Prefetcher` decides this in the server (queue/lookahead.py) and in the simulator
-(simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it has
-chosen, and tell it what has come. Pure: times come from the caller.
+(tools/simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it
+has chosen, and tell it what has come. Pure: times come from the caller.
 """
 
 from __future__ import annotations
