@@ -56,8 +56,7 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
         nccl_port=PortArgs.init_new(args).nccl_port,
         server_args=args,
     )
-    family = families.family_of(runner.model)
-    layers = families.layer_modules(runner.model, family) if family else None
+    layers = families.restorable_layers(runner.model)
     exact = bool(args._hc_config["exact"])
     prepare(args, layers, exact)
     hidden = hidden_excluded(runner, layers) is None

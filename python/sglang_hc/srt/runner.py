@@ -63,8 +63,7 @@ def after_load_model(result: Any, self: Any) -> None:
     config = config_of(self.server_args)
     if config is None or self.is_draft_worker:
         return
-    family = families.family_of(self.model)
-    layers = families.layer_modules(self.model, family) if family else None
+    layers = families.restorable_layers(self.model)
     prepare(self.server_args, layers, config.exact)
     reason = hidden_excluded(self, layers)
     proof = None
@@ -211,6 +210,8 @@ def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> 
 
     args = runner.server_args
     if layers is None:
+        if families.family_of(runner.model) is not None:
+            return f"the weights are quantised ({args.quantization})"
         name = type(runner.model).__name__
         return f"{name} is not among the families restored from hidden states"
     if args.enable_lora or args.lora_paths:

@@ -55,6 +55,9 @@ def verdicts(model: str) -> dict[str, str | None]:
         found["no rotary"] = check(replace(family, rotary=None))
     if family.k_norm:
         found["no norm"] = check(replace(family, k_norm=None))
+    found["restorable"] = str(len(families.restorable_layers(loaded) or ()))
+    families.layer_modules(loaded, family)[-1].qkv.quant_method = object()
+    found["one quantised"] = str(families.restorable_layers(loaded))
     return found
 
 
@@ -98,6 +101,7 @@ def test_an_adapter_agrees_with_its_model_and_a_wrong_one_is_noticed(
     assert found.pop("right") is None
     assert found["layer in pieces"] < 1e-5
     assert "layer 0: V differs" in found["v"]
+    assert int(found["restorable"]) >= 2 and found["one quantised"] == "None"
     for wrong in ("no rotary", "no norm"):
         if wrong in found:
             assert "K differs" in found[wrong]

@@ -101,6 +101,16 @@ def family_of(model: torch.nn.Module) -> Family | None:
     return FAMILIES.get(type(model).__name__)
 
 
+def restorable_layers(model: torch.nn.Module) -> list[LayerAdapter] | None:
+    """Adapters of all layers of a listed family; None for another family, and for quantised
+    projections: what they keep is not a matrix of the model's type, and none was ever checked."""
+    family = family_of(model)
+    if family is None:
+        return None
+    layers = layer_modules(model, family)
+    return layers if all(layer.sliceable for layer in layers) else None
+
+
 def layer_modules(model: torch.nn.Module, family: Family) -> list[LayerAdapter]:
     """Adapters of all layers in order."""
     layers = model.get_submodule(family.layers)
