@@ -37,6 +37,7 @@ from settings import CONTEXT, SHAPES, make_shape, rehearsal
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
+from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Span
@@ -139,7 +140,7 @@ class Measurement:
         """What brings `n` tokens back; with a disk, recomputation and what comes from there."""
         layers, stored, mix = self.engine.layers, self._stored, self._stored["mix"]
         can = self.engine.recomputer is not None
-        choice = RestoreChoice(self.engine.cost, mix.layout.plan, can, Counter())
+        choice = RestoreChoice(CorrectedCosts(self.engine.cost), mix.layout.plan, can, Counter())
         chosen = choice.choose([Span(SourceTier.HOST, n)], context=0, new=NEW_TOKENS)
         again = chosen.recompute if chosen.tokens or not can else layers
         rate, plan = choice.kv_per_hidden(n), mix.layout.plan
