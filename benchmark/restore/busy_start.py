@@ -69,7 +69,7 @@ def _spin() -> None:
 
 def _engine(model: str, form: str) -> Core:
     return Core(
-        "--hc-forms", form, "--hc-host-size-gb", "1", "--max-total-tokens", "2048",
+        "--hc-forms", form, "--hc-host-size-gb", "3", "--max-total-tokens", "2048",
         "--dtype", "float32", "--log-level", "warning", model=model, profile=None,
     )  # fmt: skip
 
