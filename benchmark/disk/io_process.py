@@ -182,8 +182,8 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
         "write": lambda index: io.blocks.write(next(TICKETS), blocks[index], index, end),
         "read": lambda index: io.blocks.read(next(TICKETS), names[index], 64 + index, end),
         "touch_16": lambda index: io.blocks.touch(names[:16]),
-        "file_16_rows": lambda index: io.executor.submit(FileRows(0, SPANS)),
-        "copy_rows": lambda index: io.executor.submit(CopyRows(96, 97, 1)),
+        "file_16_rows": lambda index: io.executor.submit(next(TICKETS), FileRows(0, SPANS)),
+        "copy_rows": lambda index: io.executor.submit(next(TICKETS), CopyRows(96, 97, 1)),
     }
     passes = Passes(io, names, busy)
     sleeper = Sleeper()

@@ -189,16 +189,16 @@ def _publishing(original: Callable[..., Any], watch: Watch) -> Callable[..., Any
 
 
 def _noting(
-    submit: Callable[[Operation], int],
+    submit: Callable[[int, Operation], None],
     watch: Watch,
     pool: Any,
     buffers: dict[int, tuple[str, list[torch.Tensor]]],
-) -> Callable[[Operation], int]:
+) -> Callable[[int, Operation], None]:
     """What the executor will read and write, noted when it is handed the work."""
     hidden = [torch.from_numpy(pool.hidden)]
     kv = [torch.from_numpy(part) for part in pool.kv]
 
-    def noting(operation: Operation) -> int:
+    def noting(ticket: int, operation: Operation) -> None:
         if isinstance(operation, FileRows):
             kind, snapshot = buffers[operation.buffer]
             for part in snapshot:
@@ -211,7 +211,7 @@ def _noting(
             for part in hidden:
                 watch.on_host("copy rows", part[operation.source, :, : operation.rows], False)
                 watch.on_host("copy rows", part[operation.target, :, : operation.rows], True)
-        return submit(operation)
+        submit(ticket, operation)
 
     return noting
 

@@ -104,13 +104,10 @@ class StepExecutor:
         self._pool, self._buffers = pool, buffers
         self._queue: deque[tuple[int, Operation]] = deque()
         self._done: list[Completion] = []
-        self._tickets = 0
         self.fail_next = 0
 
-    def submit(self, operation: Operation) -> int:
-        self._tickets += 1
-        self._queue.append((self._tickets, operation))
-        return self._tickets
+    def submit(self, ticket: int, operation: Operation) -> None:
+        self._queue.append((ticket, operation))
 
     def step(self) -> None:
         """Perform the oldest operation, if any."""

@@ -7,6 +7,7 @@ executor, which scatters the rows into slots, and knows when a slot's bytes are 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Filing:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._tickets = itertools.count(1)
         self._waiting: deque[tuple[Mark | None, Operation | None, Filed]] = deque()
         self._running: dict[int, tuple[Operation, Filed]] = {}
         self._passed: list[Filed] = []
@@ -100,7 +102,9 @@ class Filing:
                 return
             self._waiting.popleft()
             if operation is not None:
-                self._running[self._executor.submit(operation)] = (operation, filed)
+                ticket = next(self._tickets)
+                self._running[ticket] = (operation, filed)
+                self._executor.submit(ticket, operation)
             elif self._running:
                 _, before = next(reversed(self._running.values()))
                 before.on_done.append(partial(_finish, filed))

@@ -44,7 +44,12 @@ class DiskTier:
     """
 
     def __init__(
-        self, io: BlockIo, host: HostTier, clock: Callable[[], float] = time.monotonic
+        self,
+        io: BlockIo,
+        host: HostTier,
+        clock: Callable[[], float] = time.monotonic,
+        on_staged: Callable[[int], None] = lambda slot: None,
+        on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
     ) -> None:
         self._io = io
         self._host = host
@@ -55,8 +60,8 @@ class DiskTier:
         self._reads: dict[int, Arrival] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
-        self.on_staged: Callable[[int], None] = lambda slot: None
-        self.on_read: Callable[[int, float], None] = lambda blocks, seconds: None
+        self.on_staged = on_staged
+        self.on_read = on_read
         self._watch = ReadWatch(self._observed)
 
     @property

@@ -13,8 +13,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 
@@ -30,16 +31,14 @@ class RowSpan(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class FileRows:
+class FileRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Scatter rows of a snapshot buffer into slots: hidden layers, KV layers, what it holds."""
 
     buffer: int
     spans: tuple[RowSpan, ...]
 
 
-@dataclass(frozen=True)
-class CopyRows:
+class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Copy the hidden states of the first `rows` tokens of one slot to another."""
 
     source: int
@@ -51,18 +50,21 @@ Operation = FileRows | CopyRows
 
 
 class Completion(NamedTuple):
+    """Answer to an operation, under the ticket that its caller gave it."""
+
     ticket: int
     ok: bool
 
 
 class Executor(Protocol):
-    """Runs operations elsewhere. `submit` and `poll` never wait and belong to one thread."""
+    """Runs operations elsewhere, in the order in which they were submitted. `submit` and `poll`
+    never wait and belong to one thread."""
 
-    def submit(self, operation: Operation) -> int:
-        """Queue an operation. Tickets count up from 1 in submission order."""
+    def submit(self, ticket: int, operation: Operation) -> None:
+        """Queue an operation. ticket: a number that no other operation under way has."""
 
     def poll(self) -> list[Completion]:
-        """Completions since the last call, in ticket order."""
+        """Completions since the last call, in the order in which they were submitted."""
 
     def drain(self) -> list[Completion]:
         """Wait until everything submitted has completed; for flushes and tests."""
@@ -138,16 +140,16 @@ class ThreadExecutor:
         self._on_done = on_done
         self._submitted = 0
         self._completed = 0
+        """How many operations, as `_submitted`."""
         self._work: queue.SimpleQueue[tuple[int, Operation] | None] = queue.SimpleQueue()
         self._done: deque[Completion] = deque()
         self._progress = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="hc-io", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation) -> int:
+    def submit(self, ticket: int, operation: Operation) -> None:
         self._submitted += 1
-        self._work.put((self._submitted, operation))
-        return self._submitted
+        self._work.put((ticket, operation))
 
     def poll(self) -> list[Completion]:
         done = []
@@ -183,7 +185,7 @@ class ThreadExecutor:
                 ok = False
             self._done.append(Completion(ticket, ok))
             with self._progress:
-                self._completed = ticket
+                self._completed += 1
                 self._progress.notify_all()
             self._on_done()
 

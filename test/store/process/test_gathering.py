@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, CopyRows
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
@@ -58,10 +59,10 @@ class FakeLink:
         filed, blocks = [], []
         for _ in range(min(count, len(self._unanswered))):
             request = self._unanswered.popleft()
-            if isinstance(request, wire.Copy):
-                filed.append((request.ticket, True))
+            if isinstance(request, wire.Execute):
+                filed.append(Completion(request.ticket, True))
             elif isinstance(request, (wire.Read, wire.Write)):
-                blocks.append((request.ticket, Outcome.OK, None))
+                blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
         self.replies.append(wire.Answers(filed, blocks, [], False, 1, None))
 
 
@@ -176,7 +177,8 @@ def test_every_operation_is_answered_once(events: list[int | str]) -> None:
             assert run.blocks.write(ticket, block, 0, 1e9)
             open_blocks[ticket] = False
         elif event == "copy":
-            open_copies.append(run.executor.submit(CopyRows(0, 1, 1)))
+            open_copies.append(next(tickets))
+            run.executor.submit(open_copies[-1], CopyRows(0, 1, 1))
         elif event == "touch":
             run.blocks.touch([bytes(16)])
         elif event == "flush":
@@ -197,7 +199,8 @@ def test_a_burst_arrives_in_order() -> None:
     io = open_io("process", MEMORY.spec, None)
     io.memory.pool.hidden[0] = 7
     chain = [CopyRows(step % 4, (step + 1) % 4, BLOCK_TOKENS) for step in range(5 * MOST + 3)]
-    tickets = [io.executor.submit(copy) for copy in chain]
-    assert io.executor.drain() == [Completion(ticket, True) for ticket in tickets]
+    for ticket, copy in enumerate(chain):
+        io.executor.submit(ticket, copy)
+    assert io.executor.drain() == [Completion(ticket, True) for ticket in range(len(chain))]
     assert (io.memory.pool.hidden == 7).all()
     io.executor.close()

@@ -145,20 +145,18 @@ def test_rows_are_filed_in_order(io: Io) -> None:
     memory = io.memory
     memory.buffers[0].hidden[:] = np.arange(BLOCK_TOKENS, dtype=np.uint8)[None, :, None]
     memory.buffers[2].kv[1][:] = 9
-    tickets = [
-        io.executor.submit(FileRows(0, (RowSpan(2, 0, 60, 4),))),
-        io.executor.submit(FileRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),))),
-        io.executor.submit(CopyRows(0, 1, BLOCK_TOKENS)),
-    ]
-    assert io.executor.drain() == [Completion(ticket, True) for ticket in tickets]
+    io.executor.submit(9, FileRows(0, (RowSpan(2, 0, 60, 4),)))
+    io.executor.submit(8, FileRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),)))
+    io.executor.submit(7, CopyRows(0, 1, BLOCK_TOKENS))
+    assert io.executor.drain() == [Completion(ticket, True) for ticket in (9, 8, 7)]
     assert memory.pool.hidden[1, 2, 60:, 0].tolist() == [2, 3, 4, 5]
     assert (memory.pool.kv[1][0] == 9).all() and not memory.pool.kv[0].any()
     assert not memory.pool.kv[1][1].any(), "a copy takes hidden states only"
 
 
 def test_a_failed_operation_is_an_answer(io: Io) -> None:
-    io.executor.submit(FileRows(99, (RowSpan(0, 0, 0, 1),)))
-    io.executor.submit(CopyRows(0, 1, 4))
+    io.executor.submit(1, FileRows(99, (RowSpan(0, 0, 0, 1),)))
+    io.executor.submit(2, CopyRows(0, 1, 4))
     assert [done.ok for done in io.executor.drain()] == [False, True]
 
 
@@ -311,7 +309,7 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None
 
 def test_without_a_disk_it_only_files() -> None:
     io = open_io("process", MEMORY, None)
-    io.executor.submit(CopyRows(0, 1, 4))
+    io.executor.submit(2, CopyRows(0, 1, 4))
     assert [done.ok for done in io.executor.drain()] == [True]
     assert io.blocks is None
     io.executor.close()
@@ -329,7 +327,7 @@ def test_killed_it_comes_back_with_the_same_blocks(
     os.kill(first, signal.SIGSTOP)  # so that what follows is surely under way
     io.blocks.read(1, blocks[0].block_id, 32, soon())
     io.blocks.write(2, make_path(1, seed=7)[0], 33, soon())
-    io.executor.submit(CopyRows(0, 1, 4))
+    io.executor.submit(2, CopyRows(0, 1, 4))
     os.kill(first, signal.SIGKILL)
     assert {done.outcome for done in answers(io, 2)} == {Outcome.LOST}
     until(lambda: supervisor(io).state is State.UP, io)
@@ -383,7 +381,7 @@ def test_filing_goes_on_without_the_process(io: Io, monkeypatch: pytest.MonkeyPa
     os.kill(pid_of(io), signal.SIGKILL)
     until(lambda: supervisor(io).state is State.DOWN, io)
     io.memory.pool.hidden[0] = 5
-    io.executor.submit(CopyRows(0, 1, BLOCK_TOKENS))
+    io.executor.submit(1, CopyRows(0, 1, BLOCK_TOKENS))
     assert [done.ok for done in io.executor.drain()] == [True]
     assert (io.memory.pool.hidden[1] == 5).all()
     assert not io.blocks.write(1, make_path(1)[0], 0, soon())
@@ -404,7 +402,8 @@ def test_operations_stay_in_order_across_losses(io: Io) -> None:
             with contextlib.suppress(TypeError):  # there is none just now
                 os.kill(supervisor(io).pid, signal.SIGKILL)
         operation = CopyRows(rng.randrange(8), rng.randrange(8), BLOCK_TOKENS)
-        submitted[io.executor.submit(operation)] = operation
+        submitted[step] = operation
+        io.executor.submit(step, operation)
         done += io.executor.poll()
         if step % 50 == 49:
             time.sleep(0.2)

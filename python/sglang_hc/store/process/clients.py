@@ -35,25 +35,24 @@ class ProcessExecutor:
     def __init__(self, supervisor: IoSupervisor, memory: HostMemory) -> None:
         self._supervisor = supervisor
         self._memory = memory
-        self._tickets = itertools.count(1)
         self._held: deque[tuple[int, Operation]] = deque()
         self._sent: dict[int, float] = {}
         self._stand_in: ThreadExecutor | None = None
-        self._standing_in: dict[int, int] = {}
+        self._standing_in = 0
+        """Operations that the stand-in has."""
         self._done: list[Completion] = []
         supervisor.clients.append(self)
 
-    def submit(self, operation: Operation) -> int:
-        ticket = next(self._tickets)
+    def submit(self, ticket: int, operation: Operation) -> None:
         self._held.append((ticket, operation))
         self._feed()
-        return ticket
 
     def poll(self) -> list[Completion]:
         self._supervisor.poll()
         if self._stand_in is not None:
-            for ticket, ok in self._stand_in.poll():
-                self._done.append(Completion(self._standing_in.pop(ticket), ok))
+            done = self._stand_in.poll()
+            self._standing_in -= len(done)
+            self._done += done
         self._feed()
         done, self._done = self._done, []
         return done
@@ -78,9 +77,9 @@ class ProcessExecutor:
 
     def answered(self, reply: wire.Known | wire.Answers) -> None:
         if isinstance(reply, wire.Answers):
-            for ticket, ok in reply.filed:
-                if self._sent.pop(ticket, None) is not None:
-                    self._done.append(Completion(ticket, ok))
+            for done in reply.filed:
+                if self._sent.pop(done.ticket, None) is not None:
+                    self._done.append(done)
 
     def up(self) -> None:
         self._feed()
@@ -101,7 +100,7 @@ class ProcessExecutor:
             if self._supervisor.state is State.UP:
                 if self._standing_in:
                     return
-                self._supervisor.send(wire.operation_message(ticket, operation))
+                self._supervisor.send(wire.Execute(ticket, operation))
                 self._sent[ticket] = time.monotonic() + FILE_DEADLINE_S
             elif self._sent:
                 return
@@ -109,7 +108,8 @@ class ProcessExecutor:
                 if self._stand_in is None:
                     memory = self._memory
                     self._stand_in = ThreadExecutor(memory.pool, memory.buffers)
-                self._standing_in[self._stand_in.submit(operation)] = ticket
+                self._stand_in.submit(ticket, operation)
+                self._standing_in += 1
             self._held.popleft()
 
 
@@ -217,9 +217,9 @@ class ProcessBlocks:
             if not self._clearing:
                 self._known.update(dict.fromkeys(reply.block_ids))
             return
-        for ticket, outcome, at in reply.blocks:
-            if ticket in self._moves:
-                self._end(ticket, outcome, at)
+        for done in reply.blocks:
+            if done.ticket in self._moves:
+                self._end(done)
         for block_id in reply.removed:
             self._known.pop(block_id, None)
         if reply.cleared:
@@ -236,7 +236,7 @@ class ProcessBlocks:
     def lost(self) -> int:
         lost = list(self._moves)
         for ticket in lost:
-            self._end(ticket, Outcome.LOST)
+            self._end(BlockDone(ticket, Outcome.LOST, "disk"))
         self._counts_before += Counter(self._counts)
         self._counts = {}
         return len(lost)
@@ -244,12 +244,12 @@ class ProcessBlocks:
     def earliest_deadline(self) -> float:
         return min((move.deadline for move in self._moves.values()), default=float("inf"))
 
-    def _end(self, ticket: int, outcome: Outcome, at: float | None = None) -> None:
-        move = self._moves.pop(ticket)
+    def _end(self, done: BlockDone) -> None:
+        move = self._moves.pop(done.ticket)
         self._writing -= move.written
-        if outcome is Outcome.OK or outcome is Outcome.DUPLICATE:
+        if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
             if not self._clearing:
                 self._known[move.block_id] = None
-        elif outcome is Outcome.MISSING:
+        elif done.outcome is Outcome.MISSING:
             self._known.pop(move.block_id, None)
-        self._done.append(BlockDone(ticket, outcome, "disk", at))
+        self._done.append(done)

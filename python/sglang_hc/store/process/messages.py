@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_hc.forms import BlockLayout
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
-from sglang_hc.store.executor import CopyRows, FileRows, Operation, RowSpan
+from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.host_memory import MemorySpec
-from sglang_hc.store.outcome import Outcome
 
 HEARTBEAT_S = 0.25
 IDS_PER_MESSAGE = 2048
@@ -58,17 +58,11 @@ class Setup(_Message):
     disk: DiskSpec | None
 
 
-class File(_Message, tag=True):
-    ticket: int
-    buffer: int
-    spans: tuple[RowSpan, ...]
+class Execute(_Message, tag=True):
+    """See Executor.submit."""
 
-
-class Copy(_Message, tag=True):
     ticket: int
-    source: int
-    target: int
-    rows: int
+    operation: Operation
 
 
 class Write(_Message, tag=True):
@@ -127,39 +121,24 @@ class Known(_Message, tag=True):
 class Answers(_Message, tag=True):
     """What happened since the last message.
 
-    filed: (ticket, done). blocks: (ticket, outcome, when it was done as `BlockDone.at`). removed:
-    at most IDS_PER_MESSAGE identities of blocks that cannot be read any more, because they left the
-    disk or their directory is out of use; a block that was stored and left again since is in both.
-    cleared: a `Clear` is done. directories: how many may be asked now. counts: of the store, since
-    it was opened; None while they are as they were.
+    removed: at most IDS_PER_MESSAGE identities of blocks that cannot be read any more, because they
+    left the disk or their directory is out of use; a block that was stored and left again since is
+    in both. cleared: a `Clear` is done. directories: how many may be asked now. counts: of the
+    store, since it was opened; None while they are as they were.
     """
 
-    filed: list[tuple[int, bool]]
-    blocks: list[tuple[int, Outcome, float | None]]
+    filed: list[Completion]
+    blocks: list[BlockDone]
     removed: list[bytes]
     cleared: bool
     directories: int
     counts: dict[str, int] | None
 
 
-Request = File | Copy | Write | Read | Touch | Expect | Clear | Close
+Request = Execute | Write | Read | Touch | Expect | Clear | Close
 Reply = Ready | Refused | Known | Answers
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
 decode_requests = msgspec.msgpack.Decoder(list[Request]).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
-
-
-def operation_message(ticket: int, operation: Operation) -> File | Copy:
-    """A filing operation on the wire."""
-    if isinstance(operation, FileRows):
-        return File(ticket, operation.buffer, operation.spans)
-    return Copy(ticket, operation.source, operation.target, operation.rows)
-
-
-def operation_of(message: File | Copy) -> Operation:
-    """The operation that a message carries."""
-    if isinstance(message, File):
-        return FileRows(message.buffer, message.spans)
-    return CopyRows(message.source, message.target, message.rows)

@@ -44,7 +44,6 @@ class Worker:
         self._outbox: deque[bytes] = deque()
         self._removed: deque[bytes] = deque()
         """Identities that the parent must forget, and has not been told yet."""
-        self._filing: dict[int, int] = {}
         self._cleared = threading.Event()
         self._counts: dict[str, int] = {}
         self._sent = 0.0
@@ -62,8 +61,8 @@ class Worker:
 
     def take(self, request: wire.Request) -> bool:
         """Begin what is asked for. False: it was the last request, and everything is done."""
-        if isinstance(request, (wire.File, wire.Copy)):
-            self._filing[self._executor.submit(wire.operation_of(request))] = request.ticket
+        if isinstance(request, wire.Execute):
+            self._executor.submit(request.ticket, request.operation)
         elif isinstance(request, wire.Write):
             taken = self._disk.write(request.ticket, request.block, request.slot, request.deadline)
             assert taken, "the parent lets no more than WRITE_QUEUE wait"
@@ -100,13 +99,13 @@ class Worker:
             return  # tried again with the next beat
 
     def _answers(self) -> wire.Answers:
-        filed = [(self._filing.pop(done.ticket), done.ok) for done in self._executor.poll()]
+        filed = self._executor.poll()
         cleared = self._cleared.is_set()
         if cleared:
             self._cleared.clear()
         if self._store is None:
             return wire.Answers(filed, [], [], cleared, 0, None)
-        blocks = [(done.ticket, done.outcome, done.at) for done in self._disk.poll()]
+        blocks = self._disk.poll()
         removed = self._take_removed(self._store)
         counts = dict(self._disk.counts())
         news = counts if counts != self._counts else None
