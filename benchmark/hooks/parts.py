@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 def tiers_of(slots: int, policy: EvictionPolicy[BlockNode] | None = None) -> Tiers:
     """Real parts, a layer of 8 bytes a token, kept as hidden states."""
     layout = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
-    host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy or LruPolicy())
+    policy = LruPolicy() if policy is None else policy  # an empty one is falsy
+    host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
     pool = HostPool(layout, slots)
     buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
     filing = Filing(ThreadExecutor(pool, buffers))

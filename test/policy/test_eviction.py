@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.tree.block_tree import BlockNode, BlockTree
-from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
+from support.host import host_tier, keep, tokens_of
 
 
 class Host:
@@ -22,20 +22,17 @@ class Host:
     def __init__(self, name: str, slots: int = 64, **options) -> None:
         self.window: LookAhead[str] = LookAhead()
         self.policy = make_policy(name, self.window, **options)
-        self.tier = HostTier(BlockTree(b"k" * 16), slots, self.policy)
+        self.tier = host_tier(slots, self.policy)
         self.now = 0.0
         self.named: dict[str, BlockNode] = {}
 
     def store(self, path: str, tokens: int = BLOCK_TOKENS) -> BlockNode:
         """Store the last block of a path whose earlier blocks are there."""
         self.now += 1
-        parent = self.named[path[:-1]] if path[:-1] else self.tier.tree.root(None)
-        slot = self.tier.stage(self.now)
-        assert slot is not None
-        packed = pack_tokens([ord(path[-1])] * tokens)
-        node = self.tier.publish(parent, packed, slot, self.now).node
-        self.named[path] = node
-        return node
+        packed = tokens_of(path[:-1]) + pack_tokens([ord(path[-1])] * tokens)
+        keep(self.tier, packed, now=self.now)
+        self.named[path] = self.tier.tree.match(None, packed).nodes[-1]
+        return self.named[path]
 
     def store_path(self, path: str) -> None:
         for end in range(1, len(path) + 1):

@@ -10,18 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.eviction import make_policy
 from sglang_hc.queue.admission import ARRANGED, Admission
-from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import MAX_FETCHES
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
-from sglang_hc.tree.host_tier import HostTier
-from support.subjects import MemoryDisk, tokens_of
+from support.host import host_queue, identities, keep, tokens_of
+from support.subjects import MemoryDisk
 
 BOUND = 3
 HOST_SLOTS = 10
@@ -58,12 +53,9 @@ class Loop:
         self.running: list[str] = []
         self.overtaken: Counter[str] = Counter()
         self.arrivals: list[str] = []
-        window: LookAhead[str] = LookAhead()
-        self.host = HostTier(BlockTree(b"f" * 16), HOST_SLOTS, make_policy("queue", window))
         self.io = SlowDisk(lambda: self.now)
-        self.disk = DiskTier(self.io, self.host, clock=lambda: self.now)
-        self.queue = QueueView(
-            self.host, self.disk, window, (HOST_SLOTS, 1000), prefetch, ready_first=ready_first
+        window, self.host, self.disk, self.queue = host_queue(
+            HOST_SLOTS, self.io, "queue", prefetch, lambda: self.now, ready_first=ready_first
         )
         self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
 
@@ -115,35 +107,17 @@ class Loop:
     def finish(self, rid: str) -> None:
         """What the request leaves behind comes into the host tier, as far as there is room."""
         tokens = tokens_of(self.words[rid])
-        match = self.host.tree.match(None, tokens)
-        self.host.pin(match.nodes)
-        staged = []
-        for at in range(match.tokens * 4, len(tokens), BLOCK_BYTES):
-            slot = self.host.stage(self.now)
-            if slot is None:
-                break
-            staged.append((slot, tokens[at : at + BLOCK_BYTES]))
-        parent = match.nodes[-1] if match.nodes else self.host.tree.root(None)
-        for slot, piece in staged:
-            outcome = self.host.publish(parent, piece, slot, self.now)
-            parent = outcome.node
-            self.host.mark_ready(parent)
-            self.disk.spill(parent)
+        for node in keep(self.host, tokens, now=self.now):
+            self.disk.spill(node)
         self.disk.poll()
-        self.host.unpin(match.nodes)
         self.queue.finished(rid, len(self.words[rid]))
         assert not self.queue.fetching(rid)
 
     def fill_disk(self) -> None:
         """Every word of the tests was served before, long ago."""
-        for first in "abcd":
-            parent = BlockTree(b"f" * 16).root(None).block_id
-            for end in range(1, 6):
-                word = (first * 5)[:end]
-                identity = BlockTree(b"f" * 16).identities(None, tokens_of(word))[-1]
-                block = Block(identity, parent, "", end - 1, tokens_of(word)[-BLOCK_BYTES:])
-                self.io.words[identity] = word
-                parent = block.block_id
+        for letter in "abcd":
+            path = identities(tokens_of(letter * 5))
+            self.io.words |= {name: letter * end for end, name in enumerate(path, 1)}
 
 
 words = st.builds(

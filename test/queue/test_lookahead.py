@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.pins import Claims, SessionPins
 from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.queue.windows import LookAhead
-from sglang_hc.store.disk_tier import DiskTier
-from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+from support.host import host_queue, identities
 from support.no_blocks import NoBlocks
-
-PINS = SessionPins(0, 0, 1.0)
 
 
 class Below(NoBlocks):
@@ -32,12 +25,8 @@ class Below(NoBlocks):
 
 
 def view(*, tell_disk: bool = True) -> tuple[QueueView, Below]:
-    window: LookAhead[str] = LookAhead()
-    host = HostTier(BlockTree(b"f" * 16), 100, make_policy("queue", window))
     below = Below()
-    disk = DiskTier(below, host)
-    claims = Claims(window, PINS) if tell_disk else None
-    queue = QueueView(host, disk, window, (100, 100), "queue", claims)
+    queue = host_queue(100, below, hint_disk=tell_disk).queue
     for _ in range(9):
         queue.finished("earlier", 2)
     return queue, below
@@ -50,7 +39,7 @@ def waiting(rid: str) -> Waiting:
 
 
 def ids(rid: str) -> list[bytes]:
-    return BlockTree(b"f" * 16).identities(None, waiting(rid).tokens)
+    return identities(waiting(rid).tokens)
 
 
 def test_the_disk_is_told_what_changed_and_only_then() -> None:
@@ -99,9 +88,7 @@ class Gathering(NoBlocks):
 def test_reads_begin_at_once_and_together() -> None:
     """A forward pass may lie between them and the next poll."""
     below = Gathering()
-    window: LookAhead[str] = LookAhead()
-    host = HostTier(BlockTree(b"f" * 16), 100, make_policy("queue", window))
-    queue = QueueView(host, DiskTier(below, host), window, (100, 100), "queue")
+    queue = host_queue(100, below).queue
     queue.look(["a1"], waiting)
     assert below.begun == [ids("a1")]
     queue.arrived("b1", "b1", waiting)

@@ -18,6 +18,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
+from support.host import keep
 from support.tiers import HIDDEN_BYTES, PARTS, LateLane, ToyPool, build, project
 
 PATHS = 2
@@ -95,20 +96,15 @@ class Bench:
 
     def _store(self, path: int) -> tuple:
         host, pool, plan = self.tiers.host, self.tiers._pool, self.plan
-        parent, nodes = host.tree.root(None), []
-        for first in range(0, LENGTH, BLOCK_TOKENS):
-            tokens = [token(path, p) for p in range(first, min(first + BLOCK_TOKENS, LENGTH))]
-            slot = host.stage(0.0)
-            assert slot is not None
-            rows = len(tokens)
+        nodes = keep(host, pack_tokens([token(path, p) for p in range(LENGTH)]))
+        for node, first in zip(nodes, range(0, LENGTH, BLOCK_TOKENS), strict=True):
+            tokens = [token(path, p) for p in range(first, first + node.num_tokens)]
+            slot, rows = node.slot, node.num_tokens
             for index, layer in enumerate(plan.hidden_layers):
                 pool.hidden[slot, index, :rows] = HIDDEN[layer, path, first : first + rows].numpy()
             for index, layer in enumerate(plan.kv_layers):
                 for view, part in zip(pool.kv, truth(layer, tokens), strict=True):
                     view[slot, index, :rows] = part.numpy()
-            parent = host.publish(parent, pack_tokens(tokens), slot, 0.0).node
-            parent.ready = True
-            nodes.append(parent)
         return tuple(nodes)
 
     def valid(self, path: int, stop: int) -> None:

@@ -19,9 +19,8 @@ from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.identity import pack_tokens
+from support.host import FINGERPRINT, identities
 from support.tiers import build
-
-FINGERPRINT = b"f" * 16
 
 
 class Allocator:
@@ -73,7 +72,7 @@ def held(cache: RadixCache, tokens: list[int], salt: str | None = None) -> int:
 
 
 def needs(tokens: list[int], salt: str | None = None) -> list[bytes]:
-    return BlockTree(FINGERPRINT).identities(salt, pack_tokens(tokens))
+    return identities(pack_tokens(tokens), salt)
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)

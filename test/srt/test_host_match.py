@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.identity import pack_tokens
+from support.host import keep
 from support.tiers import build
 
 SLOTS = 6
@@ -65,25 +65,7 @@ class Subject:
 
     def keep(self, word: str, length: int, salt: str | None, ready: bool) -> None:
         """The host tier takes a path, as far as there is room; new blocks may not be filled yet."""
-        tokens = pack_tokens(tokens_of(word, length))
-        known = self.host.tree.match(salt, tokens)
-        if known.tokens == length:
-            return
-        self.host.pin(known.nodes)
-        first = known.tokens // BLOCK_TOKENS
-        slots = [self.host.stage(0.0) for _ in range(first * BLOCK_BYTES, len(tokens), BLOCK_BYTES)]
-        parent = known.nodes[first - 1] if first else self.host.tree.root(salt)
-        for index, slot in enumerate(slots, first):
-            if slot is None:
-                break
-            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            outcome = self.host.publish(parent, piece, slot, 0.0)
-            if not outcome.created:
-                self.host.unstage(slot)
-            parent = outcome.node
-            if ready:
-                self.host.mark_ready(parent)
-        self.host.unpin(known.nodes)
+        keep(self.host, pack_tokens(tokens_of(word, length)), salt, ready=ready)
 
     def look(self, word: str, length: int, salt: str | None) -> tuple[Any, int]:
         """Match a request; returns it and the tokens the host tier can serve."""

@@ -9,14 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.queue.lookahead import QueueView
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.waiting import WaitingRequests
-from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
+from support.host import host_queue
 
-SLOTS = 64
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("arrive"), st.sampled_from(["matched", "unmatched"])),
@@ -32,9 +27,7 @@ class Server:
     """A scheduler's queue, running requests, and what it tells the tree of both."""
 
     def __init__(self) -> None:
-        window: LookAhead[str] = LookAhead()
-        host = HostTier(BlockTree(b"f" * 16), SLOTS, LruPolicy())
-        view = QueueView(host, None, window, (SLOTS, 0), "off")
+        window, _, _, view = host_queue(64, eviction="lru")
         view.finished("before", 1)  # one block per request: the window holds them all
         tiers: Any = SimpleNamespace(queue=view, read_buffer=None, disk=None)
         self.waiting = WaitingRequests(tiers, on_device=lambda key: 0)

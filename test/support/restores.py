@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+from support.host import host_tier, keep
 from support.tiers import HIDDEN_BYTES, PARTS, project
 
 FRAME = BLOCK_TOKENS * sum(PARTS)
@@ -54,17 +54,11 @@ def expected(pool: HostPool, restoration: Restoration, layer: int) -> list[torch
 def host_with(plan: LayerPlan, lengths: Sequence[int], slots: int) -> tuple[HostTier, HostPool]:
     """A host tier whose path i holds `path_tokens(i, lengths[i])`, in scattered slots."""
     pool = filled_pool(plan, slots)
-    host = HostTier(BlockTree(pool.layout.fingerprint("toy")), slots, LruPolicy())
+    host = host_tier(slots, fingerprint=pool.layout.fingerprint("toy"))
     spare = [host.stage(0.0) for _ in range(3)]
     for path, length in enumerate(lengths):
-        tokens = path_tokens(path, length)
-        parent = host.tree.root(None)
-        for first in range(0, length, BLOCK_TOKENS):
-            slot = host.stage(0.0)
-            assert slot is not None
-            piece = pack_tokens(tokens[first : first + BLOCK_TOKENS])
-            parent = host.publish(parent, piece, slot, 0.0).node
-            parent.ready = True
+        new = keep(host, pack_tokens(path_tokens(path, length)))
+        assert len(new) == -(-length // BLOCK_TOKENS)
         if spare:
             host.unstage(spare.pop())
     for slot in spare:

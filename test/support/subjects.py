@@ -1,8 +1,7 @@
 """The policies' two homes behind one face: the server's tiers, and the simulator's.
 
-A path is a word; each letter is one block of 64 equal tokens, so words share blocks as prompts
-share prefixes. Nothing is decided here: both subjects translate words into the calls that the
-scheduler, or the simulator's engine, would make.
+A path is a word, as in `support.host`. Nothing is decided here: both subjects translate words into
+the calls that the scheduler, or the simulator's engine, would make.
 """
 
 from __future__ import annotations
@@ -11,36 +10,20 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import make_policy
 from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
-from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
-from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import pack_tokens
+from support.host import host_queue, keep, tokens_of, words_in
 from support.no_blocks import NoBlocks
 
 DISK_BLOCKS = 1000
 
 NOTHING_KNOWN = UnknownCosts()
-
-
-def tokens_of(word: str) -> bytes:
-    return pack_tokens([ord(letter) for letter in word for _ in range(BLOCK_TOKENS)])
-
-
-def words_in(tree: BlockTree) -> set[str]:
-    """Words that end in a block of the tree."""
-    return {
-        "".join(chr(node.tokens[3]) for node in last.path()) for last in tree.nodes() if last.ready
-    }
 
 
 class Subject(Protocol):
@@ -133,13 +116,10 @@ class ServerSubject:
     ) -> None:
         self.order: list[str] = []
         self._now = 0.0
-        window: LookAhead[str] = LookAhead()
-        policy = make_policy(eviction, window)
-        self.host = HostTier(BlockTree(b"f" * 16), host_slots, policy)
         self.io = MemoryDisk()
-        self.disk = DiskTier(self.io, self.host, clock=lambda: self._now)
-        sizes = (host_slots, DISK_BLOCKS)
-        self.queue = QueueView(self.host, self.disk, window, sizes, prefetch)
+        _, self.host, self.disk, self.queue = host_queue(
+            host_slots, self.io, eviction, prefetch, lambda: self._now
+        )
         self.queue.use_costs(costs)
 
     @property
@@ -158,18 +138,8 @@ class ServerSubject:
             self.queue.admission.asked(word)
             self.order.remove(word)
             self.queue.look(self.order, self._waiting)  # of the pass after its admission
-        slots = []
-        for _ in word[hit:]:
-            slot = self.host.stage(self._now)
-            if slot is None:
-                break
-            slots.append(slot)
-        parent = match.nodes[-1] if hit else self.host.tree.root(None)
-        for index, slot in enumerate(slots, hit):
-            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            parent = self.host.publish(parent, piece, slot, self._now).node
-            self.host.mark_ready(parent)
-            self.disk.spill(parent)
+        for node in keep(self.host, tokens, now=self._now):
+            self.disk.spill(node)
         self.disk.poll()
         self.host.unpin(match.nodes)
         self.host.access(self.host.tree.match(None, tokens).nodes, self._now)

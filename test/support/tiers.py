@@ -16,15 +16,13 @@ from sglang_hc.device.copy_stream import HostLane, Lane
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.device.ranges import Ranges, each_range
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restore_pass import Recomputer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
+from support.host import host_tier
 
 HIDDEN_BYTES = 8
 PARTS = (8, 8)
@@ -183,7 +181,7 @@ def build(
     device's own memory, which rows are saved through, and KV never through snapshots; 0 for none.
     """
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
-    tier = HostTier(BlockTree(layout.fingerprint("toy")), slots, LruPolicy())
+    tier = host_tier(slots, fingerprint=layout.fingerprint("toy"))
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
     lane = lane or HostLane()
     back = lane.opposite()

@@ -19,9 +19,9 @@ from sglang_hc.tools.simulator.recorded import replay_record
 from sglang_hc.tools.workloads.traces import TraceError
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from support.host import FINGERPRINT, keep
 
 SLOTS = 12
-FINGERPRINT = b"f" * 16
 
 
 class Server:
@@ -83,24 +83,7 @@ class Server:
             return rank is not None and use is not None and use < rank
 
         self.tier.pin(match.nodes)
-        start = match.tokens // BLOCK_TOKENS * BLOCK_TOKENS * TOKEN_BYTES
-        step = BLOCK_TOKENS * TOKEN_BYTES
-        parent = match.full_parent
-        staged = []
-        for offset in range(start, len(tokens), step):
-            slot = self.tier.stage(self.now, spare)
-            if slot is None:
-                break
-            staged.append((slot, tokens[offset : offset + step]))
-        if parent is None or parent.is_root:
-            parent = self.tier.tree.root(namespace)
-        for slot, piece in staged:
-            outcome = self.tier.publish(parent, piece, slot, self.now)
-            if outcome.created:
-                self.tier.mark_ready(outcome.node)
-            else:
-                self.tier.unstage(slot)
-            parent = outcome.node
+        keep(self.tier, tokens, namespace, self.now, spare)
         self.tier.access(self.tier.tree.match(namespace, tokens).nodes, self.now)
         self.tier.unpin(match.nodes)
         self.recorder.finished(rid, namespace, tokens)

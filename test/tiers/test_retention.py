@@ -13,9 +13,8 @@ from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.policy.pins import Claims, PinLimitError, TimeToLive
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.retention import Retention, pins_for
-from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
+from support.host import host_tier, keep
 
 SLOTS = 16
 
@@ -27,12 +26,8 @@ class World:
         self.now = 0.0
         self.window: LookAhead[str] = LookAhead()
         pins = pins_for(SLOTS)
-        self.host = HostTier(
-            BlockTree(b"f" * 16),
-            SLOTS,
-            make_policy(policy, self.window, held=pins),
-            TimeToLive(100.0),
-        )
+        held = make_policy(policy, self.window, held=pins)
+        self.host = host_tier(SLOTS, held, TimeToLive(100.0))
         claims = Claims(self.window, pins)
         self.retention = Retention(self.host, None, pins, claims, clock=lambda: self.now)
 
@@ -42,18 +37,10 @@ class World:
     def keep(self, conversation: int, blocks: int, namespace: str | None = None) -> None:
         """A turn ends: its missing blocks come in, by evicting what must leave."""
         tokens = self.tokens(conversation, blocks)
-        for end in range(256, len(tokens) + 1, 256):
-            match = self.host.tree.match(namespace, tokens[:end])
-            self.host.pin(match.nodes)
-            if match.tokens * 4 < end:
-                slot = self.host.stage(self.now)
-                assert slot is not None, "pins have filled the tier"
-                parent = match.full_parent or self.host.tree.root(namespace)
-                self.host.mark_ready(
-                    self.host.publish(parent, tokens[end - 256 : end], slot, self.now).node
-                )
-            self.host.unpin(match.nodes)
-        self.host.access(self.host.tree.match(namespace, tokens).nodes, self.now)
+        keep(self.host, tokens, namespace, self.now)
+        path = self.host.tree.match(namespace, tokens)
+        assert path.tokens == 64 * blocks, "pins have filled the tier"
+        self.host.access(path.nodes, self.now)
 
     def blocks(self, conversation: int) -> int:
         return len(self.host.tree.match(None, self.tokens(conversation, 9)).nodes)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, common_tokens
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from support.host import FINGERPRINT
 
 NAMESPACES = st.sampled_from([None, "", "a"])
 # Runs of equal tokens make shared prefixes and differences inside a block likely.
@@ -38,7 +39,7 @@ def shared(a: list[int], b: list[int]) -> int:
 def test_matching_finds_the_longest_prefix_of_any_path_in_its_namespace(
     inserted: list[tuple[str | None, list[int]]], namespace: str | None, asked: list[int]
 ) -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     for name, path in inserted:
         insert_path(tree, name, path)
         tree.check_integrity()
@@ -56,7 +57,7 @@ def test_matching_finds_the_longest_prefix_of_any_path_in_its_namespace(
 def test_every_path_that_went_in_is_found_whole_and_twice_changes_nothing(
     inserted: list[tuple[str | None, list[int]]],
 ) -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     for name, path in inserted:
         insert_path(tree, name, path)
     blocks = {id(node) for node in tree.nodes()}
@@ -70,7 +71,7 @@ def test_every_path_that_went_in_is_found_whole_and_twice_changes_nothing(
 @settings(max_examples=60, deadline=None)
 @given(INSERTIONS, st.randoms(use_true_random=False))
 def test_leaves_can_leave_in_any_order_until_nothing_is_left(inserted, rng) -> None:  # type: ignore[no-untyped-def]
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     for name, path in inserted:
         insert_path(tree, name, path)
     while leaves := [node for node in tree.nodes() if node.is_leaf]:
@@ -97,7 +98,7 @@ def test_common_tokens_counts_one_by_one(a: bytes, b: bytes) -> None:
 
 
 def test_a_longer_tail_replaces_the_shorter_and_a_shorter_is_answered_by_the_longer() -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     root = tree.root(None)
     short = tree.insert(root, pack_tokens([1, 2])).node
     grown = tree.insert(root, pack_tokens([1, 2, 3]))
@@ -109,20 +110,20 @@ def test_a_longer_tail_replaces_the_shorter_and_a_shorter_is_answered_by_the_lon
 
 def test_the_same_tokens_have_another_identity_in_another_namespace_or_model() -> None:
     path = list(range(100))
-    trees = [BlockTree(b"f" * 16), BlockTree(b"g" * 16)]
+    trees = [BlockTree(FINGERPRINT), BlockTree(b"g" * 16)]
     nodes = [insert_path(tree, name, path) for tree in trees for name in (None, "", "salt")]
     assert len({node.block_id for node in nodes}) == 6
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * (BLOCK_TOKENS + 1)])
 def test_a_block_of_no_or_too_many_tokens_is_refused(tokens: list[int]) -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     with pytest.raises(ValueError, match="1 to 64 tokens"):
         tree.insert(tree.root(None), pack_tokens(tokens))
 
 
 def test_a_tail_has_no_children_and_inner_blocks_and_roots_stay() -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     tail = insert_path(tree, None, [1] * 70)
     with pytest.raises(ValueError, match="only full blocks"):
         tree.insert(tail, pack_tokens([2]))
@@ -134,7 +135,7 @@ def test_a_tail_has_no_children_and_inner_blocks_and_roots_stay() -> None:
 
 
 def test_damage_is_noticed() -> None:
-    tree = BlockTree(b"f" * 16)
+    tree = BlockTree(FINGERPRINT)
     node = insert_path(tree, None, [1] * 70)
     node.block_id = bytes(16)
     with pytest.raises(AssertionError):

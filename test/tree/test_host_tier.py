@@ -8,31 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
-from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
-
-
-def tier_of(slots: int) -> HostTier:
-    return HostTier(BlockTree(b"f" * 16), slots, LruPolicy())
-
-
-def keep(tier: HostTier, namespace: str | None, tokens: list[int], now: float = 0.0) -> None:
-    """Publish what is missing of a path of full blocks and a tail; there must be room."""
-    packed = pack_tokens(tokens)
-    known = tier.tree.match(namespace, packed)
-    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
-    pieces = [packed[at : at + BLOCK_BYTES] for at in range(first, len(packed), BLOCK_BYTES)]
-    tier.pin(known.nodes)
-    slots = [tier.stage(now) for _ in pieces]
-    tier.unpin(known.nodes)
-    node = known.full_parent or tier.tree.root(namespace)
-    for piece, slot in zip(pieces, slots, strict=True):
-        assert slot is not None
-        outcome = tier.publish(node, piece, slot, now)
-        assert outcome.created
-        node = outcome.node
+from support.host import host_tier, keep
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -40,7 +18,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = tier_of(self.SLOTS)
+        self.tier = host_tier(self.SLOTS)
         self.staged: list[int] = []
         self.pinned: list[BlockNode] = []
         self.now = 0.0
@@ -145,19 +123,19 @@ TestTier = TierMachine.TestCase
 
 
 def test_the_least_recently_used_path_leaves_from_its_end() -> None:
-    tier = tier_of(4)
-    keep(tier, None, [1] * 128, 1.0)
-    keep(tier, None, [2] * 128, 2.0)
+    tier = host_tier(4)
+    keep(tier, pack_tokens([1] * 128), now=1.0)
+    keep(tier, pack_tokens([2] * 128), now=2.0)
     tier.access(tier.tree.match(None, pack_tokens([1] * 128)).nodes, 3.0)
-    keep(tier, None, [3] * 64, 4.0)
+    keep(tier, pack_tokens([3] * 64), now=4.0)
     assert tier.tree.match(None, pack_tokens([2] * 128)).tokens == 64
     assert tier.tree.match(None, pack_tokens([1] * 128)).tokens == 128
     assert tier.evicted_blocks == 1
 
 
 def test_room_is_never_made_by_taking_what_is_pinned() -> None:
-    tier = tier_of(2)
-    keep(tier, None, [1] * 128)
+    tier = host_tier(2)
+    keep(tier, pack_tokens([1] * 128))
     nodes = tier.tree.match(None, pack_tokens([1] * 128)).nodes
     tier.pin(nodes)
     assert tier.stage(0.0) is None
@@ -167,8 +145,8 @@ def test_room_is_never_made_by_taking_what_is_pinned() -> None:
 
 
 def test_a_block_that_left_while_in_use_keeps_its_slot_until_the_last_user_goes() -> None:
-    tier = tier_of(1)
-    keep(tier, None, [1])
+    tier = host_tier(1)
+    keep(tier, pack_tokens([1]))
     (node,) = tier.tree.nodes()
     tier.pin([node, node])
     tier.clear()
@@ -183,12 +161,12 @@ def test_a_block_that_left_while_in_use_keeps_its_slot_until_the_last_user_goes(
 
 def test_a_tier_without_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one slot"):
-        tier_of(0)
+        host_tier(0)
 
 
 def test_a_lost_slot_is_noticed() -> None:
-    tier = tier_of(3)
-    keep(tier, None, [1])
+    tier = host_tier(3)
+    keep(tier, pack_tokens([1]))
     next(tier.tree.nodes()).slot = 0 if next(tier.tree.nodes()).slot else 1
     with pytest.raises(AssertionError, match="no owner or two"):
         tier.check_integrity()

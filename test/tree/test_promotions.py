@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.eviction import LruPolicy
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
-from sglang_hc.tree.host_tier import HostTier, Spare
+from sglang_hc.tree.host_tier import Spare
 from sglang_hc.tree.promotions import Arrival, Arrivals
-from support.subjects import tokens_of, words_in
+from support.host import host_tier, keep, tokens_of, words_in
 
 
 class World:
     def __init__(self, slots: int = 8) -> None:
-        self.host = HostTier(BlockTree(b"f" * 16), slots, LruPolicy())
+        self.host = host_tier(slots)
         self.coming = Arrivals(self.host)
         self.published: list[bytes] = []
         self.lost: list[bytes] = []
@@ -114,10 +112,7 @@ def test_as_many_leading_blocks_as_find_room() -> None:
 def test_a_block_that_was_computed_meanwhile_is_kept() -> None:
     world = World()
     a, b = world.begin("ab")
-    slot = world.host.stage(0.0)
-    assert slot is not None
-    root = world.host.tree.root(None)
-    world.host.mark_ready(world.host.publish(root, tokens_of("a")[:BLOCK_BYTES], slot, 0.0).node)
+    keep(world.host, tokens_of("a"))
     world.came([a, b])
     assert world.words() == {"a", "ab"} and world.host.free_slots == 6
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_hc.policy.eviction import make_policy
-from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.queue.windows import LookAhead
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
-from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.identity import pack_tokens
-from support.remote import FINGERPRINT, SLOTS, Clock, FakeStore, make_blocks, make_pool, until
+from support.host import host_queue, keep
+from support.remote import SLOTS, Clock, FakeStore, make_blocks, make_pool, until
 
 TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
 
@@ -26,26 +23,18 @@ class Server:
     """Tiers of one server over a shared store."""
 
     def __init__(self, store: FakeStore, clock: Clock, prefetch: str = "queue") -> None:
-        window: LookAhead[str] = LookAhead()
         self.pool: HostPool = make_pool()
-        self.host = HostTier(BlockTree(FINGERPRINT), SLOTS, make_policy("queue", window))
         self.io: RemoteBlocks = make_blocks(store, self.pool, clock)
-        self.disk = DiskTier(self.io, self.host, clock)
-        self.queue = QueueView(self.host, self.disk, window, (SLOTS, 0), prefetch)
+        _, self.host, self.disk, self.queue = host_queue(
+            SLOTS, self.io, prefetch=prefetch, clock=clock
+        )
         self.queue.finished("earlier", 2)
 
     def keep(self) -> None:
         """Compute both whole blocks and spill them."""
-        parent = self.host.tree.root(None)
-        for block in range(2):
-            slot = self.host.stage(0.0)
-            assert slot is not None
-            self.pool.slot(slot)[:] = block + 1
-            parent = self.host.publish(
-                parent, TOKENS[256 * block : 256 * block + 256], slot, 0
-            ).node
-            self.host.mark_ready(parent)
-            self.disk.spill(parent)
+        for number, node in enumerate(keep(self.host, TOKENS[: 2 * BLOCK_BYTES]), 1):
+            self.pool.slot(node.slot)[:] = number
+            self.disk.spill(node)
         self.disk.drain()
 
     def admit(self, rid: str) -> None:
