@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_hc.tools.bench.server import ServerProcess
+from support.core import MODELS
 from support.served import numbers, post, start
 
 pytestmark = pytest.mark.server
@@ -116,9 +118,38 @@ def test_a_request_may_choose(server: ServerProcess) -> None:
     assert "longer than the model's context length" in refused(server, tokens, sampling=off)
 
 
+def test_a_chat_keeps_its_system_prompt(server: ServerProcess) -> None:
+    """Longer than the server's head, it is kept whole, and by every turn alike."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "llama-mha")
+    rng = random.Random(5)
+
+    def said(role: str, count: int) -> dict[str, str]:
+        words = (rng.choice(("the", "of", "and", "to", "in")) for _ in range(count))
+        return {"role": role, "content": " ".join(words)}
+
+    messages = [said("system", 90), said("user", 300)]
+    head = tokenizer.apply_chat_template(messages[:1], tokenize=True, return_dict=False)
+    assert KEPT_FIRST < len(head) < 128
+    cuts = []
+    for _ in range(2):
+        body = {
+            **{"model": "any", "messages": messages, "max_tokens": 8, "return_meta_info": True},
+            "custom_params": {"hc_overflow": {"keep_first": "system"}},
+        }
+        reply = json.loads(post(server, "/v1/chat/completions", body))
+        cuts.append(reply["choices"][0]["meta_info"].get("hc_overflow"))
+        messages += [said("assistant", 60), said("user", 60)]
+    assert cuts[0] is None
+    assert cuts[1]["kept_first"] == 128 == cuts[1]["dropped"][0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"sampling": {"custom_params": {"hc_overflow": {"keep_first": "system"}}}},
+            "send them to /v1/chat/completions, or give the head as a number of tokens",
+        ),
         ({"sampling": {"custom_params": {"hc_overflow": 3}}}, 'hc_overflow must be \\"off\\" or'),
         ({"sampling": {"custom_params": {"hc_cut": [64, 64]}}}, "hc_cut is set by the server"),
         ({"sampling": {"max_new_tokens": 400}}, "ask for fewer new tokens or keep a smaller head"),

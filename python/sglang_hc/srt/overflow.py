@@ -9,7 +9,8 @@ A request may opt out, or choose its head, in its `custom_params`:
 
     {"hc_overflow": "off"}    or    {"hc_overflow": {"keep_first": 512}}
 
-`keep_first` must be the same in all turns of a conversation, or its state is not found.
+`keep_first` must be the same in all turns of a conversation, or its state is not found. A chat may
+send "system" in place of a number (`srt.chat_head`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from sglang_hc.srt.server_args import config_of
 FIELD = "hc_overflow"
 CUT_FIELD = "hc_cut"
 """How a request carries its cut to the scheduler, for the counters. Clients may not set it."""
+
+SYSTEM = "system"
+"""A head of this length is the chat's system prompt and tools."""
 
 HEADER = b"x-hc-dropped-tokens"
 
@@ -100,6 +104,11 @@ def read_field(value: object) -> int | str:
         return "off"
     if isinstance(value, dict) and set(value) == {"keep_first"}:
         tokens = value["keep_first"]
+        if tokens == SYSTEM:
+            raise ValueError(
+                f'{FIELD}: "keep_first": "system" needs the messages of a chat; send them to '
+                "/v1/chat/completions, or give the head as a number of tokens"
+            )
         if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
             return tokens
     raise ValueError(f'{FIELD} must be "off" or an object such as {{"keep_first": 512}}')

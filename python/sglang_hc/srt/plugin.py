@@ -46,6 +46,7 @@ def activate() -> None:
 def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
     from sglang_hc.srt import (
+        chat_head,
         cpu_attention,
         overflow,
         pins,
@@ -59,6 +60,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     updates = (
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     )
@@ -82,6 +84,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_wish),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
+        (f"{chat}._convert_to_internal_request", HookType.AFTER, chat_head.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
         *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
         *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
