@@ -57,9 +57,12 @@ class DiskMachine(TiersMachine):
         self, salt: str | None, more: list[int], forget: bool, steps: int, end: Outcome | str
     ) -> None:
         """A long turn goes to disk, memory forgets it, a request fetches it, which ends somehow."""
+        self.back()
+        while forget and self.running:
+            self.finish(0, drop=False)
         self.turn(salt, 0, 0, (4 * more)[:220], chunk=250, reply=0, filed=40, again=False)
         self.work(6)
-        if forget and not self.running:
+        if forget:
             self.forget_memory()
         self.fetch(0, 250, steps)
         if end == "lost":
@@ -169,7 +172,7 @@ class LateDiskMachine(DiskMachine):
 
 
 for machine in (DiskMachine, LateDiskMachine):
-    # With fewer examples it is left to chance whether the disk dies while it has something to do.
+    # With 25 it was left to chance whether the disk dies while it has something to do.
     machine.TestCase.settings = settings(PROFILE, max_examples=60)
 TestDisk = DiskMachine.TestCase
 TestLateDisk = LateDiskMachine.TestCase
