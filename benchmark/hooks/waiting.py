@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.pins import Claims
+from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.device_eviction import DeviceOrder
@@ -58,17 +58,17 @@ class Queue:
     def __init__(self, disk: InstantDisk | None, *, ready_first: bool) -> None:
         window: LookAhead[str] = LookAhead()
         pins = pins_for(HOST_SLOTS)
-        claims = Claims(window, pins)
-        tiers = tiers_of(HOST_SLOTS, make_policy("queue", window, held=pins))
+        priority = RetentionPriority(window, pins)
+        tiers = tiers_of(HOST_SLOTS, make_policy("queue", window, pinned=pins))
         tiers.disk = DiskTier(disk, tiers.host) if disk is not None else None
         sizes = (HOST_SLOTS, disk.capacity if disk is not None else 0)
         tiers.queue = QueueView(
-            tiers.host, tiers.disk, window, sizes, "queue", claims, ready_first=ready_first
+            tiers.host, tiers.disk, window, sizes, "queue", priority, ready_first=ready_first
         )
-        tiers.retention = Retention(tiers.host, tiers.disk, pins, claims)
+        tiers.retention = Retention(tiers.host, tiers.disk, pins, priority)
         for _ in range(64):
             tiers.queue.finished("before", BLOCKS)
-        order = DeviceOrder(tiers.host.tree.fingerprint, claims, tiers.retention.keeps)
+        order = DeviceOrder(tiers.host.tree.fingerprint, priority, tiers.retention.keeps)
         self.cache = HcRadixCache(cache_params(), tiers, None, order)
         self.waiting: list[Any] = []
         self.running: list[Any] = []

@@ -69,7 +69,7 @@ COUNTS = {
     "file_failed": "Blocks dropped because filing failed.",
     "prefetches": "Fetches begun for waiting requests.",
     "prefetch_late": "Requests that waited too long for the disk and were recomputed.",
-    "prefetch_overtaken": "Requests that others overtook too often while they waited for the disk.",
+    "prefetch_bypassed": "Requests that others overtook too often while they waited for the disk.",
     "overflow_requests": "Requests queued whose prompt was cut to fit the context window.",
     "overflow_dropped_tokens": "Tokens of their prompts that were left out.",
     "prefetch_not_worth": "Reads not begun: they would come too late, or recomputing is faster.",

@@ -177,7 +177,7 @@ class Held:
         self.ids: set[bytes] = set()
         self.listeners: list[Callable[[bytes], None]] = []
 
-    def holds(self, block_id: bytes) -> bool:
+    def is_pinned(self, block_id: bytes) -> bool:
         return block_id in self.ids
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
@@ -191,13 +191,13 @@ class Held:
 
 def test_held_blocks_cost_a_choice_nothing_once_they_were_passed_over():
     held = Held()
-    host = Host("lru", slots=60, held=held)
+    host = Host("lru", slots=60, pinned=held)
     for number in range(50):
         held.turn(host.store(chr(300 + number)).block_id)
     host.store("a")
     assert host.leave() == "a"
     asked = []
-    held.holds = lambda block_id: asked.append(block_id) or block_id in held.ids  # type: ignore
+    held.is_pinned = lambda block_id: asked.append(block_id) or block_id in held.ids  # type: ignore
     host.store("b")
     assert host.leave() == "b"
     assert len(asked) == 1
@@ -219,7 +219,7 @@ ACTIONS = st.lists(
 @given(st.sampled_from(POLICIES), ACTIONS)
 def test_no_policy_ever_takes_a_pinned_a_held_or_an_inner_block(name, actions):
     held = Held()
-    host = Host(name, slots=12, held=held)
+    host = Host(name, slots=12, pinned=held)
     pinned: list[BlockNode] = []
     for action, number in actions:
         here = sorted(p for p, node in host.named.items() if node.slot >= 0 and node.parent)
@@ -246,7 +246,7 @@ def test_no_policy_ever_takes_a_pinned_a_held_or_an_inner_block(name, actions):
                 for p in live
                 if host.named[p].is_leaf
                 and not host.named[p].pins
-                and not held.holds(host.named[p].block_id)
+                and not held.is_pinned(host.named[p].block_id)
             }
             expected = _needed_last(host, allowed) if name == "queue" else allowed
             if allowed:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.policy.pins import Claims, PinLimitError, SessionPins, TimeToLive
+from sglang_hc.policy.pins import PinLimitError, RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead
 
 
@@ -29,9 +29,9 @@ def test_a_pin_ends_by_itself_and_can_be_renewed():
     pins = SessionPins(max_blocks=8, max_total=16, max_seconds=60)
     pins.pin("t", "s", ids("ab"), 10, now=0)
     pins.pin("t", "s", ids("abc"), 10, now=5)
-    assert pins.expire(10) == [] and pins.holds(b"c")
+    assert pins.expire(10) == [] and pins.is_pinned(b"c")
     assert pins.expire(15) == [("t", "s")]
-    assert not any(map(pins.holds, ids("abc")))
+    assert not any(map(pins.is_pinned, ids("abc")))
 
 
 def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
@@ -40,10 +40,10 @@ def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
     pins.pin("u", "one", ids("xyz"), 10, now=0)  # another namespace has its own bound
     with pytest.raises(PinLimitError, match="unpin another session"):
         pins.pin("t", "two", ids("sc"), 10, now=1)
-    assert pins.pinned_blocks("t") == 3 and not pins.holds(b"c")
+    assert pins.pinned_blocks("t") == 3 and not pins.is_pinned(b"c")
     pins.pin("t", "two", ids("sa"), 10, now=1)  # shared blocks count once
     pins.pin("t", "one", ids("sac"), 10, now=1)  # replaced, not added
-    assert pins.holds(b"c") and not pins.holds(b"b")
+    assert pins.is_pinned(b"c") and not pins.is_pinned(b"b")
     with pytest.raises(PinLimitError, match="at most 60 s"):
         pins.pin("t", "three", [], 61, now=1)
     assert pins.unpin("t", "two") and not pins.unpin("t", "two")
@@ -60,21 +60,21 @@ def test_all_namespaces_together_are_bounded_too():
     assert [pin.session for pin in pins.of("u", now=11)] == ["one"]
 
 
-def test_claims_put_pins_behind_the_queue():
+def test_retention_priority_puts_pins_behind_the_queue():
     window: LookAhead[str] = LookAhead()
     pins = SessionPins(max_blocks=3, max_total=3, max_seconds=60)
-    claims = Claims(window, pins)
+    priority = RetentionPriority(window, pins)
     heard: list[bytes] = []
-    claims.subscribe(heard.append)
+    priority.subscribe(heard.append)
     pins.pin("t", "s", ids("ab"), 10, now=0)
     window.update(["r"], 9, lambda _: ids("bc"))
-    assert claims.next_use(b"a") == float("inf")
-    assert claims.next_use(b"b") == claims.next_use(b"c") == window.rank("r")
-    assert claims.next_use(b"d") is None and len(claims) == 2
-    assert claims.next_uses(ids("abd")) == {b: claims.next_use(b) for b in ids("abd")}
+    assert priority.next_use(b"a") == float("inf")
+    assert priority.next_use(b"b") == priority.next_use(b"c") == window.rank("r")
+    assert priority.next_use(b"d") is None and len(priority) == 2
+    assert priority.next_uses(ids("abd")) == {b: priority.next_use(b) for b in ids("abd")}
     pins.expire(10)
-    assert claims.next_use(b"a") is None
-    assert claims.next_uses(ids("abd")) == {b"a": None, b"b": window.rank("r"), b"d": None}
+    assert priority.next_use(b"a") is None
+    assert priority.next_uses(ids("abd")) == {b"a": None, b"b": window.rank("r"), b"d": None}
     assert sorted(heard) == sorted(ids("ab") + ids("bc") + ids("ab"))
 
 
@@ -119,4 +119,4 @@ def test_counts_follow_from_the_pins_that_are_alive(history):
         held = set().union(*(b for _, b in model.values())) if model else set()
         everything = {n.encode() + bytes([i]) for n in "tu" for i in range(7)}
         if action != "unpin":  # unpin does not look at the clock
-            assert {b for b in everything if pins.holds(b)} == held
+            assert {b for b in everything if pins.is_pinned(b)} == held

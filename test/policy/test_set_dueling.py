@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
-from sglang_hc.policy.set_dueling import OPEN, Duels, bucket_of
+from sglang_hc.policy.set_dueling import OPEN, SetDueling, bucket_of
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock
 
@@ -82,7 +82,7 @@ def test_without_a_loop_nothing_changes_much(seed, spread):
 
 
 def test_a_use_soon_after_the_duel_began_decides_nothing():
-    duels = Duels()
+    duels = SetDueling()
     for number in range(64):
         duels.entered(bytes([number]), 64)
     duels.begin(b"old", 30, b"young", 64)
@@ -101,7 +101,7 @@ calls = st.lists(st.tuples(st.sampled_from(["enter", "use", "begin"]), names, na
 @settings(max_examples=60, deadline=None)
 @given(calls, st.integers(1, 50))
 def test_duels_stay_pairs_and_few(history, blocks):
-    duels = Duels()
+    duels = SetDueling()
     for action, one, other in history:
         if action == "begin":
             duels.begin(one, duels.clock % 37, other, blocks)

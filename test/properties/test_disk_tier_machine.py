@@ -85,7 +85,7 @@ class DiskMachine(TiersMachine):
     @rule()
     def look(self) -> None:
         """A scheduling pass."""
-        self.view.look(list(self.fetching), self.fetching.__getitem__)
+        self.view.on_schedule_step(list(self.fetching), self.fetching.__getitem__)
 
     @rule(steps=st.integers(1, 6))
     def work(self, steps: int) -> None:

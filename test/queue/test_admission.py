@@ -80,7 +80,7 @@ class Loop:
         if self.queue.admission.ready_first:
             ticket = self.queue.requests.arrival
             self.waiting[:ARRANGED] = sorted(self.waiting[:ARRANGED], key=ticket)
-        self.queue.look(self.waiting, self.of)
+        self.queue.on_schedule_step(self.waiting, self.of)
         for rid in self.running:
             self.finish(rid)
         order = list(self.waiting)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.queue.fetches import Fetches, Lacking, TurnEstimate
+from sglang_hc.queue.fetches import Fetches, Missing, TurnEstimate
 from support.rates import ConstantRates
 
 RATES = ConstantRates(1.0, BLOCK_TOKENS)
@@ -20,10 +20,10 @@ def ids(text: str) -> list[bytes]:
 
 
 def test_what_a_fetch_saves_counts_from_what_is_there() -> None:
-    lack = Lacking(ids("abcdef"), 2, 3, 0, 6 * BLOCK_TOKENS)
-    assert lack.saved(RATES, 2, 5) == 3.0
-    assert lack.saved(RATES, 0, 5) == 5.0
-    on_device = Lacking(ids("abcdef"), 2, 3, 4 * BLOCK_TOKENS, 6 * BLOCK_TOKENS)
+    missing = Missing(ids("abcdef"), 2, 3, 0, 6 * BLOCK_TOKENS)
+    assert missing.saved(RATES, 2, 5) == 3.0
+    assert missing.saved(RATES, 0, 5) == 5.0
+    on_device = Missing(ids("abcdef"), 2, 3, 4 * BLOCK_TOKENS, 6 * BLOCK_TOKENS)
     assert on_device.saved(RATES, 2, 5) == 1.0, "four of them the device has"
     assert on_device.saved(RATES, 2, 4) == -math.inf
 

@@ -44,25 +44,25 @@ def ids(rid: str) -> list[bytes]:
 
 def test_the_disk_is_told_what_changed_and_only_then() -> None:
     queue, below = view()
-    queue.look(["a1", "a2", "b1"], waiting)
+    queue.on_schedule_step(["a1", "a2", "b1"], waiting)
     shared, own = ids("a2")
     first, second, third = (below.uses[ids(rid)[1]] for rid in ("a1", "a2", "b1"))
     assert None not in (first, second, third)
     assert below.uses[shared] == first < second == below.uses[own] < third  # type: ignore[operator]
-    queue.look(["a1", "a2", "b1"], waiting)
+    queue.on_schedule_step(["a1", "a2", "b1"], waiting)
     assert below.told == 1
-    queue.look(["a2", "b1"], waiting)
+    queue.on_schedule_step(["a2", "b1"], waiting)
     assert below.uses[ids("a1")[1]] is None
     assert below.uses[shared] == second, "it is now needed by the next one"
     queue.left("a2")
     queue.left("b1")
-    queue.look([], waiting)
+    queue.on_schedule_step([], waiting)
     assert set(below.uses.values()) == {None}
 
 
 def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
     queue, below = view(tell_disk=False)
-    queue.look(["a1"], waiting)
+    queue.on_schedule_step(["a1"], waiting)
     assert below.told == 0
 
 
@@ -89,7 +89,7 @@ def test_reads_begin_at_once_and_together() -> None:
     """A forward pass may lie between them and the next poll."""
     below = Gathering()
     queue = host_queue(100, below).queue
-    queue.look(["a1"], waiting)
+    queue.on_schedule_step(["a1"], waiting)
     assert below.begun == [ids("a1")]
     queue.arrived("b1", "b1", waiting)
     queue.ready("b1", waiting)  # its turn has come, and nobody looked at the queue since

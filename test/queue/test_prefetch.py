@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.queue.fetches import FetchCosts, Lacking, UnknownCosts
+from sglang_hc.queue.fetches import FetchCosts, Missing, UnknownCosts
 from sglang_hc.queue.prefetch import (
     LOOKED_AT,
     MAX_FETCHES,
     PATIENCE,
     QUIET_PASSES,
+    IsProtected,
     Prefetcher,
-    Spare,
     reserve_slots,
 )
 from sglang_hc.queue.windows import LookAhead
@@ -29,7 +29,7 @@ FAST_PREFILL = ConstantRates(1.0, BLOCK_TOKENS * 100)
 
 
 class OneBlock:
-    """A block as `spare` sees it."""
+    """A block as `is_protected` sees it."""
 
     def __init__(self, block_id: bytes) -> None:
         self.block_id = block_id
@@ -38,7 +38,7 @@ class OneBlock:
 class Tiers:
     """Below: a request is named by its path, one letter per block, which all lie on disk.
 
-    Blocks that were evicted for others are chosen by nothing but `spare`."""
+    Blocks that were evicted for others are chosen by nothing but `is_protected`."""
 
     def __init__(self, slots: int = 1000) -> None:
         self.host: dict[bytes, None] = {}
@@ -52,42 +52,47 @@ class Tiers:
     def path(self, request: str) -> list[bytes]:
         return [request[: end + 1].encode() for end in range(len(request))]
 
-    def lacking(self, request: str) -> Lacking | None:
+    def missing(self, request: str) -> Missing | None:
         self.looks += 1
         if request in self.asking:
             return None
         path = self.path(request)
         first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
-        return Lacking(path, first, len(path) - first, 0, len(path) * BLOCK_TOKENS)
+        return Missing(path, first, len(path) - first, 0, len(path) * BLOCK_TOKENS)
 
     def in_host(self, block_id: bytes) -> bool:
         return block_id in self.host
 
     def start(
-        self, request: str, lack: Lacking, first: int, count: int, spare: Spare | None
+        self,
+        request: str,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected | None,
     ) -> int:
-        assert not {*lack.path[first : first + count]} & self.staged, "fetched twice"
+        assert not {*missing.path[first : first + count]} & self.staged, "fetched twice"
         done = 0
-        while done < count and self.make_room(spare):
-            self.staged.add(lack.path[first + done])
+        while done < count and self.make_room(is_protected):
+            self.staged.add(missing.path[first + done])
             done += 1
         if done:
             self.begun.append((request, request[first : first + done]))
         return done
 
-    def make_room(self, spare: Spare | None) -> bool:
+    def make_room(self, is_protected: IsProtected | None) -> bool:
         if len(self.host) + len(self.staged) < self.slots:
             return True
         for block_id in self.host:
-            if spare is None or not spare(OneBlock(block_id)):  # type: ignore[arg-type]
+            if is_protected is None or not is_protected(OneBlock(block_id)):  # type: ignore[arg-type]
                 del self.host[block_id]
                 return True
         return False
 
-    def keep_free(self, slots: int, spare: Spare) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
         self.kept_free = slots
         while self.slots - len(self.host) - len(self.staged) < slots:
-            unneeded = [b for b in self.host if not spare(OneBlock(b))]  # type: ignore[arg-type]
+            unneeded = [b for b in self.host if not is_protected(OneBlock(b))]  # type: ignore[arg-type]
             if not unneeded:
                 return
             del self.host[unneeded[0]]
@@ -113,7 +118,7 @@ class World:
 
     def look(self) -> list[tuple[str, str]]:
         """A pass. Returns (request, letters of the blocks) of what begins, in its order."""
-        self.prefetcher.look(self.queue, self.below.path)
+        self.prefetcher.on_schedule_step(self.queue, self.below.path)
         self.prefetcher.fetch()
         return self.begun()
 
@@ -125,7 +130,7 @@ class World:
         for block in blocks or sorted(b.decode() for b in self.below.staged):
             self.below.staged.remove(block.encode())
             self.below.host[block.encode()] = None
-            self.prefetcher.came(block.encode())
+            self.prefetcher.complete(block.encode())
 
 
 def test_the_sooner_turn_first() -> None:
@@ -215,7 +220,7 @@ def test_what_failed_is_not_fetched_again_before_the_turn() -> None:
     world.look()
     world.below.staged.clear()
     for block_id in (b"a", b"b"):
-        world.prefetcher.failed(block_id)
+        world.prefetcher.fail(block_id)
     assert world.look() == []
     assert not world.prefetcher.ready("b", 0.0)
     assert world.begun() == [("b", "b")]
@@ -317,9 +322,11 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
     starts: list[tuple[float, int]] = []
     begin: Callable[..., int] = below.start
 
-    def start(request: str, lack: Lacking, first: int, count: int, spare: Spare | None) -> int:
+    def start(
+        request: str, missing: Missing, first: int, count: int, is_protected: IsProtected | None
+    ) -> int:
         starts.append((float(len(prefetcher.fetches)), count))
-        return begin(request, lack, first, count, spare)
+        return begin(request, missing, first, count, is_protected)
 
     below.start = start  # type: ignore[method-assign]
     now = 100.0
@@ -335,7 +342,7 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
                 world.come(block_id.decode())
             else:
                 below.staged.remove(block_id)
-                prefetcher.failed(block_id)
+                prefetcher.fail(block_id)
         elif world.queue and action in ("ask", "admit", "abort"):
             request = world.queue[number % len(world.queue)]
             if action == "abort":

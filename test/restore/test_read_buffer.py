@@ -185,7 +185,7 @@ def test_evicted_meanwhile_is_still_right_and_another_path_does_not_find_it() ->
     wanted = [expected(bench.pool, restoration, layer) for layer in LAYERS]
     bench.device.run()
     bench.early.poll()
-    bench.host.evict(3, 0.0, spare=lambda node: node not in restoration.nodes)
+    bench.host.evict(3, 0.0, is_protected=lambda node: node not in restoration.nodes)
     assert restoration.nodes[0].slot == -1
     torch.from_numpy(bench.pool.bytes).zero_()  # other requests write to the slots
     bench.restore([bench.restoration(0, 0, 100, at=500)])

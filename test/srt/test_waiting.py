@@ -75,7 +75,7 @@ class Server:
             self.waiting.finished(self.running.pop(at).rid, 1)
 
     def look(self, _: None) -> None:
-        self.waiting.look()
+        self.waiting.on_schedule_step()
         self.window.check_integrity()
         names = [req.rid for req in self.waiting_queue if req.rid in self.known]
         assert list(self.window.order) == names

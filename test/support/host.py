@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy, make_policy
-from sglang_hc.policy.pins import Claims, SessionPins, TimeToLive
+from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
-from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, Spare
+from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, IsProtected
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
 
 FINGERPRINT = b"f" * 16
@@ -40,7 +40,7 @@ def keep(
     tokens: bytes,
     namespace: str | None = None,
     now: float = 0.0,
-    spare: Spare | None = None,
+    is_protected: IsProtected | None = None,
     *,
     ready: bool = True,
 ) -> list[BlockNode]:
@@ -54,7 +54,7 @@ def keep(
     host.pin(known.nodes)
     staged = []
     for at in range(known.tokens // BLOCK_TOKENS * BLOCK_BYTES, len(tokens), BLOCK_BYTES):
-        slot = host.stage(now, spare)
+        slot = host.stage(now, is_protected)
         if slot is None:
             break
         staged.append((slot, tokens[at : at + BLOCK_BYTES]))
@@ -111,9 +111,9 @@ def queue_over(
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""
     sizes = (host.num_slots, disk.capacity if disk is not None else 0)
-    claims = Claims(window, SessionPins(0, 0, 1.0)) if hint_disk else None
+    priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
     mode = prefetch if disk is not None else "off"
-    return QueueView(host, disk, window, sizes, mode, claims, ready_first=ready_first)
+    return QueueView(host, disk, window, sizes, mode, priority, ready_first=ready_first)
 
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:

@@ -137,7 +137,9 @@ class ServerSubject:
         if word in self.order:
             self.queue.admission.asked(word)
             self.order.remove(word)
-            self.queue.look(self.order, self._waiting)  # of the pass after its admission
+            self.queue.on_schedule_step(
+                self.order, self._waiting
+            )  # of the pass after its admission
         for node in keep(self.host, tokens, now=self._now):
             self.disk.spill(node)
         self.disk.poll()
@@ -160,7 +162,7 @@ class ServerSubject:
     def look(self) -> list[str]:
         self._now += 1
         self.disk.poll()
-        self.queue.look(self.order, self._waiting)
+        self.queue.on_schedule_step(self.order, self._waiting)
         return self._started()
 
     def ready(self, word: str) -> tuple[bool, list[str]]:
@@ -267,7 +269,9 @@ class SimulatorSubject:
     def _take(self) -> None:
         started = self.cache.take_started()
         self._under_way += started
-        self._names += [self._words[a.block_id] for transfer in started for a in transfer.arrivals]
+        self._names += [
+            self._words[a.block_id] for transfer in started for a in transfer.promotions
+        ]
 
     def _started(self) -> list[str]:
         self._take()

@@ -78,12 +78,12 @@ class Server:
             self.hits += usable
         rank = self.window.rank(rid)
 
-        def spare(node) -> bool:
+        def is_protected(node) -> bool:
             use = self.window.next_use(node.block_id)
             return rank is not None and use is not None and use < rank
 
         self.tier.pin(match.nodes)
-        keep(self.tier, tokens, namespace, self.now, spare)
+        keep(self.tier, tokens, namespace, self.now, is_protected)
         self.tier.access(self.tier.tree.match(namespace, tokens).nodes, self.now)
         self.tier.unpin(match.nodes)
         self.recorder.finished(rid, namespace, tokens)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
-from sglang_hc.policy.pins import Claims, PinLimitError, TimeToLive
+from sglang_hc.policy.pins import PinLimitError, RetentionPriority, TimeToLive
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.retention import Retention, pins_for
 from sglang_hc.tree.identity import pack_tokens
@@ -26,10 +26,10 @@ class World:
         self.now = 0.0
         self.window: LookAhead[str] = LookAhead()
         pins = pins_for(SLOTS)
-        held = make_policy(policy, self.window, held=pins)
+        held = make_policy(policy, self.window, pinned=pins)
         self.host = host_tier(SLOTS, held, TimeToLive(100.0))
-        claims = Claims(self.window, pins)
-        self.retention = Retention(self.host, None, pins, claims, clock=lambda: self.now)
+        priority = RetentionPriority(self.window, pins)
+        self.retention = Retention(self.host, None, pins, priority, clock=lambda: self.now)
 
     def tokens(self, conversation: int, blocks: int) -> bytes:
         return pack_tokens([conversation] * 64 * blocks)

@@ -1,4 +1,4 @@
-"""Blocks on their way: any order of arrival and failure, and every slot keeps one owner."""
+"""Blocks on their way: any order of promotion and failure, and every slot keeps one owner."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.tree.host_tier import Spare
-from sglang_hc.tree.promotions import Arrival, Arrivals
+from sglang_hc.tree.host_tier import IsProtected
+from sglang_hc.tree.promotions import Promotion, Promotions
 from support.host import host_tier, keep, tokens_of, words_in
 
 
 class World:
     def __init__(self, slots: int = 8) -> None:
         self.host = host_tier(slots)
-        self.coming = Arrivals(self.host)
+        self.coming = Promotions(self.host)
         self.published: list[bytes] = []
         self.lost: list[bytes] = []
         self.coming.on_published = self.published.append
@@ -25,14 +25,18 @@ class World:
         return self.host.tree.identities(None, tokens_of(word))
 
     def begin(
-        self, word: str, first: int = 0, count: int | None = None, spare: Spare | None = None
-    ) -> list[Arrival]:
+        self,
+        word: str,
+        first: int = 0,
+        count: int | None = None,
+        is_protected: IsProtected | None = None,
+    ) -> list[Promotion]:
         count = len(word) - first if count is None else count
         tokens, path = tokens_of(word), self.path(word)
-        return self.coming.begin(None, tokens, path, first, count, 0.0, spare)
+        return self.coming.begin(None, tokens, path, first, count, 0.0, is_protected)
 
-    def came(self, arrivals: Sequence[Arrival]) -> None:
-        self.coming.came(arrivals, 1.0)
+    def complete(self, promotions: Sequence[Promotion]) -> None:
+        self.coming.complete(promotions, 1.0)
 
     def words(self) -> set[str]:
         self.host.check_integrity()
@@ -42,10 +46,10 @@ class World:
 def test_blocks_join_when_their_parents_have() -> None:
     world = World()
     a, b, c = world.begin("abc")
-    world.came([c])
+    world.complete([c])
     assert world.words() == set() and world.published == []
-    world.came([b])
-    world.came([a])
+    world.complete([b])
+    world.complete([a])
     assert world.words() == {"a", "ab", "abc"}
     assert world.published == world.path("abc") and not len(world.coming)
 
@@ -53,58 +57,58 @@ def test_blocks_join_when_their_parents_have() -> None:
 def test_one_path_goes_on_where_another_is_still_coming() -> None:
     world = World()
     (s, a), (b,) = world.begin("sa"), world.begin("sb", first=1)
-    world.came([b, a])
-    world.came([s])
+    world.complete([b, a])
+    world.complete([s])
     assert world.words() == {"s", "sa", "sb"}
 
 
 def test_what_lies_below_a_failure_is_lost_and_its_slots_come_back_with_its_bytes() -> None:
     world = World()
     a, b, c = world.begin("abc")
-    world.came([c])
-    world.coming.failed(a)
+    world.complete([c])
+    world.coming.fail(a)
     assert world.lost == [world.path("abc")[0], world.path("abc")[2]]
     assert world.host.staged_slots == 1, "b is still being written"
     assert world.begin("abx", first=2) == [], "no place below what is lost"
-    world.came([b])
+    world.complete([b])
     assert world.host.free_slots == 8 and world.words() == set()
 
 
 def test_a_child_that_failed_first_is_not_waited_for() -> None:
     world = World()
     a, b = world.begin("ab")
-    world.coming.failed(b)
-    world.came([a])
+    world.coming.fail(b)
+    world.complete([a])
     assert world.words() == {"a"} and world.lost == [b.block_id]
     assert all(not node.pins for node in world.host.tree.nodes())
 
 
 def test_what_is_extended_does_not_leave_meanwhile() -> None:
     world = World(slots=3)
-    world.came(world.begin("ab"))
+    world.complete(world.begin("ab"))
     (c,) = world.begin("abc", first=2)
     assert world.host.evict(3, 0.0) == 0
-    world.came([c])
+    world.complete([c])
     assert world.words() == {"a", "ab", "abc"}
     assert world.host.evict(1, 0.0) == 1
 
 
 def test_a_block_dropped_in_spite_of_its_pin_takes_its_successors_along() -> None:
     world = World()
-    world.came(world.begin("ab"))
+    world.complete(world.begin("ab"))
     (c,) = world.begin("abc", first=2)
     (first,) = world.host.tree.root(None).children or ()
     world.host.drop_branch(first)
-    world.came([c])
+    world.complete([c])
     assert world.lost == [c.block_id] and world.host.free_slots == 8
 
 
 def test_as_many_leading_blocks_as_find_room() -> None:
     world = World(slots=3)
-    world.came(world.begin("x"))
-    arrivals = world.begin("abcd", spare=lambda node: True)
-    assert len(arrivals) == 2
-    world.came(arrivals)
+    world.complete(world.begin("x"))
+    promotions = world.begin("abcd", is_protected=lambda node: True)
+    assert len(promotions) == 2
+    world.complete(promotions)
     assert world.words() == {"x", "a", "ab"}
     assert world.begin("abcd", first=3) == [], "its parent is not there"
 
@@ -113,7 +117,7 @@ def test_a_block_that_was_computed_meanwhile_is_kept() -> None:
     world = World()
     a, b = world.begin("ab")
     keep(world.host, tokens_of("a"))
-    world.came([a, b])
+    world.complete([a, b])
     assert world.words() == {"a", "ab"} and world.host.free_slots == 6
 
 
@@ -131,7 +135,7 @@ steps = st.lists(
 @given(steps)
 def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> None:
     world = World(slots=6)
-    flying: list[Arrival] = []
+    flying: list[Promotion] = []
     begun: list[bytes] = []
     for action, number in history:
         if action == "begin":
@@ -142,15 +146,15 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
                 (i for i, b in enumerate(path) if b not in world.host and not coming[i]), len(path)
             )
             count = next((i for i in range(first, len(path)) if coming[i]), len(path)) - first
-            arrivals = world.begin(word, first, count)
-            flying += arrivals
-            begun += [arrival.block_id for arrival in arrivals]
+            promotions = world.begin(word, first, count)
+            flying += promotions
+            begun += [promotion.block_id for promotion in promotions]
         elif action == "came" and flying:
             take = 1 + number % len(flying)
-            world.came(flying[-take:])
+            world.complete(flying[-take:])
             del flying[-take:]
         elif action == "failed" and flying:
-            world.coming.failed(flying.pop(number % len(flying)))
+            world.coming.fail(flying.pop(number % len(flying)))
         elif action == "evict":
             world.host.evict(number % 3, 0.0)
         elif action == "drop":
@@ -158,7 +162,7 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
                 world.host.drop_branch(node)
         assert len(flying) <= len(world.coming) == world.host.staged_slots
         world.host.check_integrity()
-    world.came(flying)
+    world.complete(flying)
     assert sorted(world.published + world.lost) == sorted(begun)
     assert not len(world.coming) and world.host.staged_slots == 0
     assert all(not node.pins for node in world.host.tree.nodes())

@@ -2,8 +2,8 @@
 
 One interface for the host tier and the simulated tiers; the device (srt/device_eviction.py) and
 the disk (store/disk/eviction.py) order their own units by the same window. Only leaves leave,
-because a block without its parent cannot be reached. A block in use (`pins`) or held for a session
-(policy/pins.py) stays.
+because a block without its parent cannot be reached. A block in use (`pins`) or pinned for a
+session (policy/pins.py) stays.
 
     queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
            over a loop the youngest (policy/set_dueling.py); then what is needed last
@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.set_dueling import Duels
+from sglang_hc.policy.set_dueling import SetDueling
 
 POLICIES = ("queue", "lru", "fifo", "lfu")
 
@@ -56,12 +56,12 @@ class NextUse(Protocol):
     def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
 
 
-class Holds(Protocol):
+class PinnedBlocks(Protocol):
     """Who must not leave for now, e.g. `pins.SessionPins`."""
 
-    def holds(self, block_id: bytes) -> bool: ...
+    def is_pinned(self, block_id: bytes) -> bool: ...
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener(block_id)` after each change of `holds`."""
+        """Call `listener(block_id)` after each change of `is_pinned`."""
 
 
 class Entry(Generic[B]):
@@ -127,13 +127,13 @@ class EvictionPolicy(ABC, Generic[B]):
     by_need = False
     """Victims come by need: when one must not make room for a waiting request, no later one may."""
 
-    def __init__(self, held: Holds | None = None) -> None:
-        """`held`: blocks that must stay for now. They are put aside when they come up, and are
+    def __init__(self, pinned: PinnedBlocks | None = None) -> None:
+        """`pinned`: blocks that must stay for now. They are put aside when they come up, and are
         in the running again when they are let go, so that they cost nothing meanwhile."""
-        self._held = held
+        self._pinned = pinned
         self._aside: set[bytes] = set()
-        if held is not None:
-            held.subscribe(self._hold_changed)
+        if pinned is not None:
+            pinned.subscribe(self._pin_changed)
         self._entries: dict[bytes, Entry[B]] = {}
         self._order: Leaves[B] = Leaves()
         self._fresh: list[Entry[B]] = []
@@ -195,7 +195,7 @@ class EvictionPolicy(ABC, Generic[B]):
             while (entry := self._take()) is not None:
                 entry.stamp = 0
                 block = entry.block
-                if self._held is not None and self._held.holds(block.block_id):
+                if self._pinned is not None and self._pinned.is_pinned(block.block_id):
                     self._aside.add(block.block_id)
                     continue
                 aside.append(entry)
@@ -215,7 +215,7 @@ class EvictionPolicy(ABC, Generic[B]):
     def _used(self, entry: Entry[B]) -> None:
         """A subclass' own note on a use."""
 
-    def _hold_changed(self, block_id: bytes) -> None:
+    def _pin_changed(self, block_id: bytes) -> None:
         if block_id in self._aside:
             self._aside.discard(block_id)
             entry = self._entries[block_id]
@@ -287,7 +287,8 @@ class QueuePolicy(EvictionPolicy[B]):
     last first. The others leave by GreedyDual-Size: worth(block) + an inflation that rises to the
     worth of what has left. That is LRU while all blocks are worth the same per byte, and lets a
     block that is dear to restore outlive a cheap one of the same age, but not for ever. Where
-    blocks as old as the oldest are mostly used before the youngest (`Duels`), the youngest leaves.
+    blocks as old as the oldest are mostly used before the youngest
+    (`SetDueling`), the youngest leaves.
     """
 
     by_need = True
@@ -296,16 +297,16 @@ class QueuePolicy(EvictionPolicy[B]):
         self,
         window: NextUse,
         worth: Callable[[B], float] = filled_share,
-        held: Holds | None = None,
+        pinned: PinnedBlocks | None = None,
         by_age: bool = False,
     ) -> None:
         """`worth`: seconds to restore the block without this tier, per byte; any fixed unit.
         `by_age`: the oldest leaves whatever was learned, as on the server's disk."""
-        super().__init__(held)
+        super().__init__(pinned)
         self._window = window
         self._worth = worth
         self._inflation = 0.0
-        self._duels = Duels()
+        self._duels = SetDueling()
         self._by_age = by_age
         self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
@@ -355,16 +356,16 @@ def make_policy(
     name: str,
     window: NextUse,
     worth: Callable[[B], float] = filled_share,
-    held: Holds | None = None,
+    pinned: PinnedBlocks | None = None,
     by_age: bool = False,
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, worth, held, by_age)
+        return QueuePolicy(window, worth, pinned, by_age)
     if name == "lru":
-        return LruPolicy(held)
+        return LruPolicy(pinned)
     if name == "fifo":
-        return FifoPolicy(held)
+        return FifoPolicy(pinned)
     if name == "lfu":
-        return LfuPolicy(held)
+        return LfuPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

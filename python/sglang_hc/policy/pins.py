@@ -107,7 +107,7 @@ class SessionPins:
         return len(self._held)
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener(block_id)` after each change of a block's `holds`."""
+        """Call `listener(block_id)` after each change of a block's `is_pinned`."""
         self._listeners.append(listener)
 
     def of(self, namespace: str | None, now: float) -> list[Pinned]:
@@ -120,7 +120,7 @@ class SessionPins:
         ]
         return sorted(pins, key=lambda pin: pin.seconds)
 
-    def holds(self, block_id: bytes) -> bool:
+    def is_pinned(self, block_id: bytes) -> bool:
         """Whether any session pins this block. Call `expire` first when time has passed."""
         return block_id in self._held
 
@@ -235,7 +235,7 @@ class SessionPins:
 
 
 class NextUse(Protocol):
-    """What `Claims` asks of the look-ahead window."""
+    """What `RetentionPriority` asks of the look-ahead window."""
 
     def __len__(self) -> int: ...
     def next_use(self, block_id: bytes) -> float | None: ...
@@ -243,7 +243,7 @@ class NextUse(Protocol):
     def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
 
 
-class Claims:
+class RetentionPriority:
     """Who wants a block to stay: the waiting queue, and behind all of it the pins.
 
     For tiers where a pin is a wish and not a promise: the device and the disk.
@@ -259,7 +259,7 @@ class Claims:
     def next_use(self, block_id: bytes) -> float | None:
         """Rank of the first waiting request that needs it; infinity for a pin; None for nobody."""
         use = self._window.next_use(block_id)
-        return float("inf") if use is None and self._pins.holds(block_id) else use
+        return float("inf") if use is None and self._pins.is_pinned(block_id) else use
 
     def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]:
         """`next_use` of many blocks."""

@@ -44,7 +44,7 @@ def bucket_of(age: int) -> int:
     return 2 * octave + (age >> octave)
 
 
-class Duels:
+class SetDueling:
     """Duels of one tier's blocks. O(1) amortised per call; not thread-safe.
 
     clock: blocks that have come in or were used, once for uses close together. The caller keeps

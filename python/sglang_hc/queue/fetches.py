@@ -68,7 +68,7 @@ class UnknownCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
+class Missing:
     """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
 
     path: identities of the whole blocks of its prompt. first: blocks of it in host memory, without

@@ -15,10 +15,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.pins import Claims
+from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import Admission, Readiness
-from sglang_hc.queue.fetches import Lacking, RestoreCosts, UnknownCosts
-from sglang_hc.queue.prefetch import Prefetcher, Spare
+from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
+from sglang_hc.queue.prefetch import IsProtected, Prefetcher
 from sglang_hc.queue.ready_first import ON_THE_WAY
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
@@ -52,11 +52,11 @@ class QueueView:
         window: LookAhead[str],
         slots: tuple[int, int],
         prefetch: str,
-        claims: Claims | None = None,
+        priority: RetentionPriority | None = None,
         *,
         ready_first: bool = False,
     ) -> None:
-        """slots: blocks the host tier holds, and the disk tier (0 without one). claims: told to
+        """slots: blocks the host tier holds, and the disk tier (0 without one). priority: told to
         the disk; None leaves it to evict by age. ready_first: see `Admission.arrange`."""
         self._host = host
         self._disk = disk
@@ -68,12 +68,12 @@ class QueueView:
         self.requests = window.requests
         self.admission = Admission(self.requests, ready_first=ready_first)
         self._changed: set[bytes] = set()
-        self._claims = claims
+        self._priority = priority
         if disk is not None:
             disk.coming.on_published = self._came
-            disk.coming.on_lost = self._prefetcher.failed
-            if claims is not None:
-                claims.subscribe(self._changed.add)
+            disk.coming.on_lost = self._prefetcher.fail
+            if priority is not None:
+                priority.subscribe(self._changed.add)
 
     def use_costs(self, costs: RestoreCosts) -> None:
         """What fetching and recomputing take on this machine; unknown until then."""
@@ -86,7 +86,7 @@ class QueueView:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+    def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
         """The waiting requests, the next to be served first; once per pass, at its top."""
         admitted = self.admission.passed(queue)
         if not (queue or admitted or len(self.window) or self._changed):
@@ -94,8 +94,8 @@ class QueueView:
             return
         self._waiting_of = waiting_of
         self._prefetcher.admitted(admitted, self._now())
-        self._prefetcher.look(queue, self._needs_of)
-        self._tell_disk()
+        self._prefetcher.on_schedule_step(queue, self._needs_of)
+        self._send_eviction_hints()
         self._prefetcher.fetch()
 
     def arrived(self, rid: str, source: Any, waiting_of: WaitingOf) -> None:
@@ -115,7 +115,7 @@ class QueueView:
         if self._disk is None:
             return True
         if self.admission.is_due(rid):
-            self.counters["prefetch_overtaken"] += self.fetching(rid)
+            self.counters["prefetch_bypassed"] += self.fetching(rid)
             self._prefetcher.give_up(rid)
             return True
         return self._prefetcher.ready(rid, self._disk.now())
@@ -154,7 +154,7 @@ class QueueView:
 
     # -- what the prefetcher asks ----------------------------------------------------------------
 
-    def lacking(self, request: str) -> Lacking | None:
+    def missing(self, request: str) -> Missing | None:
         """Blocks that are on disk and not in host memory; see `policy.prefetch.Below`."""
         assert self._disk is not None
         path = self._path_of(request)
@@ -168,35 +168,40 @@ class QueueView:
             on_device, length = waiting.on_device, len(waiting.tokens) // TOKEN_BYTES
             if (first + count) * BLOCK_TOKENS <= on_device:
                 count = 0
-        return Lacking(path, first, count, on_device, length)
+        return Missing(path, first, count, on_device, length)
 
     def in_host(self, block_id: bytes) -> bool:
         """Whether the host tier has this block; its bytes may still be on their way."""
         return block_id in self._host
 
     def start(
-        self, request: str, lack: Lacking, first: int, count: int, spare: Spare | None
+        self,
+        request: str,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected | None,
     ) -> int:
         """Read blocks from disk into staged slots; see `policy.prefetch.Below`."""
         assert self._disk is not None
         waiting = self._of(request)
         started = self._disk.fetch(
-            waiting.namespace, waiting.tokens, lack.path, first, count, spare
+            waiting.namespace, waiting.tokens, missing.path, first, count, is_protected
         )
         if started:
             self.requests[request].restore_seconds = None
         return started
 
-    def keep_free(self, slots: int, spare: Spare) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
         """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
         assert self._disk is not None
         if self._host.free_slots < slots:
-            self._host.evict(slots - self._host.free_slots, self._disk.now(), spare)
+            self._host.evict(slots - self._host.free_slots, self._disk.now(), is_protected)
 
     # -- inner parts -----------------------------------------------------------------------------
 
     def _came(self, block_id: bytes) -> None:
-        for rid in self._prefetcher.came(block_id):
+        for rid in self._prefetcher.complete(block_id):
             record = self.requests[rid]
             record.loaded_tokens += BLOCK_TOKENS
             record.restore_seconds = None
@@ -235,7 +240,7 @@ class QueueView:
     def _now(self) -> float:
         return self._disk.now() if self._disk is not None else 0.0
 
-    def _tell_disk(self) -> None:
-        if self._changed and self._disk is not None and self._claims is not None:
-            self._disk.expect(self._claims.next_uses(self._changed))
+    def _send_eviction_hints(self) -> None:
+        if self._changed and self._disk is not None and self._priority is not None:
+            self._disk.expect(self._priority.next_uses(self._changed))
             self._changed.clear()

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.policy.eviction import Block
-from sglang_hc.queue.fetches import FetchCosts, Fetches, Lacking, TurnEstimate
+from sglang_hc.queue.fetches import FetchCosts, Fetches, Missing, TurnEstimate
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
 PREFETCH_MODES = ("queue", "on-arrival", "off")
@@ -47,27 +47,32 @@ last user unseen, and make room now."""
 K = TypeVar("K", bound=Hashable)
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
-Spare = Callable[[Block], bool]
+IsProtected = Callable[[Block], bool]
 """Blocks that must not make room."""
 
 
 class Below(Protocol[K_contra]):
     """The tiers, as the prefetcher sees them."""
 
-    def lacking(self, request: K_contra) -> Lacking | None:
+    def missing(self, request: K_contra) -> Missing | None:
         """What a fetch would bring for a waiting request. None: not known yet, but soon."""
 
     def in_host(self, block_id: bytes) -> bool:
         """Whether host memory has this block."""
 
     def start(
-        self, request: K_contra, lack: Lacking, first: int, count: int, spare: Spare | None
+        self,
+        request: K_contra,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected | None,
     ) -> int:
         """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
-        slot without displacing what `spare` protects. Returns how many."""
+        slot without displacing what `is_protected` protects. Returns how many."""
 
-    def keep_free(self, slots: int, spare: Spare) -> None:
-        """Evict until so many slots of host memory are free, nothing that `spare` protects."""
+    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
+        """Evict until so many slots of host memory are free, but no protected block."""
 
 
 def reserve_slots(num_slots: int, mean_blocks: float) -> int:
@@ -129,7 +134,7 @@ class Prefetcher(Generic[K]):
 
     # -- what happens to requests and blocks -----------------------------------------------------
 
-    def look(self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]) -> None:
+    def on_schedule_step(self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]) -> None:
         """The waiting requests, the next to be served first; once per pass, at its top.
 
         needs: identities of the blocks a request can use; asked once, when it enters the window.
@@ -173,7 +178,7 @@ class Prefetcher(Generic[K]):
         self._unseen.pop(request, None)
         self._requests[request].settled = True
 
-    def came(self, block_id: bytes) -> set[K]:
+    def complete(self, block_id: bytes) -> set[K]:
         """A block is in host memory. Returns the requests that waited for it."""
         self._quiet = 0
         requests = self.fetches.ended(block_id)
@@ -184,9 +189,9 @@ class Prefetcher(Generic[K]):
                 record.fetches += 1
         return requests
 
-    def failed(self, block_id: bytes) -> None:
+    def fail(self, block_id: bytes) -> None:
         """A block will not come. Who waited for it is looked at again at its turn."""
-        for request in self.came(block_id):
+        for request in self.complete(block_id):
             self._requests[request].last_block = None
 
     # -- ahead of the turn -----------------------------------------------------------------------
@@ -200,23 +205,23 @@ class Prefetcher(Generic[K]):
             self._below.keep_free(self.reserve, self._is_needed)
         chosen = list(islice(self._candidates(), LOOKED_AT))
         chosen.sort(key=lambda candidate: (candidate[0], candidate[2].count))
-        for turn_in, request, lack in chosen:
-            self._start(request, lack, turn_in)
+        for turn_in, request, missing in chosen:
+            self._start(request, missing, turn_in)
         if len(chosen) == LOOKED_AT:
             self._quiet = 0
 
-    def _candidates(self) -> Iterator[tuple[float, K, Lacking]]:
+    def _candidates(self) -> Iterator[tuple[float, K, Missing]]:
         """(seconds to its turn, request, what it lacks) of the requests that may lack blocks."""
         for turn_in, request in self._to_look_at():
-            lack = self._below.lacking(request)
-            if lack is None:
+            missing = self._below.missing(request)
+            if missing is None:
                 self._quiet = 0
                 continue
             self._unseen.pop(request, None)
-            if lack.count:
-                yield turn_in, request, lack
+            if missing.count:
+                yield turn_in, request, missing
             else:
-                self._reached(request, lack, lack.first)
+                self._reached(request, missing, missing.first)
 
     def _to_look_at(self) -> Iterator[tuple[float, K]]:
         unseen = self._unseen
@@ -263,12 +268,12 @@ class Prefetcher(Generic[K]):
 
     def _has_all(self, request: K) -> bool:
         """Nothing that the request lacks is worth waiting for, or can be had."""
-        lack = self._below.lacking(request)
-        if lack is None:
+        missing = self._below.missing(request)
+        if missing is None:
             return False
-        if not lack.count:
+        if not missing.count:
             return True
-        wanted = self._start(request, lack, 0.0)
+        wanted = self._start(request, missing, 0.0)
         if self.fetches.awaited_by(request):
             return False
         if not wanted:
@@ -279,42 +284,42 @@ class Prefetcher(Generic[K]):
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _start(self, request: K, lack: Lacking, turn_in: float) -> int:
+    def _start(self, request: K, missing: Missing, turn_in: float) -> int:
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns the blocks that were wanted besides those under way."""
-        path, first, end = lack.path, lack.first, lack.first + lack.count
+        path, first, end = missing.path, missing.first, missing.first + missing.count
         while first < end and path[first] in self.fetches:
             self.fetches.wait(request, path[first])
             first += 1
         # Further down something may still be on its way that has lost its place.
         end = next((i for i in range(first, end) if path[i] in self.fetches), end)
-        wanted = self._worth(lack, first, end, turn_in)
+        wanted = self._worth(missing, first, end, turn_in)
         started = 0
         if wanted:
-            started = self._begin(request, lack, first, wanted)
+            started = self._begin(request, missing, first, wanted)
             self.counters["prefetches"] += started > 0
         elif first < end:
             self.counters["prefetch_not_worth"] += 1
-            started = self._try(request, lack, first, end)
+            started = self._try(request, missing, first, end)
         if started < wanted:
             self._unseen[request] = None
-        self._reached(request, lack, first + started)
+        self._reached(request, missing, first + started)
         if wanted or not started:
-            patience = lack.saved(self.costs, lack.first, first + wanted)
+            patience = missing.saved(self.costs, missing.first, first + wanted)
         else:
-            patience = lack.try_seconds(self.costs)
+            patience = missing.try_seconds(self.costs)
         self._requests[request].patience = patience
         return wanted
 
-    def _begin(self, request: K, lack: Lacking, first: int, count: int) -> int:
+    def _begin(self, request: K, missing: Missing, first: int, count: int) -> int:
         """Fetch `count` blocks, or as many as find room; the request waits for them."""
-        spare = self._sooner_than(request)
-        started = self._below.start(request, lack, first, count, spare)
-        for block_id in lack.path[first : first + started]:
+        is_protected = self._sooner_than(request)
+        started = self._below.start(request, missing, first, count, is_protected)
+        for block_id in missing.path[first : first + started]:
             self.fetches.wait(request, block_id)
         return started
 
-    def _try(self, request: K, lack: Lacking, first: int, end: int) -> int:
+    def _try(self, request: K, missing: Missing, first: int, end: int) -> int:
         """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
         A request counts once, however often it is looked at. Returns the blocks on their way."""
         tries, record = self.costs.tries, self._requests[request]
@@ -324,13 +329,13 @@ class Prefetcher(Generic[K]):
         if not tries.due:
             tries.refused()
             return 0
-        started = self._begin(request, lack, first, min(end - first, TRY_BLOCKS))
+        started = self._begin(request, missing, first, min(end - first, TRY_BLOCKS))
         if started:
             tries.tried()
             self.counters["prefetch_tries"] += 1
         return started
 
-    def _worth(self, lack: Lacking, first: int, end: int, turn_in: float) -> int:
+    def _worth(self, missing: Missing, first: int, end: int, turn_in: float) -> int:
         """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if
         waiting for it beats recomputing it."""
         per_block = self.costs.block_seconds
@@ -339,29 +344,29 @@ class Prefetcher(Generic[K]):
         if (end - first) * per_block > slack:
             stop = first + max(0, int(slack / per_block))
             late = (end - first) * per_block - slack
-            if late <= lack.saved(self.costs, stop, end):
+            if late <= missing.saved(self.costs, stop, end):
                 stop = end
         # At admission the whole run is restored, or nothing of it.
-        return stop - first if lack.saved(self.costs, 0, stop) >= 0 else 0
+        return stop - first if missing.saved(self.costs, 0, stop) >= 0 else 0
 
-    def _reached(self, request: K, lack: Lacking, end: int) -> None:
+    def _reached(self, request: K, missing: Missing, end: int) -> None:
         """Host memory has, or gets, the first `end` blocks of the path."""
-        self._requests[request].last_block = lack.path[end - 1] if end else None
+        self._requests[request].last_block = missing.path[end - 1] if end else None
 
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None
 
-    def _sooner_than(self, request: K) -> Spare | None:
+    def _sooner_than(self, request: K) -> IsProtected | None:
         """Blocks needed no later than by this request do not make room for it."""
         rank = self.window.rank(request)
         if self.mode != "queue" or rank is None:
             return None
 
-        def spare(block: Block) -> bool:
+        def is_protected(block: Block) -> bool:
             use = self.window.next_use(block.block_id)
             return use is not None and use <= rank
 
-        return spare
+        return is_protected
 
     def _is_head(self, request: K) -> bool:
         order = self.window.order

@@ -13,7 +13,7 @@ from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
 from sglang_hc.device.copy_stream import Lane, Side, lane_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
-from sglang_hc.policy.pins import Claims, TimeToLive
+from sglang_hc.policy.pins import RetentionPriority, TimeToLive
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.srt import plugin
@@ -102,7 +102,7 @@ def _device_order(config: Any, params: Any, tiers: Tiers) -> DeviceOrder | None:
         return None
     assert tiers.retention is not None
     retention = tiers.retention
-    return DeviceOrder(tiers.host.tree.fingerprint, retention.claims, retention.keeps)
+    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
 
 
 def _recomputer(
@@ -184,7 +184,7 @@ def _tiers(
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
     blocks = BlockTree(fingerprint)
     window, tier = host_tier(config.eviction, blocks, num_slots, recorder, pins, ttl)
-    claims = Claims(window, pins)
+    priority = RetentionPriority(window, pins)
     io = _open_io(config, runner, state.memory, layout, num_slots, fingerprint)
     pool = io.memory.pool
     lane = lane_for(rows.device, [runner.forward_stream, *state.memory.streams])
@@ -214,9 +214,11 @@ def _tiers(
         below = with_remote(below, config, pool, fingerprint)
     disk = DiskTier(below, tier) if below is not None else None
     sizes = (num_slots, disk.capacity if disk is not None else 0)
-    told = claims if config.eviction == "queue" else None
+    eviction_hints = priority if config.eviction == "queue" else None
     ready_first = config.schedule == "ready-first"
-    queue = QueueView(tier, disk, window, sizes, config.prefetch, told, ready_first=ready_first)
+    queue = QueueView(
+        tier, disk, window, sizes, config.prefetch, eviction_hints, ready_first=ready_first
+    )
     return Tiers(
         layout,
         tier,
@@ -234,7 +236,7 @@ def _tiers(
         cost=state.cost,
         always=config.restore == "always",
         side=_side(runner, state, lane, shape, rows),
-        retention=Retention(tier, disk, pins, claims),
+        retention=Retention(tier, disk, pins, priority),
         exactness=exactness,
     )
 

@@ -42,7 +42,7 @@ class NodeBlocks(NamedTuple):
 
 
 class Needs(Protocol):
-    """Who wants what, e.g. `policy.pins.Claims`."""
+    """Who wants what, e.g. `policy.pins.RetentionPriority`."""
 
     def __len__(self) -> int: ...
     def next_use(self, block_id: bytes) -> float | None: ...

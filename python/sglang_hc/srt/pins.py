@@ -32,15 +32,15 @@ PREFIX = "hc_pins/"
 MAX_SESSION_CHARS = 256
 
 
-class Wish(NamedTuple):
+class PinRequest(NamedTuple):
     """A pin as it is asked for. session: None names it after the request."""
 
     session: str | None
     seconds: float
 
 
-def read_wish(value: object, where: str = FIELD) -> Wish:
-    """A wish from JSON: {"ttl_s": SECONDS, "session": TEXT}. Raises ValueError for users."""
+def read_pin_request(value: object, where: str = FIELD) -> PinRequest:
+    """A pin from JSON: {"ttl_s": SECONDS, "session": TEXT}. Raises ValueError for users."""
     if not isinstance(value, dict):
         raise ValueError(f'{where} must be an object such as {{"session": "s1", "ttl_s": 300}}')
     unknown = sorted(set(value) - {"session", "ttl_s"})
@@ -53,24 +53,24 @@ def read_wish(value: object, where: str = FIELD) -> Wish:
         raise ValueError(f"{where}: ttl_s must be above 0 and at most {MAX_PIN_S:g}, got {seconds}")
     if session is not None and not _is_name(session):
         raise ValueError(f"{where}: session must be text of 1 to {MAX_SESSION_CHARS} characters")
-    return Wish(session, float(seconds))
+    return PinRequest(session, float(seconds))
 
 
-def check_wish(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+def check_pin_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     """BEFORE TokenizerManager._validate_one_request: ValueError becomes HTTP status 400."""
     value = _field(getattr(obj, "sampling_params", None))
     if value is not None and config_of(self.server_args) is not None:
-        read_wish(value)
+        read_pin_request(value)
 
 
-def wish_of(req: Any) -> Wish | None:
+def pin_request_of(req: Any) -> PinRequest | None:
     """What a request in the scheduler asked for; it was checked when it came."""
     custom = req.sampling_params.custom_params
     value = custom.get(FIELD) if isinstance(custom, dict) else None
     if value is None:
         return None
     try:
-        return read_wish(value)
+        return read_pin_request(value)
     except ValueError as error:
         logger.warning("sglang-hc: a pin is ignored: %s", error)
         return None

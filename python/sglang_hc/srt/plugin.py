@@ -82,7 +82,7 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_wish),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
         (f"{chat}._convert_to_internal_request", HookType.AFTER, chat_head.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),

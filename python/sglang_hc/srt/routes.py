@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import DumperControlReqInput
 
 from sglang_hc.srt.overflow import DroppedTokensHeader, cut_tokens
-from sglang_hc.srt.pins import PREFIX, read_wish
+from sglang_hc.srt.pins import PREFIX, read_pin_request
 
 router = APIRouter(prefix="/hc")
 
@@ -37,12 +37,12 @@ async def pin(request: Request) -> JSONResponse:
         body = _object(await request.body())
         _known(body, "session", "ttl_s", "input_ids", "text", "namespace")
         asked = {name: body[name] for name in ("session", "ttl_s") if name in body}
-        wish = read_wish(asked, "the body")
+        pin = read_pin_request(asked, "the body")
         session, namespace = _session(body), _namespace(body.get("namespace"))
         tokens = _tokens(body)
     except ValueError as error:
         return _bad(error)
-    fields = {"session": session, "namespace": namespace, "tokens": tokens, "ttl_s": wish.seconds}
+    fields = {"session": session, "namespace": namespace, "tokens": tokens, "ttl_s": pin.seconds}
     return await _ask("pin", fields)
 
 

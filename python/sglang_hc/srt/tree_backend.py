@@ -31,7 +31,7 @@ from sglang_hc.policy.restore_plan import Span
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.host_match import HostMatch
-from sglang_hc.srt.pins import wish_of
+from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
@@ -209,7 +209,7 @@ class HcRadixCache(RadixCache):
         tiers.poll()
         if self.exporter is not None and self.exporter.due(time.monotonic()):
             self.exporter.publish(tiers.levels(), tiers.counts())
-        self.waiting.look()
+        self.waiting.on_schedule_step()
         if tiers.has_queued:
             with self._compute.entered():
                 tiers.restore_now()
@@ -312,10 +312,10 @@ class HcRadixCache(RadixCache):
         """A request is over; packed `tokens` are what it leaves behind."""
         tiers = self._live
         tiers.used(req.extra_key, tokens)
-        wish = wish_of(req)
-        if wish is not None and tiers.retention is not None:
-            session = wish.session or str(req.rid)
-            tiers.retention.pin_if_possible(req.extra_key, session, tokens, wish.seconds)
+        pin = pin_request_of(req)
+        if pin is not None and tiers.retention is not None:
+            session = pin.session or str(req.rid)
+            tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.seconds)
 
     def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])

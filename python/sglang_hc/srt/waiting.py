@@ -45,7 +45,7 @@ class WaitingRequests:
         """Who is overtaken, and the order of ready-first."""
         return self._view.admission
 
-    def look(self) -> None:
+    def on_schedule_step(self) -> None:
         """Top of a scheduling pass: what the queue needs is kept, fetched and copied early."""
         scheduler = self.scheduler()
         if scheduler is None:
@@ -56,7 +56,7 @@ class WaitingRequests:
             arrival = self._view.requests.arrival
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(req.rid))
         self._update(queue)
-        self._view.look(self._order, self._waiting_of)
+        self._view.on_schedule_step(self._order, self._waiting_of)
         if self._tiers.read_buffer is not None:
             self._tiers.read_buffer.look(self._order, self._waiting_of)
 

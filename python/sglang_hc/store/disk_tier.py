@@ -24,8 +24,8 @@ from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.host_tier import HostTier, Spare
-from sglang_hc.tree.promotions import Arrival, Arrivals
+from sglang_hc.tree.host_tier import HostTier, IsProtected
+from sglang_hc.tree.promotions import Promotion, Promotions
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class DiskTier:
         self._host = host
         self.now = clock
         self._usable = True
-        self.coming = Arrivals(host)
+        self.coming = Promotions(host)
         self._tickets = itertools.count(1)
-        self._reads: dict[int, Arrival] = {}
+        self._reads: dict[int, Promotion] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
         self.on_staged = on_staged
@@ -109,24 +109,24 @@ class DiskTier:
         path: Sequence[bytes],
         first: int,
         count: int,
-        spare: Spare | None = None,
+        is_protected: IsProtected | None = None,
     ) -> int:
         """Start reading blocks [first, first + count) of the path of packed `tokens`: as many
-        leading ones as find a slot without evicting what `spare` protects. Returns how many.
+        leading ones as find a slot without evicting what `is_protected` protects. Returns how many.
 
         path: identities of its whole blocks. None of these may be on its way.
         """
         now = self.now()
-        arrivals = self.coming.begin(namespace, tokens, path, first, count, now, spare)
-        for arrival in arrivals:
-            self.on_staged(arrival.slot)
+        promotions = self.coming.begin(namespace, tokens, path, first, count, now, is_protected)
+        for promotion in promotions:
+            self.on_staged(promotion.slot)
             ticket = next(self._tickets)
-            self._io.read(ticket, arrival.block_id, arrival.slot, now + READ_DEADLINE_S)
-            self._reads[ticket] = arrival
-        if arrivals:
-            self._watch.asked(len(arrivals), now, idle=not self._spills)
+            self._io.read(ticket, promotion.block_id, promotion.slot, now + READ_DEADLINE_S)
+            self._reads[ticket] = promotion
+        if promotions:
+            self._watch.asked(len(promotions), now, idle=not self._spills)
             self._io.flush()  # the next poll may be a whole forward pass away
-        return len(arrivals)
+        return len(promotions)
 
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is below the host tier, as far as known. Asks nobody."""
@@ -146,19 +146,19 @@ class DiskTier:
         """Apply what is done."""
         came = []
         for done in self._io.poll():
-            arrival = self._reads.pop(done.ticket, None)
-            if arrival is None:
+            promotion = self._reads.pop(done.ticket, None)
+            if promotion is None:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
             self._watch.came(done.at, good=done.outcome is Outcome.OK and done.tier == "disk")
             if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
-                came.append(arrival)
+                came.append(promotion)
             else:
                 self.counters[f"{done.tier}_read_{done.outcome.value}"] += 1
-                self.coming.failed(arrival)
+                self.coming.fail(promotion)
         if came:
-            self.coming.came(came, self.now())
+            self.coming.complete(came, self.now())
 
     @property
     def busy(self) -> int:

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.eviction import Holds, make_policy
+from sglang_hc.policy.eviction import PinnedBlocks, make_policy
 from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
 from sglang_hc.tiers.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
-from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, Spare
+from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, IsProtected
 
 QUEUE_EVENTS = 200_000
 """Events that may wait to be written; beyond it they are left out and counted."""
@@ -126,12 +126,12 @@ class RecordingHostTier(HostTier):
         self.recorder = recorder
         self._gone: list[int] | None = None
 
-    def stage(self, now: float, spare: Spare | None = None) -> int | None:
-        spared: list[int] = []
+    def stage(self, now: float, is_protected: IsProtected | None = None) -> int | None:
+        protected: list[int] = []
         with self._call() as gone:
-            slot = super().stage(now, _noting(spare, spared))
+            slot = super().stage(now, _noting(is_protected, protected))
         if gone is not None:
-            self.recorder.note("stage", slot, gone, spared)
+            self.recorder.note("stage", slot, gone, protected)
         return slot
 
     def unstage(self, slot: int) -> None:
@@ -167,12 +167,12 @@ class RecordingHostTier(HostTier):
         super().unpin(nodes)
         self.recorder.note("unpin", slots)
 
-    def evict(self, count: int, now: float, spare: Spare | None = None) -> int:
-        spared: list[int] = []
+    def evict(self, count: int, now: float, is_protected: IsProtected | None = None) -> int:
+        protected: list[int] = []
         with self._call() as gone:
-            freed = super().evict(count, now, _noting(spare, spared))
+            freed = super().evict(count, now, _noting(is_protected, protected))
         if gone is not None:
-            self.recorder.note("evict", count, gone, spared)
+            self.recorder.note("evict", count, gone, protected)
         return freed
 
     def drop(self, node: BlockNode) -> None:
@@ -229,16 +229,16 @@ class RecordingLookAhead(LookAhead[str]):
         super().discard(request)
 
 
-def _noting(spare: Spare | None, spared: list[int]) -> Spare | None:
-    """`spare`, with the slots of the blocks it protects noted."""
-    if spare is None:
+def _noting(is_protected: IsProtected | None, protected: list[int]) -> IsProtected | None:
+    """`is_protected`, with the slots of the blocks it protects noted."""
+    if is_protected is None:
         return None
 
     def asked(node: BlockNode) -> bool:
-        protected = spare(node)
-        if protected:
-            spared.append(node.slot)
-        return protected
+        answer = is_protected(node)
+        if answer:
+            protected.append(node.slot)
+        return answer
 
     return asked
 
@@ -248,16 +248,18 @@ def host_tier(
     blocks: BlockTree,
     num_slots: int,
     recorder: Recorder | None,
-    held: Holds | None = None,
+    pinned: PinnedBlocks | None = None,
     ttl: TimeToLive[BlockNode] | None = None,
 ) -> tuple[LookAhead[str], HostTier]:
     """The look-ahead window and the host tier under the policy that asks it."""
     if recorder is None:
         window = LookAhead[str]()
-        return window, HostTier(blocks, num_slots, make_policy(eviction, window, held=held), ttl)
+        return window, HostTier(
+            blocks, num_slots, make_policy(eviction, window, pinned=pinned), ttl
+        )
     note = recorder.note
     window = RecordingLookAhead(recorder)
-    policy: EvictionPolicy = make_policy(eviction, window, held=held)
-    if held is not None:
-        held.subscribe(lambda block_id: note("hold", block_id, held.holds(block_id)))
+    policy: EvictionPolicy = make_policy(eviction, window, pinned=pinned)
+    if pinned is not None:
+        pinned.subscribe(lambda block_id: note("hold", block_id, pinned.is_pinned(block_id)))
     return window, RecordingHostTier(blocks, num_slots, policy, recorder, ttl)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_hc.policy.pins import Claims, PinLimitError, Pinned, SessionPins
+from sglang_hc.policy.pins import PinLimitError, Pinned, RetentionPriority, SessionPins
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -32,18 +32,18 @@ def pins_for(slots: int) -> SessionPins:
 
 
 class Retention:
-    """Pins and time to live of one host tier. claims: who wants a block."""
+    """Pins and time to live of one host tier. priority: who wants a block."""
 
     def __init__(
         self,
         host: HostTier,
         disk: DiskTier | None,
         pins: SessionPins,
-        claims: Claims,
+        priority: RetentionPriority,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pins = pins
-        self.claims = claims
+        self.priority = priority
         self.counters: Counter[str] = Counter()
         self._host = host
         self._disk = disk
@@ -87,7 +87,7 @@ class Retention:
         """End what is over. Called in every pass."""
         now = self._clock()
         self.pins.expire(now)
-        self._host.expire(now, spare=self._wanted)
+        self._host.expire(now, is_protected=self._wanted)
 
     def _wanted(self, node: BlockNode) -> bool:
-        return self.claims.next_use(node.block_id) is not None
+        return self.priority.next_use(node.block_id) is not None

@@ -14,14 +14,14 @@ from typing import Protocol
 from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 
-Spare = Callable[[BlockNode], bool]
+IsProtected = Callable[[BlockNode], bool]
 """Blocks that must not make room this time."""
 
 
 class EvictionPolicy(Protocol):
     """Order in which published blocks leave. Told of every change; asked for victims.
 
-    by_need: `victims` come by need: when one is spared for a waiting request, so is the rest.
+    by_need: `victims` come by need: when one is protected for a waiting request, so is the rest.
     """
 
     @property
@@ -84,9 +84,9 @@ class HostTier:
         """Whether the block is in the tree; its bytes may still be on their way."""
         return block_id in self._policy
 
-    def stage(self, now: float, spare: Spare | None = None) -> int | None:
-        """A slot to write into, evicting if none is free. None: all are in use, or to be spared."""
-        if not self._free and self.evict(1, now, spare) == 0:
+    def stage(self, now: float, is_protected: IsProtected | None = None) -> int | None:
+        """A slot to write into, evicting if none is free. None: all are in use or protected."""
+        if not self._free and self.evict(1, now, is_protected) == 0:
             return None
         slot = self._free.pop()
         self._staged.add(slot)
@@ -141,8 +141,8 @@ class HostTier:
                 self._detached.remove(node)
                 self._release(node)
 
-    def evict(self, count: int, now: float, spare: Spare | None = None) -> int:
-        """Free up to `count` slots, best victims first, none of those `spare` is true for.
+    def evict(self, count: int, now: float, is_protected: IsProtected | None = None) -> int:
+        """Free up to `count` slots, best victims first, none of those `is_protected` is true for.
 
         Returns how many; 0 is always safe.
         """
@@ -151,7 +151,7 @@ class HostTier:
             for node in self._policy.victims():
                 if not node.is_leaf or node.pins:
                     continue
-                if spare and spare(node):
+                if is_protected and is_protected(node):
                     if self._policy.by_need:
                         break
                     continue
@@ -162,15 +162,15 @@ class HostTier:
         self.evicted_blocks += freed
         return freed
 
-    def expire(self, now: float, spare: Spare | None = None) -> int:
+    def expire(self, now: float, is_protected: IsProtected | None = None) -> int:
         """Drop the blocks whose time to live is over, ends of paths first, none of those in use or
-        that `spare` is true for. Looks at most once a second. Returns how many."""
+        that `is_protected` is true for. Looks at most once a second. Returns how many."""
         if self._ttl is None or now < self._next_expiry:
             return 0
         self._next_expiry = now + min(1.0, self._ttl.ttl / 10)
         gone = 0
         for node in reversed(self._ttl.expired(now)):  # a path is used root first
-            if node.is_leaf and not node.pins and not (spare and spare(node)):
+            if node.is_leaf and not node.pins and not (is_protected and is_protected(node)):
                 self.drop(node)
                 gone += 1
         self.expired_blocks += gone

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
-from sglang_hc.tree.host_tier import HostTier, Spare
+from sglang_hc.tree.host_tier import HostTier, IsProtected
 
 
 @dataclass(eq=False)
-class Arrival:
+class Promotion:
     """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
     tree (None: the namespace's root)."""
 
@@ -27,14 +27,14 @@ class Arrival:
     tokens: bytes
     namespace: str | None
     slot: int
-    above: Arrival | None
+    above: Promotion | None
     parent: BlockNode | None
-    below: list[Arrival] = field(default_factory=list)
+    below: list[Promotion] = field(default_factory=list)
     here: bool = False
     lost: bool = False
 
 
-class Arrivals:
+class Promotions:
     """Not thread-safe: belongs to whoever owns the host tier.
 
     on_published, on_lost: told once of every block that began, when it has joined the tree or will
@@ -43,7 +43,7 @@ class Arrivals:
 
     def __init__(self, host: HostTier) -> None:
         self._host = host
-        self._coming: dict[bytes, Arrival] = {}
+        self._coming: dict[bytes, Promotion] = {}
         self.on_published: Callable[[bytes], object] = lambda block_id: None
         self.on_lost: Callable[[bytes], object] = lambda block_id: None
 
@@ -61,10 +61,10 @@ class Arrivals:
         first: int,
         count: int,
         now: float,
-        spare: Spare | None = None,
-    ) -> list[Arrival]:
+        is_protected: IsProtected | None = None,
+    ) -> list[Promotion]:
         """Slots for blocks [first, first + count) of the path of packed `tokens`: for as many
-        leading ones as find room without evicting what `spare` protects.
+        leading ones as find room without evicting what `is_protected` protects.
 
         path: identities of the whole blocks. None of these may be on its way. Empty when the block
         before them is neither in the tree nor on its way to it.
@@ -79,47 +79,47 @@ class Arrivals:
                 if match.tokens < first * BLOCK_TOKENS:
                     return []
                 parent = match.nodes[-1]
-        arrivals: list[Arrival] = []
+        promotions: list[Promotion] = []
         if parent is not None:
             self._host.pin((parent,))  # making room must not take the path that is extended
         for index in range(first, first + count):
-            slot = self._host.stage(now, spare)
+            slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
             piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            arrival = Arrival(path[index], piece, namespace, slot, above, parent)
+            promotion = Promotion(path[index], piece, namespace, slot, above, parent)
             if above is not None:
-                above.below.append(arrival)
-            self._coming[arrival.block_id] = above = arrival
+                above.below.append(promotion)
+            self._coming[promotion.block_id] = above = promotion
             parent = None
-            arrivals.append(arrival)
+            promotions.append(promotion)
         if parent is not None:
             self._host.unpin((parent,))
-        return arrivals
+        return promotions
 
-    def came(self, arrivals: Sequence[Arrival], now: float) -> None:
+    def complete(self, promotions: Sequence[Promotion], now: float) -> None:
         """The bytes of these are in their slots."""
         tips: dict[BlockNode, None] = {}
-        for arrival in arrivals:
-            arrival.here = True
-            if arrival.lost:
-                self._free(arrival)
-            elif arrival.above is None:
-                self._publish(arrival, tips, now)
+        for promotion in promotions:
+            promotion.here = True
+            if promotion.lost:
+                self._free(promotion)
+            elif promotion.above is None:
+                self._publish(promotion, tips, now)
         for tip in tips:
             self._host.access(tip.path(), now)
 
-    def failed(self, arrival: Arrival) -> None:
+    def fail(self, promotion: Promotion) -> None:
         """The bytes will not come, and nobody writes the slot any more."""
-        arrival.here = True
-        if arrival.lost:
-            self._free(arrival)
+        promotion.here = True
+        if promotion.lost:
+            self._free(promotion)
         else:
-            self._lose(arrival)
+            self._lose(promotion)
 
-    def _publish(self, arrival: Arrival, tips: dict[BlockNode, None], now: float) -> None:
+    def _publish(self, promotion: Promotion, tips: dict[BlockNode, None], now: float) -> None:
         """A block whose parent is in the tree joins it, and those below it that are here too."""
-        ready = [arrival]
+        ready = [promotion]
         while ready:
             item = ready.pop()
             parent = item.parent or self._host.tree.root(item.namespace)
@@ -142,11 +142,11 @@ class Arrivals:
             self._end(item)
             self.on_published(item.block_id)
 
-    def _lose(self, arrival: Arrival) -> None:
+    def _lose(self, promotion: Promotion) -> None:
         """Neither this block nor those below it can join the tree."""
-        if arrival.above is not None:
-            arrival.above.below.remove(arrival)
-        lost = [arrival]
+        if promotion.above is not None:
+            promotion.above.below.remove(promotion)
+        lost = [promotion]
         while lost:
             item = lost.pop()
             item.lost = True
@@ -155,12 +155,12 @@ class Arrivals:
             if item.here:
                 self._free(item)
 
-    def _free(self, arrival: Arrival) -> None:
-        self._host.unstage(arrival.slot)
-        self._end(arrival)
-        self.on_lost(arrival.block_id)
+    def _free(self, promotion: Promotion) -> None:
+        self._host.unstage(promotion.slot)
+        self._end(promotion)
+        self.on_lost(promotion.block_id)
 
-    def _end(self, arrival: Arrival) -> None:
-        del self._coming[arrival.block_id]
-        if arrival.parent is not None:
-            self._host.unpin((arrival.parent,))
+    def _end(self, promotion: Promotion) -> None:
+        del self._coming[promotion.block_id]
+        if promotion.parent is not None:
+            self._host.unpin((promotion.parent,))

@@ -181,7 +181,7 @@ class Engine:
     def _carry(self) -> None:
         """What the tiers have begun to fetch goes through the disk, one after the other."""
         for transfer in self.cache.take_started():
-            seconds = self.costs.block_seconds * len(transfer.arrivals)
+            seconds = self.costs.block_seconds * len(transfer.promotions)
             self._disk_free = max(self._disk_free, self.now) + seconds
             self._schedule(self._disk_free, transfer)
 

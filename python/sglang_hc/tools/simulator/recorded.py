@@ -19,7 +19,7 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.trace import TRACE_VERSION
 from sglang_hc.tools.workloads.traces import TraceError, json_object
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
-from sglang_hc.tree.host_tier import HostTier, Spare
+from sglang_hc.tree.host_tier import HostTier, IsProtected
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
 
 FINGERPRINT = b"sglang-hc replay"
@@ -81,7 +81,7 @@ class _Held:
         self._ids: set[bytes] = set()
         self._listeners: list[Callable[[bytes], None]] = []
 
-    def holds(self, block_id: bytes) -> bool:
+    def is_pinned(self, block_id: bytes) -> bool:
         return block_id in self._ids
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
@@ -102,7 +102,7 @@ class Replay:
         self._window: LookAhead[int] = LookAhead()
         self._held = _Held()
         policy: EvictionPolicy[BlockNode] = make_policy(
-            header["eviction"], self._window, held=self._held
+            header["eviction"], self._window, pinned=self._held
         )
         self._tier = _WatchedTier(BlockTree(FINGERPRINT), int(header["host_slots"]), policy)
         self._nodes: dict[int, BlockNode] = {}  # by slot
@@ -196,7 +196,7 @@ class Replay:
     # Slots
 
     def _stage(self, event: dict[str, Any]) -> None:
-        slot = self._tier.stage(self._now, self._spare(event["spared"]))
+        slot = self._tier.stage(self._now, self._protected(event["spared"]))
         self._left(event["gone"])
         self._compare("slot given", event["slot"], slot)
 
@@ -231,7 +231,7 @@ class Replay:
         self._held.hold(self._blocks[event["block"]][2], on=event["on"])
 
     def _evict(self, event: dict[str, Any]) -> None:
-        self._tier.evict(event["count"], self._now, self._spare(event["spared"]))
+        self._tier.evict(event["count"], self._now, self._protected(event["spared"]))
         self._left(event["gone"])
 
     def _drop(self, event: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ class Replay:
     def _ids(self, numbers: Sequence[int]) -> list[bytes]:
         return [self._blocks[number][2] for number in numbers]
 
-    def _spare(self, spared: Sequence[int]) -> Spare | None:
+    def _protected(self, spared: Sequence[int]) -> IsProtected | None:
         protected = set(spared)
         return (lambda node: node.slot in protected) if protected else None
 

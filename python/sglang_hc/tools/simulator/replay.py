@@ -113,7 +113,7 @@ def replay(
             cache.look_ahead(queue)
             cache.prefetch(event.time)
             for transfer in cache.take_started():
-                seconds = costs.block_seconds * len(transfer.arrivals)
+                seconds = costs.block_seconds * len(transfer.promotions)
                 disk_free = max(disk_free, event.time) + seconds
                 tickets += 1
                 heappush(agenda, (disk_free, tickets, transfer))

@@ -8,14 +8,14 @@ from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
-from sglang_hc.queue.fetches import FetchCosts, Lacking
-from sglang_hc.queue.prefetch import Prefetcher, Spare
+from sglang_hc.queue.fetches import FetchCosts, Missing
+from sglang_hc.queue.prefetch import IsProtected, Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, DiskTier
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.promotions import Arrival, Arrivals
+from sglang_hc.tree.promotions import Promotion, Promotions
 
 NOTHING = PathMatch(None, (), 0)
 
@@ -58,7 +58,7 @@ class Transfer:
     """Blocks of one request on their way from disk to staged host slots."""
 
     job: Job
-    arrivals: Sequence[Arrival] = field(repr=False)
+    promotions: Sequence[Promotion] = field(repr=False)
 
 
 NodePolicies = Callable[[str], EvictionPolicy[BlockNode]]
@@ -112,9 +112,9 @@ class TieredCache:
             self.window, self, costs, (sizes.host, sizes.disk), prefetch, stretch
         )
         if self.host is not None:
-            self._coming = Arrivals(self.host)
-            self._coming.on_published = self.prefetcher.came
-            self._coming.on_lost = self.prefetcher.failed
+            self._coming = Promotions(self.host)
+            self._coming.on_published = self.prefetcher.complete
+            self._coming.on_lost = self.prefetcher.fail
 
     # The waiting queue
 
@@ -124,7 +124,7 @@ class TieredCache:
 
     def look_ahead(self, queue: Sequence[int]) -> None:
         """The waiting queue as the next pass sees it."""
-        self.prefetcher.look(queue, lambda number: self.jobs[number].needs)
+        self.prefetcher.on_schedule_step(queue, lambda number: self.jobs[number].needs)
 
     def prefetch(self, now: float) -> None:
         """The fetches of a pass, into staged slots; see `take_started`."""
@@ -143,7 +143,7 @@ class TieredCache:
 
     def fetched(self, transfer: Transfer, now: float) -> None:
         """A transfer is through: its blocks become blocks of the host tier."""
-        self._coming.came(transfer.arrivals, now)
+        self._coming.complete(transfer.promotions, now)
 
     def abort(self, number: int) -> None:
         """The request leaves the queue unserved."""
@@ -152,7 +152,7 @@ class TieredCache:
 
     # What the prefetcher asks (policy.prefetch.Below)
 
-    def lacking(self, request: int) -> Lacking:
+    def missing(self, request: int) -> Missing:
         assert self.disk is not None
         job, disk, now = self.jobs[request], self.disk, self._now
         path = job.chain
@@ -164,23 +164,30 @@ class TieredCache:
             on_device = self.device.tree.match(None, job.prompt).tokens
             if (first + count) * BLOCK_TOKENS <= on_device:
                 count = 0
-        return Lacking(path, first, count, on_device, job.prompt_tokens)
+        return Missing(path, first, count, on_device, job.prompt_tokens)
 
     def in_host(self, block_id: bytes) -> bool:
         return block_id in self._host_policy
 
     def start(
-        self, request: int, lack: Lacking, first: int, count: int, spare: Spare | None
+        self,
+        request: int,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected | None,
     ) -> int:
         job = self.jobs[request]
-        arrivals = self._coming.begin(None, job.prompt, lack.path, first, count, self._now, spare)
-        if arrivals:
-            self._started.append(Transfer(job, arrivals))
-        return len(arrivals)
+        promotions = self._coming.begin(
+            None, job.prompt, missing.path, first, count, self._now, is_protected
+        )
+        if promotions:
+            self._started.append(Transfer(job, promotions))
+        return len(promotions)
 
-    def keep_free(self, slots: int, spare: Spare) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
         assert self.host is not None
-        self.host.evict(slots - self.host.free_slots, self._now, spare)
+        self.host.evict(slots - self.host.free_slots, self._now, is_protected)
 
     # Admission and completion
 
@@ -225,9 +232,9 @@ class TieredCache:
         if self.disk is not None:
             self.disk.access(job.chain, now)
         if load and self.host is not None:
-            lack = self.lacking(job.number)
+            missing = self.missing(job.number)
             if not any(block_id in self._coming for block_id in found.disk_blocks):
-                self.start(job.number, lack, lack.first, lack.count, None)
+                self.start(job.number, missing, missing.first, missing.count, None)
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
 
