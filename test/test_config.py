@@ -81,7 +81,7 @@ def test_a_config_survives_json(machine: Path) -> None:
         (["--hc-disk", ""], "--hc-disk: "),
         (["--hc-disk", "/a:0"], "--hc-disk: "),
         (["--hc-remote", "floppy"], "--hc-remote: invalid choice: 'floppy' .*'file'"),
-        (["--hc-remote-config", "{"], "--hc-remote-config: the text is not JSON"),
+        (["--hc-remote-config", "{"], "--hc-remote-config: the text: not valid JSON"),
         (["--hc-remote-config", "[]"], r"--hc-remote-config: '\[\]' is neither a JSON object nor"),
         (["--hc-remote-config", "/none.json"], "--hc-remote-config: '/none.json' is neither"),
         (["--hc-trace", "/"], "--hc-trace: '/': is a directory; give a file to make"),
@@ -100,7 +100,7 @@ def test_a_wrong_flag_is_named_with_status_2(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "SGLANG_HC_CONFIG is not JSON"),
+        ("{", "SGLANG_HC_CONFIG: not valid JSON"),
         ("[]", "SGLANG_HC_CONFIG: Expected `object`, got `array`"),
         ('{"host_size": 1}', "unknown field `host_size`; known are disable"),
         ('{"host_size_gb": true}', r"got `bool` - at `\$.host_size_gb`"),
@@ -127,7 +127,7 @@ def test_options_of_a_remote_store_may_come_from_a_file(machine: Path) -> None:
     assert option_checks.read_remote_config('{"dir": "/a"}') == {"dir": "/a"}
     assert option_checks.read_remote_config(None) == {}
     file.write_text("[1]")
-    with pytest.raises(ConfigError, match="must hold a JSON object, got list"):
+    with pytest.raises(ConfigError, match="Expected `object`, got `array`"):
         HcConfig(remote="file", remote_config=str(file))
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
-from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.hardware import load_hardware
+from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.profile_file import decode, encode
 from support.profiles import cost_model, write
 
 HERE = "llama 1234, H200"
 COST = replace(cost_model(host=1e-6), fingerprint=HERE)
+SHAPE = ModelShape.from_config(
+    dict(
+        model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=11008, torch_dtype="float16",
+    )
+)  # fmt: skip
+SHEET = CostModel.from_datasheet(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +47,7 @@ def test_what_was_measured_is_found_at_the_next_start(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", '{"format": "sglang-hc cost model"}', COST.to_json()[:-40], "\x00" * 99]
+    "text", ["", "{", '{"format": "sglang-hc cost model"}', encode(COST)[:-40], "\x00" * 99]
 )
 def test_a_damaged_cache_file_is_said_and_not_used(
     cache: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -46,7 +61,7 @@ def test_a_damaged_cache_file_is_said_and_not_used(
 
 def test_a_cache_file_of_another_server_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     profile_file.save_cached(COST)
-    profile_file.cache_path(HERE).write_text(replace(COST, fingerprint="A100").to_json())
+    profile_file.cache_path(HERE).write_text(encode(replace(COST, fingerprint="A100")))
     assert profile_file.load_cached(HERE) is None
     assert "measured for 'A100'" in caplog.text
 
@@ -74,3 +89,79 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
         profile_file.load_given(path, HERE, both)
     with pytest.raises(ConfigError, match=r"--hc-profile: .*cannot be read"):
         profile_file.load_given(str(tmp_path / "none.json"), HERE, both)
+
+
+number = st.floats(0, 1e3)
+lines = st.builds(Line, number, number, floor=number, r2=st.floats(-5, 1))
+copies = st.dictionaries(
+    st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
+)
+fits = st.builds(Quadratic, number, number, number, floor=number, r2=st.floats(-5, 1))
+
+
+@settings(max_examples=40)
+@given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans(),
+       st.one_of(st.just(math.inf), st.floats(0, 9)))  # fmt: skip
+def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead):
+    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead)
+    assert decode(encode(model), "x", fingerprint) == model
+
+
+def test_another_machines_profile_is_refused():
+    with pytest.raises(ConfigError, match=r"p\.json: measured for 'data sheet.*this server is"):
+        decode(encode(SHEET), "p.json", "H200, llama")
+
+
+def test_a_profile_for_any_server_is_taken_by_every_server():
+    text = change("fingerprint", "any")
+    assert decode(text, "p.json", "H200, llama").copies == SHEET.copies
+
+
+def change(path: str, value: object) -> str:
+    """The data-sheet profile's text with one field replaced, or removed for None."""
+    data = json.loads(encode(SHEET))
+    *parents, last = path.split(".")
+    inner = data
+    for name in parents:
+        inner = inner[name]
+    inner[last] = value
+    if value is None:
+        del inner[last]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "Expected `object`, got `array`"),
+        ("{}", "missing required field `format`"),
+        (change("format", "recipe"), "not a cost model"),
+        (change("version", 1), "format version 1, this release reads version 2; measure again"),
+        (change("version", 99), "format version 99, this release reads version 2"),
+        (change("copies.host.kv.per_token", None), r"`per_token` - at `\$\.copies\[\.\.\.\]\.kv`"),
+        (
+            change("copies.host.kv.per_token", -1),
+            r">= 0.0 - at `.*\.kv\.per_token`",
+        ),
+        (change("copies.host.kv.fixed", "fast"), "Expected `float`, got `str`"),
+        (change("copies.host.kv.fixed", True), "Expected `float`, got `bool`"),
+        (change("copies.tape", {}), "Invalid enum value 'tape'"),
+        (change("copies", {}), r"length >= 1 - at `\$\.copies`"),
+        (change("copies.host.hidden", None), "from host and their projection must both be known"),
+        (change("prefill.per_pair", None), r"`per_pair` - at `\$\.prefill`"),
+        (change("overlap", 1), r"Expected `bool`, got `int` - at `\$\.overlap`"),
+        (change("noise", None), "missing required field `noise`"),
+        (change("project.r2", 1.5), r"<= 1.0 - at `\$\.project\.r2`"),
+        (change("prefill.fixed", 1e999), "not valid JSON"),
+    ],
+)
+def test_nonsense_in_a_profile_is_named(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        decode(text, "p.json")
+    assert str(caught.value).startswith("p.json: ")
+
+
+def test_a_profile_says_whether_the_machine_was_busy() -> None:
+    assert decode(encode(replace(SHEET, noise=3.0)), "f").is_noisy
+    assert not decode(encode(replace(SHEET, noise=None)), "f").is_noisy

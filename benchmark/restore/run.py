@@ -35,6 +35,7 @@ from from_disk import OnDisk
 from goals import restore_lines
 from settings import CONTEXT, SHAPES, make_shape, rehearsal
 
+from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_correction import CorrectedCosts
@@ -132,7 +133,7 @@ class Measurement:
             "layer_plan": str(self.planned.plan),
             "explanation": self.planned.explanation,
             "beside_the_compute_stream": self.engine.side is not None,
-            "cost_model": json.loads(cost.to_json()),
+            "cost_model": json.loads(profile_file.encode(cost)),
             "complaints": list(cost.complaints()),
         }
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_hc.errors import ConfigError
+from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.memory import GIB, available_memory
 from sglang_hc.option_checks import (
     check_disk,
@@ -93,11 +93,7 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:
         """Config from a JSON object. Raises ConfigError."""
-        try:
-            values = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        return cls.from_mapping(values, where)
+        return cls.from_mapping(decode_json(text, object, where), where)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> HcConfig:

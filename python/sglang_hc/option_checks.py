@@ -5,10 +5,9 @@ None of them names its option; whoever asks does (`config.Flag.verify`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from sglang_hc.errors import ConfigError
+from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.memory import GIB, available_memory, total_memory
 
@@ -102,24 +101,14 @@ def read_remote_config(text: str | None) -> dict[str, object]:
             raise ConfigError(
                 f"{where!r} is neither a JSON object nor a file that can be read ({error.strerror})"
             ) from None
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} must hold a JSON object, got {type(values).__name__}")
-    return values
+    return decode_json(text, dict[str, object], where)
 
 
 def check_profile(path: str) -> None:
     """Raise ConfigError unless `path` is a profile file; whose it is, is known with the model."""
-    from sglang_hc.policy.cost_model import CostModelError
     from sglang_hc.profile_file import read_profile
 
-    try:
-        read_profile(path)
-    except CostModelError as error:
-        raise ConfigError(str(error)) from None
+    read_profile(path)
 
 
 def check_ttl(seconds: float) -> None:

@@ -4,25 +4,111 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
-from sglang_hc.errors import ConfigError
-from sglang_hc.policy.cost_model import CostModel, CostModelError, SourceTier
+import msgspec
+
+from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.line_fit import Line, NonNegative, Quadratic
 
 logger = logging.getLogger(__name__)
 
 OPTION = "--hc-profile"
 
+FORMAT = "sglang-hc cost model"
+VERSION = 2
+
+ANY_SERVER = "any"
+"""Fingerprint of a profile that its writer answers for: every server takes it."""
+
+
+class _Header(msgspec.Struct):
+    """What every version of the file has."""
+
+    format: str
+    version: int
+
+
+class _Profile(msgspec.Struct):
+    """The file, field by field; see `CostModel`. ahead: null for staging that holds everything."""
+
+    format: str
+    version: int
+    fingerprint: Annotated[str, msgspec.Meta(min_length=1)]
+    origin: Annotated[str, msgspec.Meta(min_length=1)]
+    overlap: bool
+    ahead: NonNegative | None
+    noise: NonNegative | None
+    copies: Annotated[dict[SourceTier, TierCopy], msgspec.Meta(min_length=1)]
+    project: Line | None
+    prefill: Quadratic
+
+
+def encode(cost: CostModel) -> str:
+    """The text of a profile file."""
+    profile = _Profile(
+        FORMAT,
+        VERSION,
+        cost.fingerprint,
+        cost.origin,
+        cost.overlap,
+        None if math.isinf(cost.ahead) else cost.ahead,
+        cost.noise,
+        dict(cost.copies),
+        cost.project,
+        cost.prefill,
+    )
+    return msgspec.json.format(msgspec.json.encode(profile)).decode()
+
+
+def decode(text: str, where: str, fingerprint: str | None = None) -> CostModel:
+    """The cost model of a profile file's text. `where` names the file in errors.
+
+    fingerprint: of this server; None accepts a profile of anything. Raises ConfigError for a
+    missing or nonsense field, another version, or the fingerprint of another server.
+    """
+    header = decode_json(text, _Header, where)
+    if header.format != FORMAT:
+        raise ConfigError(f"{where}: not a cost model; give a file of sglang-hc profile")
+    if header.version != VERSION:
+        raise ConfigError(
+            f"{where}: format version {header.version}, this release reads version {VERSION}; "
+            "measure again with this version"
+        )
+    profile = decode_json(text, _Profile, where)
+    if fingerprint is not None and profile.fingerprint not in (fingerprint, ANY_SERVER):
+        raise ConfigError(
+            f"{where}: measured for {profile.fingerprint!r}, but this server is {fingerprint!r}; "
+            "write a new one here with sglang-hc profile"
+        )
+    ahead = math.inf if profile.ahead is None else profile.ahead
+    try:
+        return CostModel(
+            profile.fingerprint,
+            profile.origin,
+            profile.copies,
+            profile.prefill,
+            profile.project,
+            profile.overlap,
+            ahead,
+            profile.noise,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
 
 def read_profile(path: str, fingerprint: str | None = None) -> CostModel:
-    """The cost model of a file. Raises CostModelError; see `CostModel.from_json`."""
+    """The cost model of a file. Raises ConfigError; see `decode`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CostModelError(f"{path}: cannot be read ({error})") from error
-    return CostModel.from_json(text, path, fingerprint)
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    return decode(text, path, fingerprint)
 
 
 def load_given(path: str, fingerprint: str, tiers: tuple[SourceTier, ...]) -> CostModel:
@@ -32,7 +118,7 @@ def load_given(path: str, fingerprint: str, tiers: tuple[SourceTier, ...]) -> Co
     """
     try:
         cost = read_profile(path, fingerprint)
-    except CostModelError as error:
+    except ConfigError as error:
         raise ConfigError(
             f"{OPTION}: {error}, or leave the option out to measure at start"
         ) from None
@@ -52,7 +138,7 @@ def load_cached(fingerprint: str) -> CostModel | None:
         return None
     try:
         return read_profile(str(path), fingerprint)
-    except CostModelError as error:
+    except ConfigError as error:
         logger.warning("sglang-hc: measuring again, the cached profile cannot be used: %s", error)
         return None
 
@@ -72,7 +158,7 @@ def save(cost: CostModel, path: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            file.write(cost.to_json() + "\n")
+            file.write(encode(cost) + "\n")
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

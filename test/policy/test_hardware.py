@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from sglang_hc.policy.hardware import HardwareError, known_gpus, load_hardware
+from sglang_hc.errors import ConfigError
+from sglang_hc.policy.hardware import known_gpus, load_hardware
 
 TABLE_2 = {"A100-40G": (312, 40, 32), "A30": (165, 24, 32), "4090": (330, 24, 32),
            "L20": (120, 48, 32), "H800": (990, 80, 64)}  # fmt: skip
@@ -35,31 +36,43 @@ def test_names_are_found_in_any_case_and_files_by_path(tmp_path):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(HardwareError, match=r"unknown GPU 'B300': give one of .*A100-40G.*H200"):
+    with pytest.raises(ConfigError, match=r"unknown GPU 'B300': give one of .*A100-40G.*H200"):
         load_hardware("B300")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"link_gbps": None}, "link_gbps must be a JSON object"),
-        ({"link_gbps": {"value": 0, "origin": "measured"}}, "link_gbps.value must be between"),
-        ({"link_gbps": {"value": "32", "origin": "measured"}}, "link_gbps.value must be a number"),
-        ({"link_gbps": {"value": 32}}, "link_gbps.origin is missing"),
-        ({"link_gbps": {"value": 32, "origin": "guess"}}, "link_gbps.origin must be one of"),
-        ({"flop_fraction": {"value": 1.5, "origin": "measured"}}, "between 0.001 and 1"),
-        ({"name": ""}, "name must be a non-empty string"),
+        ({"link_gbps": None}, r"Expected `object`, got `null` - at `\$\.link_gbps`"),
+        (
+            {"link_gbps": {"value": 0, "origin": "measured"}},
+            r"> 0.0 - at `.*link_gbps\.value`",
+        ),
+        (
+            {"link_gbps": {"value": "32", "origin": "measured"}},
+            r"`float`, got `str` - at `.*link_gbps",
+        ),
+        ({"link_gbps": {"value": 32}}, r"missing required field `origin` - at `\$\.link_gbps`"),
+        (
+            {"link_gbps": {"value": 32, "origin": "guess"}},
+            "Invalid enum value 'guess'",
+        ),
+        (
+            {"flop_fraction": {"value": 1.5, "origin": "measured"}},
+            r"fraction.value must be at most 1",
+        ),
+        ({"name": ""}, r"length >= 1 - at `\$\.name`"),
     ],
 )
 def test_profile_files_that_make_no_sense_are_refused(tmp_path, change, message):
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(json.loads(known_gpus()["A30"]) | change))
-    with pytest.raises(HardwareError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load_hardware(str(path))
 
 
 def test_a_file_that_is_not_json_is_refused(tmp_path):
     path = tmp_path / "gpu.json"
     path.write_text("name: A30")
-    with pytest.raises(HardwareError, match="not valid JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         load_hardware(str(path))

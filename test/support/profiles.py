@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_hc.policy.cost_model import ANY_SERVER, CostModel, SourceTier, TierCopy
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.profile_file import ANY_SERVER, encode
 
 FREE_LOADING = Path(__file__).with_name("free_loading.json")
 """Loading costs nothing and prefill a second a token: what is stored is always restored."""
@@ -37,5 +38,5 @@ def cost_model(
 def write(cost: CostModel, folder: Path) -> str:
     """A profile file of `cost`; returns its path."""
     path = folder / "profile.json"
-    path.write_text(cost.to_json())
+    path.write_text(encode(cost))
     return str(path)

@@ -1,21 +1,19 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
-A cost model is fitted to samples measured on the device, or derived from data sheets. Its JSON form
-is the format of a profile file; docs/planner.md
-describes it.
+A cost model is fitted to samples measured on the device, or derived from data sheets.
+`profile_file` keeps it in a file, which docs/planner.md describes.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form
-from sglang_hc.policy.fields import Fields
 from sglang_hc.policy.hardware import Hardware
 from sglang_hc.policy.line_fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
 from sglang_hc.policy.makespan import LayerTimes
@@ -24,20 +22,8 @@ from sglang_hc.policy.model_shape import ModelShape
 S = TypeVar("S")
 F = TypeVar("F")
 
-PROFILE_VERSION = 2
-OLDER_VERSIONS = (1,)
-"""Still read. Version 1 does not say how busy the machine was."""
-PROFILE_FORMAT = "sglang-hc cost model"
-
 NOISY = 1.5
 """A machine whose repeats differ by more than this (see `Samples.noise`) had other work to do."""
-
-ANY_SERVER = "any"
-"""Fingerprint of a profile that its writer answers for: every server takes it."""
-
-
-class CostModelError(ValueError):
-    """A profile that cannot be read or belongs to something else. The message is for users."""
 
 
 class SourceTier(enum.Enum):
@@ -98,7 +84,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for tier, copy in self.copies.items():
             if (copy.hidden is None) != (self.project is None):
-                raise CostModelError(
+                raise ConfigError(
                     f"cost model of {self.fingerprint}: the copy of hidden states from "
                     f"{tier.value} and their projection must both be known, or neither"
                 )
@@ -232,79 +218,6 @@ class CostModel:
             ),
         )
 
-    def to_json(self) -> str:
-        """The profile file's text."""
-        return json.dumps(
-            {
-                "format": PROFILE_FORMAT,
-                "version": PROFILE_VERSION,
-                "fingerprint": self.fingerprint,
-                "origin": self.origin,
-                "overlap": self.overlap,
-                "ahead": None if math.isinf(self.ahead) else self.ahead,
-                "noise": self.noise,
-                "copies": {
-                    tier.value: {"hidden": _line_data(copy.hidden), "kv": _line_data(copy.kv)}
-                    for tier, copy in self.copies.items()
-                },
-                "project": _line_data(self.project),
-                "prefill": {
-                    **_line_fields(self.prefill),
-                    "per_pair": self.prefill.per_pair,
-                },
-            },
-            indent=2,
-        )
-
-    @classmethod
-    def from_json(cls, text: str, where: str, fingerprint: str | None = None) -> CostModel:
-        """Profile from a file's text. `where` names the file in errors.
-
-        fingerprint: of this server; None accepts a profile of anything. Raises CostModelError for
-        a missing or nonsense field, another version, or the fingerprint of another server.
-        """
-        data = Fields.parse(text, where, CostModelError)
-        if data.text("format") != PROFILE_FORMAT:
-            raise CostModelError(f"{where}: not a cost model; give a profile file")
-        version = data.number("version")
-        if version != PROFILE_VERSION and version not in OLDER_VERSIONS:
-            raise CostModelError(
-                f"{where}: format version {data.number('version'):g}, this release reads version "
-                f"{PROFILE_VERSION}; measure again with this version"
-            )
-        found = data.text("fingerprint")
-        if fingerprint is not None and found not in (fingerprint, ANY_SERVER):
-            raise CostModelError(
-                f"{where}: measured for {found!r}, but this server is {fingerprint!r}; write a new "
-                "one here with sglang-hc profile"
-            )
-        tiers = data.child("copies")
-        known = {tier.value: tier for tier in SourceTier}
-        copies = {}
-        for name in tiers.names():
-            if name not in known:
-                raise tiers.bad(name, f"is not a tier ({', '.join(known)})", name)
-            tier = tiers.child(name)
-            copies[known[name]] = TierCopy(
-                kv=_read_line(tier.child("kv")), hidden=_read_optional(tier, "hidden")
-            )
-        if not copies:
-            raise data.bad("copies", "must name at least one tier", {})
-        prefill = data.child("prefill")
-        line = _read_line(prefill)
-        return cls(
-            fingerprint=found,
-            origin=data.text("origin"),
-            overlap=data.flag("overlap"),
-            ahead=math.inf if data.is_null("ahead") else data.number("ahead"),
-            noise=None if version == 1 or data.is_null("noise") else data.number("noise"),
-            copies=copies,
-            project=_read_optional(data, "project"),
-            prefill=Quadratic(
-                line.fixed, line.per_token, prefill.number("per_pair"), line.floor, line.r2
-            ),
-        )
-
     def _tier(self, tier: SourceTier) -> TierCopy:
         try:
             return self.copies[tier]
@@ -318,24 +231,3 @@ def _fit(name: str, fit: Callable[[Sequence[S]], F], samples: Sequence[S]) -> F:
         return fit(samples)
     except FitError as error:
         raise FitError(f"{name}: {error}") from error
-
-
-def _line_fields(fit: Line | Quadratic) -> dict[str, float]:
-    return {"fixed": fit.fixed, "per_token": fit.per_token, "floor": fit.floor, "r2": fit.r2}
-
-
-def _line_data(line: Line | None) -> dict[str, float] | None:
-    return None if line is None else _line_fields(line)
-
-
-def _read_line(data: Fields) -> Line:
-    return Line(
-        fixed=data.number("fixed"),
-        per_token=data.number("per_token"),
-        floor=data.number("floor"),
-        r2=data.number("r2", low=-math.inf, high=1.0),
-    )
-
-
-def _read_optional(data: Fields, name: str) -> Line | None:
-    return None if data.is_null(name) else _read_line(data.child(name))

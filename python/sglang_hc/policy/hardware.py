@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Annotated, Literal
 
-from sglang_hc.policy.fields import Fields
+from msgspec import Meta, Struct
+from msgspec.structs import fields
 
-ORIGINS = ("data sheet", "measured", "assumption")
-
-
-class HardwareError(ValueError):
-    """A GPU profile that is unknown or cannot be read. The message is for users."""
+from sglang_hc.errors import ConfigError, decode_json
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A number and its origin: one of ORIGINS."""
+class Quantity(Struct, frozen=True):
+    """A positive number and its origin."""
 
-    value: float
-    origin: str
+    value: Annotated[float, Meta(gt=0)]
+    origin: Literal["data sheet", "measured", "assumption"]
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(Struct, frozen=True):
     """One GPU.
 
     fp16_tflops: dense 16-bit matrix rate, in 1e12 FLOP/s.
@@ -33,7 +28,7 @@ class Hardware:
     host link in one direction in 1e9 bytes/s.
     """
 
-    name: str
+    name: Annotated[str, Meta(min_length=1)]
     fp16_tflops: Quantity
     flop_fraction: Quantity
     memory_gb: Quantity
@@ -53,16 +48,11 @@ class Hardware:
 
     def quantities(self) -> dict[str, Quantity]:
         """Every number of the profile by its field name."""
-        return {name: getattr(self, name) for name in _LIMITS}
-
-
-_LIMITS = {
-    "fp16_tflops": (0.001, 1e6),
-    "flop_fraction": (0.001, 1.0),
-    "memory_gb": (0.001, 1e6),
-    "memory_gbps": (0.001, 1e7),
-    "link_gbps": (0.001, 1e5),
-}
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(Hardware)
+            if field.type is Quantity
+        }
 
 
 def known_gpus() -> dict[str, str]:
@@ -76,7 +66,7 @@ def known_gpus() -> dict[str, str]:
 def load_hardware(name_or_path: str) -> Hardware:
     """A shipped profile by name, in any case, or one from a file in the same format.
 
-    Raises HardwareError with the known names, or with the field that is missing or nonsense.
+    Raises ConfigError with the known names, or with the field that is missing or nonsense.
     """
     known = known_gpus()
     for name, text in known.items():
@@ -84,24 +74,19 @@ def load_hardware(name_or_path: str) -> Hardware:
             return parse_hardware(text, f"GPU profile {name}")
     path = Path(name_or_path)
     if not path.is_file():
-        raise HardwareError(
+        raise ConfigError(
             f"unknown GPU {name_or_path!r}: give one of {', '.join(known)}, or a profile file"
         )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise HardwareError(f"GPU profile {name_or_path}: cannot be read ({cause})") from cause
+        raise ConfigError(f"GPU profile {name_or_path}: cannot be read ({cause})") from cause
     return parse_hardware(text, f"GPU profile {name_or_path}")
 
 
 def parse_hardware(text: str, where: str) -> Hardware:
-    """Profile from a file's text. `where` names the file in errors (HardwareError)."""
-    data = Fields.parse(text, where, HardwareError)
-    quantities = {}
-    for name, (low, high) in _LIMITS.items():
-        entry = data.child(name)
-        origin = entry.text("origin")
-        if origin not in ORIGINS:
-            raise entry.bad("origin", f"must be one of {', '.join(ORIGINS)}", origin)
-        quantities[name] = Quantity(entry.number("value", low=low, high=high), origin)
-    return Hardware(name=data.text("name"), note=data.text("note"), **quantities)
+    """Profile from a file's text. `where` names the file in errors (ConfigError)."""
+    hardware = decode_json(text, Hardware, where)
+    if hardware.flop_fraction.value > 1:
+        raise ConfigError(f"{where}: flop_fraction.value must be at most 1")
+    return hardware

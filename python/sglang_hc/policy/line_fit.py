@@ -9,6 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+NonNegative = Annotated[float, Meta(ge=0)]
+"""Checked where a profile file is read."""
+
+R2 = Annotated[float, Meta(le=1)]
 
 POOR_R2 = 0.95
 """A fit that explains less of the variance is poor. HybridServe reports 0.99 on an idle GPU; below
@@ -27,10 +35,10 @@ class Line:
     the fastest sample. r2: coefficient of determination of the fit, 1 for data-sheet lines.
     """
 
-    fixed: float
-    per_token: float
-    floor: float = 0.0
-    r2: float = 1.0
+    fixed: NonNegative
+    per_token: NonNegative
+    floor: NonNegative = 0.0
+    r2: R2 = 1.0
 
     def seconds(self, tokens: float) -> float:
         """Seconds for `tokens` >= 0."""
@@ -51,11 +59,11 @@ class Quadratic:
     average, to half of the new tokens. 0 for no new tokens. floor and r2 as in `Line`.
     """
 
-    fixed: float
-    per_token: float
-    per_pair: float
-    floor: float = 0.0
-    r2: float = 1.0
+    fixed: NonNegative
+    per_token: NonNegative
+    per_pair: NonNegative
+    floor: NonNegative = 0.0
+    r2: R2 = 1.0
 
     def seconds(self, new: float, context: float) -> float:
         """Seconds for `new` tokens behind `context` tokens whose KV is in the pool."""

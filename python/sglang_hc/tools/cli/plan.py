@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.hardware import Hardware, HardwareError, load_hardware
+from sglang_hc.policy.hardware import Hardware, load_hardware
 from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     shape = _load_shape(args.model)
     try:
         hardware = load_hardware(args.gpu)
-    except HardwareError as error:
+    except ConfigError as error:
         raise UsageError(f"--gpu: {error}") from error
     link = hardware.link_gbps.value
     if args.link_gbps is not None:
