@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +17,25 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of this session and of what it starts end with it.
+
+    SGLang names the sockets of an engine after empty files, five of them, which it never removes;
+    a test that kills a process keeps it from tidying up.
+    """
+    tmp_path_factory.getbasetemp()  # the folders of `tmp_path` stay where pytest keeps them
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    # The name is short because the path of a socket may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="hc-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+        tempfile.tempdir = before[1]
+        del os.environ["TMPDIR"]
+        if before[0] is not None:
+            os.environ["TMPDIR"] = before[0]
 
 
 @pytest.fixture(scope="session")
