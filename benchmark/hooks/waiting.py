@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,19 +24,17 @@ from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tiers.retention import Retention, pins_for
-from support.no_blocks import NoBlocks
+from support.fake_io import FakeIo
 
 WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096
 
 
-class InstantDisk(NoBlocks):
-    """BlockIo that holds every block, or none, and reads at once: what is timed is our side."""
-
-    capacity = WAITING * BLOCKS
+class InstantDisk(FakeIo):
+    """Holds every block, or none, and reads at once: what is timed is our side."""
 
     def __init__(self, *, full: bool) -> None:
+        super().__init__(capacity=WAITING * BLOCKS)
         self._full = full
-        self._done: list[BlockDone] = []
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return len(block_ids) if self._full else 0
@@ -46,6 +44,9 @@ class InstantDisk(NoBlocks):
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        return None
 
     def poll(self) -> list[BlockDone]:
         done, self._done = self._done, []

@@ -18,8 +18,8 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import pack_tokens
+from support.fake_io import FakeIo
 from support.host import queue_over
-from support.lossy_io import LossyIo
 from support.tiers import LateLane
 
 from .test_tiers_machine import PROFILE, TiersMachine
@@ -38,7 +38,7 @@ class DiskMachine(TiersMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.io = LossyIo(self.tiers._pool)
+        self.io = FakeIo(self.tiers._pool, writes_wait=True, polls_per_step=8)
         self.disk = DiskTier(self.io, self.tiers.host, clock=lambda: self.now)
         self.tiers.disk = self.disk
         self.tiers.capture.on_ready = self.disk.spill

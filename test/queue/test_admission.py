@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -13,34 +12,13 @@ from hypothesis import strategies as st
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import MAX_FETCHES
-from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
+from support.fake_io import FakeIo
 from support.host import host_queue, identities, keep, tokens_of
-from support.subjects import MemoryDisk
+from support.subjects import DISK_BLOCKS
 
 BOUND = 3
 HOST_SLOTS = 10
-
-
-class SlowDisk(MemoryDisk):
-    """Reads end when they are told to, one by one, well or badly; the rest at their deadlines."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self._clock = clock
-        self.reads: list[tuple[int, float]] = []
-
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self.reads.append((ticket, deadline))
-
-    def end(self, count: int, outcome: Outcome) -> None:
-        self._done += [BlockDone(ticket, outcome, "disk") for ticket, _ in self.reads[:count]]
-        del self.reads[:count]
-
-    def poll(self) -> list[BlockDone]:
-        late = sum(deadline <= self._clock() for _, deadline in self.reads)
-        self.end(late, Outcome.TIMED_OUT)  # the first to be read are the first to be late
-        return super().poll()
 
 
 class Loop:
@@ -53,7 +31,7 @@ class Loop:
         self.running: list[str] = []
         self.overtaken: Counter[str] = Counter()
         self.arrivals: list[str] = []
-        self.io = SlowDisk(lambda: self.now)
+        self.io = FakeIo(capacity=DISK_BLOCKS, clock=lambda: self.now)
         window, self.host, self.disk, self.queue = host_queue(
             HOST_SLOTS, self.io, "queue", prefetch, lambda: self.now, ready_first=ready_first
         )
@@ -116,8 +94,7 @@ class Loop:
     def fill_disk(self) -> None:
         """Every word of the tests was served before, long ago."""
         for letter in "abcd":
-            path = identities(tokens_of(letter * 5))
-            self.io.words |= {name: letter * end for end, name in enumerate(path, 1)}
+            self.io.hold(identities(tokens_of(letter * 5)))
 
 
 words = st.builds(
@@ -150,7 +127,8 @@ def test_nobody_is_overtaken_more_often_than_the_bound(
             loop.abort(loop.waiting[abort])
         loop.run(fits)
         assert max(loop.overtaken.values(), default=0) <= BOUND, loop.overtaken
-        loop.io.end(ended, outcome)
+        for _ in range(ended):
+            loop.io.step(outcome)
         loop.now += seconds
         loop.host.check_integrity()
     # Nobody comes any more: the queue drains although the disk answers nothing.
@@ -187,7 +165,8 @@ def test_ready_first_serves_what_is_there_before_what_is_on_its_way(ready_first:
     for word in ("dd", "ccc", "x"):
         loop.arrive(word)
         loop.run(0)
-    loop.io.end(2, Outcome.OK)  # "dd" has come, "ccc" has not, of "x" nothing exists
+    loop.io.step()
+    loop.io.step()  # "dd" has come, "ccc" has not, of "x" nothing exists
     loop.disk.poll()
     served = [rid for _ in range(2) for rid in loop.run(1)]
     assert served == (["2:x", "0:dd"] if ready_first else ["0:dd", "2:x"])

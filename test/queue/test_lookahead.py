@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from sglang_hc.queue.lookahead import QueueView, Waiting
 from sglang_hc.tree.identity import pack_tokens
+from support.fake_io import FakeIo
 from support.host import host_queue, identities
-from support.no_blocks import NoBlocks
 
 
-class Below(NoBlocks):
-    """BlockIo that only remembers what it is told."""
-
-    capacity = 100
-
-    def __init__(self) -> None:
-        self.uses: dict[bytes, float | None] = {}
-        self.told = 0
-
-    def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        self.uses |= uses
-        self.told += 1
-
-
-def view(*, tell_disk: bool = True) -> tuple[QueueView, Below]:
-    below = Below()
+def view(*, tell_disk: bool = True) -> tuple[QueueView, FakeIo]:
+    below = FakeIo(capacity=100)
     queue = host_queue(100, below, hint_disk=tell_disk).queue
     for _ in range(9):
         queue.finished("earlier", 2)
@@ -50,7 +34,7 @@ def test_the_disk_is_told_what_changed_and_only_then() -> None:
     assert None not in (first, second, third)
     assert below.uses[shared] == first < second == below.uses[own] < third  # type: ignore[operator]
     queue.on_schedule_step(["a1", "a2", "b1"], waiting)
-    assert below.told == 1
+    assert below.hints == 1
     queue.on_schedule_step(["a2", "b1"], waiting)
     assert below.uses[ids("a1")[1]] is None
     assert below.uses[shared] == second, "it is now needed by the next one"
@@ -63,34 +47,16 @@ def test_the_disk_is_told_what_changed_and_only_then() -> None:
 def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
     queue, below = view(tell_disk=False)
     queue.on_schedule_step(["a1"], waiting)
-    assert below.told == 0
-
-
-class Gathering(NoBlocks):
-    """BlockIo that has everything, and keeps what it is asked for to itself until it is told."""
-
-    capacity = 100
-
-    def __init__(self) -> None:
-        self.asked: list[bytes] = []
-        self.begun: list[list[bytes]] = []
-
-    def contains(self, block_ids: Sequence[bytes]) -> int:
-        return len(block_ids)
-
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self.asked.append(block_id)
-
-    def flush(self) -> None:
-        self.begun.append(self.asked.copy())
+    assert below.hints == 0
 
 
 def test_reads_begin_at_once_and_together() -> None:
     """A forward pass may lie between them and the next poll."""
-    below = Gathering()
+    below = FakeIo(capacity=100)
+    below.hold(ids("a1") + ids("b1"))
     queue = host_queue(100, below).queue
     queue.on_schedule_step(["a1"], waiting)
-    assert below.begun == [ids("a1")]
+    assert below.flushed == [ids("a1")]
     queue.arrived("b1", "b1", waiting)
     queue.ready("b1", waiting)  # its turn has come, and nobody looked at the queue since
-    assert below.begun[1:] == [ids("a1") + ids("b1")]
+    assert below.flushed[1:] == [ids("a1") + ids("b1")]

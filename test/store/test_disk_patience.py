@@ -53,7 +53,7 @@ def test_a_read_that_is_not_worth_it_is_not_begun() -> None:
     free = subject.host.free_slots
     assert ready(subject), "nothing to wait for"
     assert set(costs.asked) == {(0, 256, 0, 1)}
-    assert subject.io.started == [] and subject.host.free_slots == free
+    assert subject.io.begun == [] and subject.host.free_slots == free
     for _ in range(5):
         assert ready(subject)
     assert subject.queue.counters["prefetch_not_worth"] == 1, "weighed once"
@@ -63,26 +63,23 @@ def test_what_the_device_and_the_host_tier_have_is_told() -> None:
     costs = Costs()
     subject = evicted(costs)
     subject.serve("a")
-    asked = subject._waiting
-
-    subject._waiting = lambda word: asked(word)._replace(on_device=10)
+    subject.on_device = 10
     assert not ready(subject)
     assert (54, 192, 10, 1) in costs.asked
 
 
 def test_nothing_is_read_for_what_the_device_has() -> None:
     subject = evicted(Costs())
-    asked = subject._waiting
-    subject._waiting = lambda word: asked(word)._replace(on_device=256)
+    subject.on_device = 256
     assert subject.look() == [] and ready(subject)
 
 
 def test_a_request_waits_from_its_turn_on_for_as_long_as_it_saves() -> None:
     subject = evicted(Costs(per_token=1 / 128))
     assert subject.look() == ["a", "ab", "abc", "abcd"]
-    subject._now += 99.0  # others are served: that costs this request nothing
+    subject.now += 99.0  # others are served: that costs this request nothing
     assert not ready(subject)
-    subject._now += 0.9
+    subject.now += 0.9
     assert not ready(subject)
     assert ready(subject)
     assert subject.queue.counters["prefetch_late"] == 1
@@ -95,7 +92,7 @@ def test_a_request_waits_from_its_turn_on_for_as_long_as_it_saves() -> None:
 def test_nobody_waits_longer_than_the_bound() -> None:
     subject = evicted(Costs())
     assert not ready(subject)
-    subject._now += PATIENCE - 1.1
+    subject.now += PATIENCE - 1.1
     assert not ready(subject)
     assert ready(subject)
 
@@ -217,7 +214,7 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
         subject.order.append(word)
         done, started = subject.ready(word)
         if not done:
-            subject.io.finish_reads(subject._now + 64 * true * len(started))
+            subject.io.end_all(at=subject.now + 64 * true * len(started))
             subject.disk.poll()
             while not ready_of(subject, word):
                 continue

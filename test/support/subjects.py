@@ -6,20 +6,16 @@ the calls that the scheduler, or the simulator's engine, would make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
-from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
-from support.host import host_queue, keep, tokens_of, words_in
-from support.no_blocks import NoBlocks
+from support.fake_io import FakeIo
+from support.host import host_queue, identities, keep, tokens_of, words_in
 
 DISK_BLOCKS = 1000
 
@@ -62,48 +58,6 @@ class Subject(Protocol):
     def on_disk(self) -> set[str]: ...
 
 
-class MemoryDisk(NoBlocks):
-    """BlockIo: writes are done at once, reads when told."""
-
-    capacity = DISK_BLOCKS
-
-    def __init__(self) -> None:
-        self.words: dict[bytes, str] = {}
-        self.started: list[str] = []
-        self._waiting: list[int] = []
-        self._done: list[BlockDone] = []
-
-    def contains(self, block_ids: Sequence[bytes]) -> int:
-        for index, identity in enumerate(block_ids):
-            if identity not in self.words:
-                return index
-        return len(block_ids)
-
-    def wants(self, block_id: bytes) -> bool:
-        return block_id not in self.words
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        above = self.words.get(block.parent_id, "")
-        self.words[block.block_id] = above + chr(block.tokens[3])
-        self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
-        return True
-
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self.started.append(self.words[block_id])
-        self._waiting.append(ticket)
-
-    def finish_reads(self, at: float | None = None) -> None:
-        self._done += [BlockDone(ticket, Outcome.OK, "disk", at) for ticket in self._waiting]
-        self._waiting.clear()
-
-    def poll(self) -> list[BlockDone]:
-        done, self._done = self._done, []
-        return done
-
-    def clear(self) -> None:
-        self.words.clear()
-
-
 class ServerSubject:
     """HostTier, DiskTier and QueueView, called as the scheduler calls them."""
 
@@ -115,10 +69,13 @@ class ServerSubject:
         costs: RestoreCosts = NOTHING_KNOWN,
     ) -> None:
         self.order: list[str] = []
-        self._now = 0.0
-        self.io = MemoryDisk()
+        self.now = 0.0
+        self.on_device = 0
+        """Tokens of every waiting request that the device is said to hold."""
+        self._words: dict[bytes, str] = {}
+        self.io = FakeIo(capacity=DISK_BLOCKS)
         _, self.host, self.disk, self.queue = host_queue(
-            host_slots, self.io, eviction, prefetch, lambda: self._now
+            host_slots, self.io, eviction, prefetch, lambda: self.now
         )
         self.queue.use_costs(costs)
 
@@ -127,24 +84,24 @@ class ServerSubject:
         return self.queue._prefetcher
 
     def serve(self, word: str) -> int:
-        self._now += 1
+        self.now += 1
         tokens = tokens_of(word)
+        self._words |= {name: word[:end] for end, name in enumerate(identities(tokens), 1)}
         match = self.host.tree.match(None, tokens)
         hit = match.tokens // BLOCK_TOKENS
         if hit:
-            self.host.access(match.nodes, self._now)  # restored
+            self.host.access(match.nodes, self.now)  # restored
         self.host.pin(match.nodes)
         if word in self.order:
             self.queue.admission.asked(word)
             self.order.remove(word)
-            self.queue.on_schedule_step(
-                self.order, self._waiting
-            )  # of the pass after its admission
-        for node in keep(self.host, tokens, now=self._now):
+            # The pass after its admission.
+            self.queue.on_schedule_step(self.order, self._waiting)
+        for node in keep(self.host, tokens, now=self.now):
             self.disk.spill(node)
         self.disk.poll()
         self.host.unpin(match.nodes)
-        self.host.access(self.host.tree.match(None, tokens).nodes, self._now)
+        self.host.access(self.host.tree.match(None, tokens).nodes, self.now)
         self.queue.finished(word, len(word))
         return hit
 
@@ -160,17 +117,17 @@ class ServerSubject:
         return self.serve(self.order[0])
 
     def look(self) -> list[str]:
-        self._now += 1
+        self.now += 1
         self.disk.poll()
         self.queue.on_schedule_step(self.order, self._waiting)
         return self._started()
 
     def ready(self, word: str) -> tuple[bool, list[str]]:
-        self._now += 1
+        self.now += 1
         return self.queue.ready(word, self._waiting), self._started()
 
     def arrive_all(self) -> None:
-        self.io.finish_reads()
+        self.io.end_all()
         self.disk.poll()
 
     def in_host(self) -> set[str]:
@@ -178,14 +135,14 @@ class ServerSubject:
         return words_in(self.host.tree)
 
     def on_disk(self) -> set[str]:
-        return set(self.io.words.values())
+        return {self._words[block_id] for block_id in self.io.held()}
 
     def _started(self) -> list[str]:
-        started, self.io.started = self.io.started, []
-        return started
+        begun, self.io.begun = self.io.begun, []
+        return [self._words[block_id] for block_id in begun]
 
     def _waiting(self, word: str) -> Waiting:
-        return Waiting(None, tokens_of(word), 0)
+        return Waiting(None, tokens_of(word), self.on_device)
 
 
 class SimulatorSubject:
@@ -199,7 +156,7 @@ class SimulatorSubject:
         costs: RestoreCosts = NOTHING_KNOWN,
     ) -> None:
         self.order: list[str] = []
-        self._now = 0.0
+        self.now = 0.0
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._under_way: list[Transfer] = []
@@ -216,7 +173,7 @@ class SimulatorSubject:
         return self.cache.prefetcher
 
     def serve(self, word: str) -> int:
-        self._now += 1
+        self.now += 1
         job = self._job(word)
         self.cache.arrive(job)
         return self._run(job, self._begin(job))
@@ -232,26 +189,26 @@ class SimulatorSubject:
         self.cache.abort(self._numbers.pop(word))
 
     def admit(self) -> int:
-        self._now += 1
+        self.now += 1
         job = self.cache.jobs[self._numbers.pop(self.order.pop(0))]
         found = self._begin(job)
-        self.prefetcher.admitted([job.number], self._now)
+        self.prefetcher.admitted([job.number], self.now)
         self._look()
         return self._run(job, found)
 
     def look(self) -> list[str]:
-        self._now += 1
+        self.now += 1
         self._look()
         return self._started()
 
     def ready(self, word: str) -> tuple[bool, list[str]]:
-        self._now += 1
-        return self.cache.ready(self._numbers[word], self._now), self._started()
+        self.now += 1
+        return self.cache.ready(self._numbers[word], self.now), self._started()
 
     def arrive_all(self) -> None:
         self._take()
         for transfer in self._under_way:
-            self.cache.fetched(transfer, self._now)
+            self.cache.fetched(transfer, self.now)
         self._under_way = []
 
     def in_host(self) -> set[str]:
@@ -260,11 +217,12 @@ class SimulatorSubject:
 
     def on_disk(self) -> set[str]:
         assert self.cache.disk is not None
-        return {self._words[block_id] for block_id in self.cache.disk._blocks}
+        disk = self.cache.disk
+        return {word for block_id, word in self._words.items() if disk.holds(block_id)}
 
     def _look(self) -> None:
         self.cache.look_ahead([self._numbers[word] for word in self.order])
-        self.cache.prefetch(self._now)
+        self.cache.prefetch(self.now)
 
     def _take(self) -> None:
         started = self.cache.take_started()
@@ -279,13 +237,13 @@ class SimulatorSubject:
         return names
 
     def _begin(self, job: Job) -> Found:
-        found = self.cache.find(job, self._now)
+        found = self.cache.find(job, self.now)
         self.host.pin(found.host_nodes)
-        self.cache.admit(job, found, self._now, load=False)
+        self.cache.admit(job, found, self.now, load=False)
         return found
 
     def _run(self, job: Job, found: Found) -> int:
-        self.cache.finish(job, job.prompt, job.chain, self._now, replaces=False)
+        self.cache.finish(job, job.prompt, job.chain, self.now, replaces=False)
         self.host.unpin(found.host_nodes)
         return -(-found.host // BLOCK_TOKENS)  # the last token of a prompt is never a hit
 

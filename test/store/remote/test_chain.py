@@ -13,7 +13,7 @@ from sglang_hc.store.disk import DirectorySpec, DiskStore
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Chain, RemoteBlocks
-from support.no_blocks import NoBlocks
+from support.fake_io import FakeIo
 from support.remote import (
     FINGERPRINT,
     FOREVER,
@@ -123,15 +123,7 @@ def test_clear_empties_both(chain: Chain, store: FakeStore, pool: HostPool) -> N
     assert find(chain, [block.block_id for block in path]) == 0
 
 
-class Flushed(NoBlocks):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def flush(self) -> None:
-        self.count += 1
-
-
 def test_both_begin_when_told() -> None:
-    near, far = Flushed(), Flushed()
+    near, far = FakeIo(), FakeIo()
     Chain(near, far).flush()
-    assert (near.count, far.count) == (1, 1)
+    assert (len(near.flushed), len(far.flushed)) == (1, 1)

@@ -54,9 +54,12 @@ def shared(store: FakeStore, clock: Clock) -> FakeStore:
 
 def test_the_first_look_asks_and_a_later_one_reads(shared: FakeStore, clock: Clock) -> None:
     server = Server(shared, clock)
-    server.queue.look(["a"], waiting)
+    server.queue.on_schedule_step(["a"], waiting)
     assert not server.queue.ready("a", waiting)
-    until(lambda: server.disk.busy, lambda: (server.disk.poll(), server.queue.look(["a"], waiting)))
+    until(
+        lambda: server.disk.busy,
+        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"], waiting)),
+    )
     server.admit("a")
     assert server.host.tree.match(None, TOKENS).tokens == 128
     assert server.queue.take_loaded("a") == 128
@@ -71,7 +74,10 @@ def test_on_arrival_the_read_starts_when_the_answer_is_there(
 ) -> None:
     server = Server(shared, clock, prefetch="on-arrival")
     server.queue.arrived("a", "a", waiting)
-    until(lambda: server.disk.busy, lambda: (server.disk.poll(), server.queue.look(["a"], waiting)))
+    until(
+        lambda: server.disk.busy,
+        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"], waiting)),
+    )
     server.admit("a")
     assert server.queue.take_loaded("a") == 128
     server.disk.close()
@@ -101,7 +107,7 @@ def test_a_hung_lookup_holds_a_request_for_a_bounded_time(store: FakeStore, cloc
 
 def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> None:
     server = Server(shared, clock)
-    server.queue.look(["a"], waiting)
+    server.queue.on_schedule_step(["a"], waiting)
     until(lambda: not server.io.ask(server.host.tree.identities(None, TOKENS)), server.disk.poll)
     shared.open.clear()
     shared.entered.clear()
@@ -123,7 +129,7 @@ def test_a_request_that_leaves_stops_asking(store: FakeStore, clock: Clock) -> N
     server.queue.arrived("a", "a", waiting)
     server.queue.left("a")
     looked: list[str] = []
-    server.queue.look(["b"], lambda rid: looked.append(rid) or waiting(rid))  # type: ignore[func-returns-value]
+    server.queue.on_schedule_step(["b"], lambda rid: looked.append(rid) or waiting(rid))  # type: ignore[func-returns-value]
     assert "a" not in looked
     store.open.set()
     server.disk.close()

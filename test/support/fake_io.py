@@ -1,0 +1,170 @@
+"""The one `BlockIo` of the tests: it works when told to, badly when told to, and may lose all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+
+GARBAGE = 0xEE
+
+
+@dataclass(frozen=True)
+class Move:
+    """An operation under way."""
+
+    ticket: int
+    block_id: bytes
+    slot: int
+    deadline: float
+    write: bool
+
+
+class FakeIo:
+    """Blocks below the host tier, in memory.
+
+    Operations are performed by `step`, the oldest first; one that is still waiting at its deadline
+    times out. `lose` is the death of the process behind it, and `back` its return.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        pool: HostPool | None = None,
+        *,
+        capacity: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        writes_wait: bool = False,
+        polls_per_step: int = 0,
+    ) -> None:
+        """pool: where bytes are moved from and to; without one, only identities are kept.
+        writes_wait: writes wait for `step` too, instead of being done at once. polls_per_step:
+        every so many polls make a step, so that waiting for it ends; 0 for none."""
+        self.capacity = capacity
+        self.moves: deque[Move] = deque()
+        self.begun: list[bytes] = []
+        """Identities of all reads that were asked for."""
+        self.flushed: list[list[bytes]] = []
+        """`begun` as it was at each `flush`."""
+        self.uses: dict[bytes, float | None] = {}
+        """The latest hint for each block."""
+        self.hints = 0
+        self.up = True
+        self._blocks: dict[bytes, np.ndarray | None] = {}
+        self._pool = pool
+        self._clock = clock
+        self._writes_wait = writes_wait
+        self._polls_per_step = polls_per_step
+        self._polls = 0
+        self._done: list[BlockDone] = []
+
+    # -- what a test tells it --------------------------------------------------------------------
+
+    def hold(self, block_ids: Iterable[bytes]) -> None:
+        """These blocks were written long ago."""
+        self._blocks |= dict.fromkeys(block_ids)
+
+    def held(self) -> set[bytes]:
+        return set(self._blocks)
+
+    def step(self, outcome: Outcome = Outcome.OK, at: float | None = None) -> None:
+        """End the oldest operation with this outcome, as far as that is possible. A read that does
+        not end well leaves garbage in its slot. at: when it was done."""
+        if self.moves:
+            self._end(self.moves.popleft(), outcome, at)
+
+    def end_all(self, outcome: Outcome = Outcome.OK, at: float | None = None) -> None:
+        while self.moves:
+            self.step(outcome, at)
+
+    def lose(self) -> None:
+        """Everything under way is lost, and half done."""
+        self.end_all(Outcome.LOST)
+        self.up = False
+
+    def back(self) -> None:
+        self.up = True
+
+    # -- BlockIo ---------------------------------------------------------------------------------
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        here = itertools.takewhile(lambda name: self.up and name in self._blocks, block_ids)
+        return sum(1 for _ in here)
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return block_id not in self._blocks
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        if not self.up:
+            return False
+        move = Move(ticket, block.block_id, slot, deadline, write=True)
+        if self._writes_wait:
+            self.moves.append(move)
+        else:
+            self._end(move, Outcome.OK)
+        return True
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.begun.append(block_id)
+        self.moves.append(Move(ticket, block_id, slot, deadline, write=False))
+
+    def flush(self) -> None:
+        self.flushed.append(self.begun.copy())
+
+    def poll(self) -> list[BlockDone]:
+        self._polls += 1
+        if self._polls_per_step and self._polls % self._polls_per_step == 0:
+            self.step()
+        for move in [move for move in self.moves if move.deadline <= self._clock()]:
+            self.moves.remove(move)
+            self._end(move, Outcome.TIMED_OUT)
+        done, self._done = self._done, []
+        return done
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        return None
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        self.uses |= uses
+        self.hints += 1
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def levels(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> Counter[str]:
+        return Counter()
+
+    def close(self) -> None:
+        return None
+
+    def _end(self, move: Move, outcome: Outcome, at: float | None = None) -> None:
+        if not move.write and outcome is Outcome.OK and move.block_id not in self._blocks:
+            outcome = Outcome.MISSING
+        if move.write and outcome is Outcome.OK:
+            self._blocks[move.block_id] = None if self._pool is None else self._slot(move).copy()
+        elif not move.write and self._pool is not None:
+            kept = self._blocks.get(move.block_id)
+            well = outcome is Outcome.OK and kept is not None
+            self._slot(move)[:] = kept if well else GARBAGE
+        if not move.write and outcome in (Outcome.DAMAGED, Outcome.IO_ERROR):
+            self._blocks.pop(move.block_id, None)
+        self._done.append(BlockDone(move.ticket, outcome, self.name, at))
+
+    def _slot(self, move: Move) -> np.ndarray:
+        assert self._pool is not None
+        return self._pool.slot(move.slot)
