@@ -10,8 +10,9 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
 of a chat), screen (the same as the demo prints it), conversation (what was said), groups (TTFT by
-turn or label), summary, ratios, agreement, disagreements, cxs, gain, losses, varied. Other result
-files bring their own tables, beside about:
+turn or label), summary, ratios, costs (the ratios of an arm against one reference in one row),
+agreement, disagreements, cxs, gain, losses, varied. Other result files bring their own tables,
+beside about:
 {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
@@ -61,6 +62,19 @@ def _conversation(result: dict[str, Any]) -> str:
     )
 
 
+def _costs(result: dict[str, Any]) -> str:
+    """Ratios over all requests: a row for each arm, a column for each metric."""
+    head = {"median_ttft": "TTFT", "median_tbt": "TBT", "output_token_throughput": "throughput"}
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for ratio in result["ratios"]:
+        if ratio["group"] == "all":
+            cells = rows.setdefault((ratio["point"], ratio["arm"]), {})
+            spread = f"{ratio['low']:.2f}-{ratio['high']:.2f}"
+            cells[ratio["metric"]] = f"{ratio['median']:.2f} ({spread})"
+    text = tuple((*row, *(cells[metric] for metric in head)) for row, cells in rows.items())
+    return report.Table("costs", ("point", "arm", *head.values()), text).markdown()
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,
     "overview": _of(report.overview_table),
@@ -69,6 +83,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "groups": _of(report.group_table),
     "summary": _of(report.summary_table),
     "ratios": _of(report.ratio_table),
+    "costs": _costs,
     "agreement": _of(report.agreement_table),
     "disagreements": _of(report.disagreement_table),
     "cxs": _of(report.cxs_table),
