@@ -1,7 +1,7 @@
 """Puts tables made from committed results into the Markdown files that publish them.
 
     python benchmark/make_tables.py           # rewrite every table
-    python benchmark/make_tables.py --check   # exit 1 and name the file when one is stale
+    python benchmark/make_tables.py --check   # exit 1 and name stale tables and broken links
 
 A table stands between two comments; FILE is in benchmark/results, NAME one of the names below:
 
@@ -124,6 +124,29 @@ def pages(root: Path) -> list[Path]:
     return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmark/**/*.md")])
 
 
+_LINK = re.compile(r"\]\((?!https?:)(?P<file>[^)#\s]*)#?(?P<anchor>[^)\s]*)\)")
+
+
+def _anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(root: Path) -> list[str]:
+    """Links between the pages whose file, or whose heading, does not exist."""
+    found = []
+    for page in pages(root):
+        for link in _LINK.finditer(page.read_text(encoding="utf-8")):
+            target = (page.parent / link["file"]) if link["file"] else page
+            missing = not target.exists() or (
+                link["anchor"] and link["anchor"] not in _anchors(target)
+            )
+            if missing:
+                found.append(f"{page.relative_to(root)}: {link[0][1:]} leads nowhere")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -144,8 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             stale.append(str(path.relative_to(args.root)))
             if not args.check:
                 path.write_text(after, encoding="utf-8")
+    broken = broken_links(args.root) if args.check else []
+    print(*broken, sep="\n", end="\n" if broken else "")
     if args.check and stale:
         print(f"stale tables in {', '.join(stale)}; run python benchmark/make_tables.py")
+    if args.check and (stale or broken):
         return 1
     print(f"{'would change' if args.check else 'rewrote'}: {', '.join(stale) or 'nothing'}")
     return 0

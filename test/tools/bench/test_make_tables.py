@@ -64,6 +64,24 @@ def test_a_mark_with_an_unknown_name_says_what_there_is(
     assert "it has speeds" in capsys.readouterr().err
 
 
-def test_the_tables_of_this_repository_are_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_that_leads_nowhere_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tree(
+        tmp_path, "# The queue's *order*\n\n[here](#the-queues-order), [home](../README.md)\n"
+    )
+    (tmp_path / "README.md").write_text("[there](benchmark/README.md#the-queues-order)\n")
+    assert run(tmp_path, "--check") == 0
+    page.write_text("[gone](../docs/gone.md), [no heading](../README.md#here)\n")
+    assert run(tmp_path, "--check") == 1
+    said = capsys.readouterr().out
+    assert "(../docs/gone.md) leads nowhere" in said
+    assert "(../README.md#here) leads nowhere" in said
+    assert "README.md: (benchmark/README.md#the-queues-order) leads nowhere" in said
+
+
+def test_the_tables_and_links_of_this_repository_are_sound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status = run(SCRIPT.parents[1], "--check")
     assert status == 0, "".join(capsys.readouterr())
