@@ -18,11 +18,12 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results"
 PAGE = HERE / "README.md"
 
-Rows = list[dict[str, Any]]
+Runs = list[dict[str, Any]]
+Rows = list[list[str]]
 
 
-def load(part: str) -> Rows:
-    runs: Rows = json.loads((RESULTS / f"simulator-{part}.json").read_text())["runs"]
+def load(part: str) -> Runs:
+    runs: Runs = json.loads((RESULTS / f"simulator-{part}.json").read_text())["runs"]
     return runs
 
 
@@ -36,188 +37,103 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def find(rows: Rows, **wanted: Any) -> dict[str, Any]:
-    (row,) = (r for r in rows if all(r[k] == v for k, v in wanted.items()))
-    return row
+def find(runs: Runs, **wanted: Any) -> dict[str, Any]:
+    (run,) = (r for r in runs if all(r[k] == v for k, v in wanted.items()))
+    return run
 
 
-def figures(part: str) -> Rows:
+def figures(part: str) -> Runs:
     """Runs of one figure, with those of Falcon at the other window."""
     wanted = {"models": ("models",), "tiers": ("hbm", "hbm+dram"), "truncation": ("truncation",)}
     return load(part) + [run for run in load("falcon") if run["tiers"] in wanted[part]]
 
 
+PAPER = {
+    "13": {"llama-13b": 86.0, "llama-65b": 71.0, "llama-70b": 89.0, "falcon-40b": 90.0},
+    "22": {"llama-13b": 17.6, "llama-65b": 41.5, "llama-70b": 18.1, "falcon-40b": 18.4},
+    "24": {"llama-13b": 3.4, "llama-65b": 1.7, "llama-70b": 7.7, "falcon-40b": 19.1},
+}
+"""Percent, or points lost, by figure of AttentionStore and model."""
+
+
 def with_falcon(paper: dict[str, float]) -> dict[str, float]:
+    """The paper does not say which window Falcon had, so it was run with two."""
     return {**paper, "falcon-40b, 4K": paper["falcon-40b"]}
 
 
-def models() -> str:
-    paper = {"llama-13b": 86.0, "llama-65b": 71.0, "llama-70b": 89.0, "falcon-40b": 90.0}
-    runs = figures("models")
-    rows = []
-    for name, said in with_falcon(paper).items():
-        run = find(runs, model=name)
-        rows.append(
-            [
-                name,
-                f"{said:g}",
-                percent(run["turn_hit_rate"]),
-                f"{100 * run['turn_hit_rate'] - said:+.1f}",
-                percent(run["hit_rate"]),
-                percent(run["returning_turns"] / run["turns"]),
-                percent(run["dram_share_of_hits"]),
-            ]
-        )
-    return table(
-        [
-            "model",
-            "paper %",
-            "turns %",
-            "off by (points)",
-            "tokens %",
-            "turns with anything to reuse %",
-            "of hits in DRAM %",
-        ],
-        rows,
-    )
+def shares(run: dict[str, Any]) -> list[str]:
+    return [percent(run["turn_hit_rate"]), percent(run["hit_rate"])]
 
 
-def policies() -> str:
-    paper = {
-        (2_000, "queue"): "39.9 / -",
-        (2_000, "lru"): "12.9 / 0.5",
-        (2_000, "fifo"): "9.5 / 0.5",
-        (10_000, "queue"): "86 / 99.6 of hits",
-        (10_000, "lru"): "58 / 0.6",
-        (10_000, "fifo"): "48 / 0.5",
-    }
-    queue = find(load("models"), model="llama-13b")
-    runs = [*load("policies"), {**queue, "arm": "queue", "disk": 10_000}]
-    rows = [
+def by_model() -> Rows:
+    kept, lost, tiers = figures("models"), figures("truncation"), figures("tiers")
+    rows: Rows = []
+    for name, said in with_falcon(PAPER["13"]).items():
+        rows.append(["13", name, f"{said:g}", *shares(find(kept, model=name))])
+    smaller = find(load("smaller"), model="llama-65b", arm="queue")
+    rows.append(["13", "llama-65b, 6 TB in place of 10", "71", *shares(smaller)])
+    for name, said in with_falcon(PAPER["22"]).items():
+        with_it, without = find(kept, model=name), find(lost, model=name)
+        points = [percent(with_it[rate] - without[rate]) for rate in ("turn_hit_rate", "hit_rate")]
+        rows.append(["22", f"{name}, points lost", f"{said:g}", *points])
+    for name, said in with_falcon(PAPER["24"]).items():
+        run = find(tiers, model=name, tiers="hbm+dram")
+        rows.append(["24", f"{name}, HBM and DRAM only", f"{said:g}", *shares(run)])
+    return rows
+
+
+def by_policy() -> Rows:
+    paper = {(2_000, "queue"): "39.9", (2_000, "lru"): "12.9", (2_000, "fifo"): "9.5",
+             (10_000, "lru"): "58", (10_000, "fifo"): "48"}  # fmt: skip
+    runs = [run for run in load("policies") if run["arm"] != "belady"]
+    return [
         [
-            f"{run['disk'] / 1000:g} TB",
-            run["arm"],
-            paper.get((run["disk"], run["arm"]), ""),
-            percent(run["turn_hit_rate"]),
-            percent(run["hit_rate"]),
-            percent(run["dram_share_of_hits"]),
+            "21",
+            f"{run['arm']}, {run['disk'] / 1000:g} TB",
+            paper.get((run["disk"], run["arm"]), "-"),
+            *shares(run),
         ]
-        for run in sorted(runs, key=lambda r: r["disk"])
+        for run in sorted(runs, key=lambda run: run["disk"])
     ]
-    return table(
-        ["SSD", "policy", "paper: all / DRAM %", "turns %", "tokens %", "of hits in DRAM %"], rows
-    )
 
 
-def tiers() -> str:
-    paper = {"llama-13b": 3.4, "llama-65b": 1.7, "llama-70b": 7.7, "falcon-40b": 19.1}
-    runs = figures("tiers")
-    rows = []
-    for name, said in with_falcon(paper).items():
-        cells = [name]
-        for label, value in (("hbm", "nearly 0"), ("hbm+dram", str(said))):
-            run = find(runs, model=name, tiers=label)
-            cells += [value, f"{percent(run['turn_hit_rate'])} / {percent(run['hit_rate'])}"]
-        rows.append(cells)
-    return table(
-        [
-            "model",
-            "HBM: paper %",
-            "turns / tokens %",
-            "HBM + DRAM: paper %",
-            "turns / tokens %",
-        ],
-        rows,
-    )
-
-
-def truncation() -> str:
-    paper = {"llama-13b": 17.6, "llama-65b": 41.5, "llama-70b": 18.1, "falcon-40b": 18.4}
-    kept, lost = figures("models"), figures("truncation")
-    rows = []
-    for name, said in with_falcon(paper).items():
-        with_it = find(kept, model=name)
-        without = find(lost, model=name)
-        rows.append(
-            [
-                name,
-                str(said),
-                f"{100 * (with_it['turn_hit_rate'] - without['turn_hit_rate']):.1f}",
-                f"{100 * (with_it['hit_rate'] - without['hit_rate']):.1f}",
-            ]
-        )
-    return table(["model", "paper: points lost", "turns: points lost", "tokens"], rows)
-
-
-def capacity() -> str:
-    paper = {0.1: "51", 0.25: "98"}
+def by_capacity() -> Rows:
     runs = load("capacity")
-    pauses = sorted({run["pause"] for run in runs})
-    rows = []
-    for ratio in sorted({run["ratio"] for run in runs}):
-        cells = [f"{ratio:g}", paper.get(ratio, "")]
-        for pause in pauses:
-            run = find(runs, ratio=ratio, pause=pause)
-            turns, tokens = run["returning_turn_hit_rate"], run["reusable_hit_rate"]
-            cells.append(f"{percent(turns)} / {percent(tokens)}")
-        rows.append(cells)
-    heads = [f"pauses of {pause} s: turns / tokens %" for pause in pauses]
-    return table(["RCC / CCpUT", "paper %", *heads], rows)
+    rows: Rows = []
+    for ratio, said in ((0.1, "51"), (0.25, "98")):
+        here = [run for run in runs if run["ratio"] == ratio]
+        spread = []
+        for rate in ("returning_turn_hit_rate", "reusable_hit_rate"):
+            found = [run[rate] for run in here]
+            spread.append(f"{percent(min(found))} to {percent(max(found))}")
+        rows.append(["23", f"RCC/CCpUT {ratio:g}, pauses of 300 to 1000 s", said, *spread])
+    return rows
 
 
-def smaller() -> str:
-    paper = {
-        ("llama-13b", "queue"): 86,
-        ("llama-65b", "queue"): 71,
-        ("llama-70b", "queue"): 89,
-        ("falcon-40b", "queue"): 90,
-        ("llama-13b", "lru"): 58,
-        ("llama-13b", "fifo"): 48,
-    }
-    full = load("models") + [r for r in load("policies") if r["disk"] == 10_000]
-    rows = []
-    for (model, arm), said in paper.items():
-        found = [r for r in full if r["model"] == model and r["policy"] == arm]
-        less = find(load("smaller"), model=model, arm=arm)["turn_hit_rate"]
-        ten = found[0]["turn_hit_rate"]
-        off = f"{100 * less - said:+.1f}"
-        rows.append([model, arm, str(said), percent(ten), percent(less), off])
-    return table(
-        ["model", "policy", "paper, 10 TB %", "10 TB: turns %", "6 TB: turns %", "off by (points)"],
-        rows,
-    )
+def published() -> str:
+    rows = sorted([*by_model(), *by_policy(), *by_capacity()], key=lambda row: row[0])
+    return table(["figure", "LLaMA-13B unless said", "paper %", "turns %", "tokens %"], rows)
 
 
 def bound() -> str:
-    closed = [r for r in load("policies") if r["disk"] == 2_000]
-    runs = [{**r, "case": "attentionstore, 2 TB"} for r in closed] + load("bound")
+    closed = [run for run in load("policies") if run["disk"] == 2_000]
+    runs = [{**run, "case": "attentionstore, 2 TB"} for run in closed] + load("bound")
+    cases = {run["case"] for run in runs}
+
+    def rates(case: str) -> list[float]:
+        return [find(runs, case=case, arm=arm)["hit_rate"] for arm in ("lru", "queue", "belady")]
+
     rows = []
     for case in dict.fromkeys(run["case"] for run in runs):
-        rate = {arm: find(runs, case=case, arm=arm) for arm in ("queue", "lru", "belady")}
-        share = {arm: run["hit_rate"] for arm, run in rate.items()}
-        rows.append(
-            [
-                case,
-                f"{rate['queue']['dram_gb']:g} / {rate['queue']['disk_gb']:g}",
-                percent(share["lru"]),
-                percent(share["queue"]),
-                percent(share["belady"]),
-                f"{100 * (share['belady'] - share['queue']):.1f}",
-                percent(rate["queue"]["reusable_share"]),
-            ]
-        )
-    return table(
-        [
-            "workload",
-            "DRAM / SSD GB",
-            "lru %",
-            "queue %",
-            "clairvoyant %",
-            "gap (points)",
-            "endless cache %",
-        ],
-        rows,
-    )
+        if case.endswith((", double", ", queued")):
+            continue
+        cells = [case, *map(percent, rates(case))]
+        for name in (case, f"{case}, double", f"{case}, queued"):
+            _, queue, belady = rates(name) if name in cases else (0, 0, 0)
+            cells.append(f"{100 * (belady - queue):.1f}" if name in cases else "-")
+        rows.append(cells)
+    head = ["load", "lru %", "queue %", "clairvoyant %", "gap", "double tiers", "with a queue"]
+    return table(head, rows)
 
 
 def sensitivity() -> str:
@@ -236,8 +152,7 @@ def sensitivity() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made
-    for made in (models, policies, smaller, bound, capacity, tiers, sensitivity, truncation)
+    made.__name__: made for made in (published, bound, sensitivity)
 }
 
 
