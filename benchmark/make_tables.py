@@ -126,6 +126,8 @@ def pages(root: Path) -> list[Path]:
 
 _LINK = re.compile(r"\]\((?!https?:)(?P<file>[^)#\s]*)#?(?P<anchor>[^)\s]*)\)")
 
+_PATH = re.compile(r"`([\w./-]+/[\w-]+\.(?:py|json|md))`")
+
 
 def _anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings of a page."""
@@ -134,16 +136,19 @@ def _anchors(page: Path) -> set[str]:
 
 
 def broken_links(root: Path) -> list[str]:
-    """Links between the pages whose file, or whose heading, does not exist."""
+    """Links between pages, and paths of our files, that lead nowhere."""
     found = []
     for page in pages(root):
-        for link in _LINK.finditer(page.read_text(encoding="utf-8")):
+        text, name = page.read_text(encoding="utf-8"), page.relative_to(root)
+        for link in _LINK.finditer(text):
             target = (page.parent / link["file"]) if link["file"] else page
-            missing = not target.exists() or (
-                link["anchor"] and link["anchor"] not in _anchors(target)
-            )
-            if missing:
-                found.append(f"{page.relative_to(root)}: {link[0][1:]} leads nowhere")
+            if not target.exists() or (link["anchor"] and link["anchor"] not in _anchors(target)):
+                found.append(f"{name}: {link[0][1:]} leads nowhere")
+        found += [
+            f"{name}: there is no {path}"
+            for path in _PATH.findall(text)
+            if not any((root / folder / path).exists() for folder in ("", "python/sglang_hc"))
+        ]
     return found
 
 

@@ -72,11 +72,12 @@ def test_a_link_that_leads_nowhere_fails_the_check(
     )
     (tmp_path / "README.md").write_text("[there](benchmark/README.md#the-queues-order)\n")
     assert run(tmp_path, "--check") == 0
-    page.write_text("[gone](../docs/gone.md), [no heading](../README.md#here)\n")
+    page.write_text("[gone](../docs/gone.md), [no heading](../README.md#here), `queue/gone.py`\n")
     assert run(tmp_path, "--check") == 1
     said = capsys.readouterr().out
     assert "(../docs/gone.md) leads nowhere" in said
     assert "(../README.md#here) leads nowhere" in said
+    assert "benchmark/README.md: there is no queue/gone.py" in said
     assert "README.md: (benchmark/README.md#the-queues-order) leads nowhere" in said
 
 
