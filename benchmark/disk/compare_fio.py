@@ -10,8 +10,8 @@ Named workloads (all by default, or `--only NAME`):
 What is matched is the queue depth: the requests under way in each directory. fio runs psync with
 O_DIRECT and that many jobs for each directory; under the store lies a backend that lets no more
 than that many through. Requests are equally long, and both sync after as many of them. The store is
-called by one thread more for each directory, for the same reason that makes a server run several
-(store/block_io.py): while one hashes, commits or is in Python, the next request is there already.
+called by one thread more for each directory, for the same reason that makes a server run several:
+while one hashes, commits or is in Python, the next request is there already.
 `store_under_way` and `fio_under_way` tell how many requests each directory had on average over the
 time: what is missing to the depth is time in which the disk waited. The arms take turns; ratios are
 medians over the rounds. Needs fio: apt-get install fio.
@@ -43,7 +43,7 @@ import numpy.typing as npt
 from lanes import Lanes
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, SlotFormat
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
@@ -54,6 +54,7 @@ BATCH = 32
 LAYOUT = BlockLayout(LayerPlan(0, 32, 0), StateShape(32, 1024, (1024, 1024), "bfloat16"))
 """32 chunks of 64 KiB: blocks of 2 MiB, as of a small model kept as hidden states."""
 FINGERPRINT = LAYOUT.fingerprint("benchmark")
+NO_UPKEEP = Upkeep(background=False, scrub_bytes_per_s=0)
 
 
 def slot_bytes(layout: BlockLayout) -> int:
@@ -70,15 +71,8 @@ def make_blocks(count: int, seed: int) -> list[Block]:
 
 def open_store(folders: Sequence[Path], size: int, backend: Backend | None = None) -> DiskStore:
     specs = [DirectorySpec(str(folder), size) for folder in folders]
-    return DiskStore.open(
-        specs,
-        LAYOUT.chunks(),
-        FINGERPRINT,
-        "benchmark",
-        background=False,
-        scrub_bytes_per_s=0,
-        backend=backend,
-    )
+    model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "benchmark")
+    return DiskStore.open(specs, model, NO_UPKEEP, backend)
 
 
 def in_threads(threads: int, work: Callable[[int], None]) -> float:
@@ -297,13 +291,12 @@ def restart(root: Path, rows: int) -> dict[str, object]:
     """Opening an index with a million rows. Slab files are sparse: only the index is real."""
     folder = root / "restart"
     small = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 512, (512, 512), "bfloat16"))
-    fingerprint = small.fingerprint("restart")
     spec = DirectorySpec(str(folder), 400_000_000_000)
 
+    model = StoredModel.of(small.chunks(), small.fingerprint("restart"), "restart")
+
     def opened() -> DiskStore:
-        return DiskStore.open(
-            [spec], small.chunks(), fingerprint, "restart", background=False, scrub_bytes_per_s=0
-        )
+        return DiskStore.open([spec], model, NO_UPKEEP)
 
     store = opened()
     real = make_blocks(1, 3)[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,8 +23,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
-from disk_support import (
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk import index_file
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
     LAYOUT,
     CrashBackend,
     copy_index,
@@ -36,14 +41,6 @@ from disk_support import (
     put,
     read_bytes,
 )
-
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import index_file
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.disk.writer import Block
-from sglang_hc.store.outcome import Outcome
 
 Check = Callable[[list[Path], "Workload"], None]
 

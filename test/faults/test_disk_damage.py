@@ -6,26 +6,23 @@ import os
 import random
 import shutil
 import sqlite3
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
-from disk_support import (
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
     data_of,
     make_path,
     open_store,
     put,
     read_bytes,
 )
-
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.writer import Block
-from sglang_hc.store.outcome import Outcome
 
 BUFFERED = DirectBackend(direct=False)
 
@@ -65,13 +62,13 @@ def serve_all(folder: Path, blocks: list[Block]) -> tuple[int, int]:
         assert counters["read_damaged"] + counters["read_missing"] == refused
         # The directory is still good for new blocks.
         fresh = make_path(2, seed=77)
-        if store.directories_in_use():
+        if store.in_use():
             answers = put(store, fresh)
             served = [read_bytes(store, b.block_id) for b in fresh]
             for answer, block, (status, got) in zip(answers, fresh, served, strict=True):
                 assert (
                     answer is not Outcome.OK
-                    or not store.directories_in_use()
+                    or not store.in_use()
                     or (status is Outcome.OK and np.array_equal(got, data_of(block)))
                 )
         return right, refused
@@ -138,7 +135,7 @@ def test_every_byte_of_a_slot_is_covered(scratch: Path) -> None:
     slab = slabs_of(folder)[0]
     good = slab.read_bytes()
     store = open_store(folder, backend=BUFFERED)
-    end = 4096 + store._blocks.slot_format.slot_bytes
+    end = 4096 + store.model.slot_format.slot_bytes
     store.close()
     rng = random.Random(5)
     for at in [4096, 4096 + 4095, 8192, end - 1, *(rng.randrange(4096, end) for _ in range(20))]:
@@ -203,19 +200,19 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
     store = open_store(folder, backend=BUFFERED)
     index_of(folder).write_bytes(b"\xff" * index_of(folder).stat().st_size)
     Path(f"{index_of(folder)}-wal").write_bytes(b"")
-    directory = store._blocks.directories[0]
+    directory = store.directories[0]
     directory.index._connection.execute("PRAGMA cache_size=0")
     answers = set()
     for seed in range(200, 260):
         answers |= set(put(store, make_path(4, seed=seed)))
-        if not store.directories_in_use():
+        if not store.in_use():
             break
-    assert not store.directories_in_use() and Outcome.IO_ERROR in answers
+    assert not store.in_use() and Outcome.IO_ERROR in answers
     assert store.contains([blocks[0].block_id]) == 0
     assert read_bytes(store, blocks[0].block_id)[0] is Outcome.IO_ERROR
     store.touch([blocks[0].block_id])
     assert store.delete([blocks[0].block_id]) == 0
-    store.maintenance.tick()
+    store.tick()
     store.close()
     right, _ = serve_all(folder, blocks)
     assert right == len(blocks)
@@ -248,7 +245,7 @@ def test_one_of_two_indexes_damaged_while_running(scratch: Path) -> None:
     store = open_store(*folders, backend=BUFFERED, scrub_bytes_per_s=1 << 20)
     blocks = make_path(8)
     put(store, blocks)
-    bad = store._blocks.directories[1]
+    bad = store.directories[1]
     bad.fail("for the test")
     names = [block.block_id for block in blocks]
     assert store.contains(names) == 1 and store.contains(names[2:]) == 1
@@ -257,9 +254,9 @@ def test_one_of_two_indexes_damaged_while_running(scratch: Path) -> None:
     fresh = make_path(6, seed=3)
     assert put(store, fresh) == [Outcome.OK] * 6
     assert all(read_bytes(store, block.block_id)[0] is Outcome.OK for block in fresh)
-    store.maintenance.tick()
+    store.tick()
     assert store.counters()["scrubbed_bytes"] > 0
-    assert store.directories_in_use() == 1 and not bad.usable()
+    assert len(store.in_use()) == 1 and not bad.usable()
     store.close()
     store = open_store(*folders, backend=BUFFERED)
     assert store.contains(names) == 8, "its index is made again from the slots"

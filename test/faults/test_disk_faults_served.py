@@ -10,17 +10,13 @@ from __future__ import annotations
 import errno
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from support.core import Core, Reply, run_in_child
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
-from disk_support import Faults, FaultyBackend, failing
+from support.disk_store import Faults, FaultyBackend, failing
 
 FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
 FAULTS = [
@@ -97,7 +93,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
-        (directory,) = core.tree.tiers.disk._io._store._blocks.directories
+        (directory,) = core.tree.tiers.disk._io._store.directories
         directory.breaker.succeeded()  # its pause is over
         prefetch.PATIENCE = 5.0
         forget()

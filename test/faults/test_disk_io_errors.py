@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
-from disk_support import (
+from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk.directory import Directory, DirectoryError
+from sglang_hc.store.disk.eviction import Evictor
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
     EIO,
     ENOSPC,
     LAYOUT,
@@ -31,10 +34,6 @@ from disk_support import (
     slots_taken,
     total_bytes,
 )
-
-from sglang_hc.store.disk.circuit_breaker import FAILURES_TO_OPEN
-from sglang_hc.store.disk.directory import Directory, DirectoryError
-from sglang_hc.store.outcome import Outcome
 
 
 def nothing(path: str) -> None:
@@ -53,7 +52,7 @@ def test_an_unreadable_block_is_a_miss_once(scratch: Path) -> None:
     assert store.contains([block.block_id for block in blocks]) == 1
     assert read_bytes(store, blocks[1].block_id)[0] is Outcome.MISSING
     assert store.counters()["read_io_error"] == 1
-    assert store._blocks.directories[0].slabs.quarantined == 1
+    assert store.directories[0].slabs.quarantined == 1
     assert put(store, [blocks[1]]) == [Outcome.OK], "in another slot"
     assert read_bytes(store, blocks[1].block_id)[0] is Outcome.OK
     store.check_integrity()
@@ -121,14 +120,14 @@ def test_one_of_two_directories_destroyed_while_running(
     assert store.contains([block.block_id for block in fresh]) == 12
     assert store.counters()["directory_pauses"] == 1
     assert sum("keeps failing" in record.getMessage() for record in caplog.records) == 1
-    assert store.directories_in_use() == 1 and store.directories_in_use()
-    store.maintenance.tick()
+    assert len(store.in_use()) == 1 and len(store.in_use())
+    store.tick()
     faults.on_read = faults.on_write = faults.on_sync = faults.on_allocate = nothing
     now[0] += 6
     left = [name for name in names[1::2] if store.contains([name])]
     assert left, "what it was not asked for while it failed is there again"
     assert all(read_bytes(store, name)[0] is Outcome.OK for name in left)
-    assert store.directories_in_use() == 2
+    assert len(store.in_use()) == 2
     store.check_integrity()
     store.close()
 
@@ -172,17 +171,17 @@ def test_a_block_in_two_directories_is_served_from_the_one_that_is_well(scratch:
     """It was written again while the first could not be asked."""
     store = open_store(scratch / "a", scratch / "b", backend=FaultyBackend(Faults()))
     (block,) = make_path(1)
-    first, second = store._blocks.directories
+    first, second = store.directories
     assert put(store, [block]) == [Outcome.OK] and block.block_id in first.places
     while not first.breaker.failed():
         assert store.contains([block.block_id]) == 1
     assert store.contains([block.block_id]) == 0
     assert put(store, [block]) == [Outcome.OK] and block.block_id in second.places
     first.breaker.succeeded()
-    location = store._blocks.acquire(block.block_id)
+    location = store.acquire(block.block_id)
     assert location is not None and location.directory is first
-    assert store._blocks.drop_damaged(block.block_id, location)
-    store._blocks.release(location)
+    assert store.drop_damaged(block.block_id, location)
+    store.release(location)
     status, got = read_bytes(store, block.block_id)
     assert status is Outcome.OK and np.array_equal(got, data_of(block))
     assert store.delete([block.block_id]) == 1
@@ -194,11 +193,11 @@ def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
     faults = Faults()
     store = open_store(scratch, backend=FaultyBackend(faults))
     put(store, make_path(6, seed=1))
-    slots = store._blocks.directories[0].slabs.usage()[1]
+    slots = store.directories[0].slabs.usage()[1]
     faults.on_allocate = ENOSPC
     for seed in range(2, 8):
         assert set(put(store, make_path(4, seed=seed))) == {Outcome.OK}
-    assert store._blocks.directories[0].slabs.usage()[1] == slots
+    assert store.directories[0].slabs.usage()[1] == slots
     assert store.counters()["evicted_blocks"] > 0
     store.check_integrity()
     store.close()
@@ -209,7 +208,7 @@ def test_a_disk_full_from_the_start_drops_saves(scratch: Path) -> None:
     store = open_store(scratch, backend=FaultyBackend(faults))
     assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
     faults.on_allocate, faults.on_write = nothing, ENOSPC
-    store._blocks.directories[0].slabs._growth_resumes = 0.0
+    store.directories[0].slabs._growth_resumes = 0.0
     assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
     assert store.counters()["write_no_space"] == 6
     store.check_integrity()
@@ -256,7 +255,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
     now[0] += 6
     faults.on_read = nothing
     assert read_bytes(store, blocks[-1].block_id)[0] is Outcome.OK
-    assert store.directories_in_use()
+    assert store.in_use()
     store.close()
 
 
@@ -290,16 +289,14 @@ def test_a_failing_maintenance_round_is_counted_and_tried_again(scratch: Path) -
     """One exception ended the backup thread for good in another store."""
     store = open_store(scratch, background=True, scrub_bytes_per_s=1 << 20)
     put(store, make_path(2))
-    real = store.maintenance._evictor.trim
     failed = threading.Event()
 
     def trim(directory: Directory) -> int:
         failed.set()
         raise RuntimeError("injected")
 
-    store.maintenance._evictor.trim = trim
-    assert failed.wait(10)
-    store.maintenance._evictor.trim = real
+    with mock.patch.object(Evictor, "trim", lambda evictor, directory: trim(directory)):
+        assert failed.wait(10)
     before = store.counters()["scrubbed_bytes"]
     deadline = time.monotonic() + 10
     while store.counters()["scrubbed_bytes"] == before and time.monotonic() < deadline:
@@ -321,7 +318,7 @@ def test_a_directory_removed_under_the_store_loses_cache_not_requests(scratch: P
     for block in blocks:
         status, got = read_bytes(store, block.block_id)
         assert status is not Outcome.OK or np.array_equal(got, data_of(block))
-    store.maintenance.tick()
+    store.tick()
     store.close()
     open_store(folder).close()
 

@@ -7,7 +7,6 @@ import random
 import select
 import signal
 import sqlite3
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "store" / "disk"))
-from disk_support import copy_index, data_of, make_path, open_store, put, read_bytes
-
 from sglang_hc.store.outcome import Outcome
+from support.disk_store import copy_index, data_of, make_path, open_store, put, read_bytes
 
 SIZE = 60_000_000
 """Room for about 1,500 blocks: several times as many as one child writes before it is killed."""

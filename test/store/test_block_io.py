@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "disk"))
-from disk_support import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
-
-from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, BlockIo, DiskThreads
+from sglang_hc.store.block_io import BlockDone, BlockIo
+from sglang_hc.store.disk import threads
+from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
+from support.disk_store import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
 
 SLOTS = 16
 
@@ -120,7 +118,7 @@ def test_a_write_that_comes_too_late_is_not_begun(
 def test_a_full_queue_refuses_writes(
     io: DiskThreads, pool: HostPool, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_io, "WRITE_QUEUE", 2)
+    monkeypatch.setattr(threads, "WRITE_QUEUE", 2)
     held = [True]
 
     def hold(path: str) -> None:
@@ -156,6 +154,43 @@ def test_one_batch_is_written_while_another_is_held_up(
     assert io.contains([quick.block_id]) == 1 and io.contains([slow.block_id]) == 0
     go_on.set()
     assert wait_for(io, 1) is Outcome.OK
+
+
+def test_a_directory_that_hangs_holds_up_only_its_own_blocks(
+    tmp_path: Path, pool: HostPool, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes go past it once its queue is full, reads and upkeep of the other one go on, and what
+    it holds is answered when it is back."""
+    monkeypatch.setattr(threads, "WRITE_QUEUE", 8)
+    store = open_store(tmp_path / "a", tmp_path / "b", backend=FaultyBackend(faults))
+    io = DiskThreads(store, pool)
+    blocks = save(io, pool, 4)
+    go_on = threading.Event()
+
+    def hang(path: str) -> None:
+        if "/b/" in path:
+            assert go_on.wait(60)
+
+    faults.on_read = faults.on_write = faults.on_sync = hang
+    for slot, block in enumerate(blocks):
+        io.read(slot, block.block_id, 8 + slot, soon())
+    assert {done.ticket for done in wait(io, 2)} == {0, 2}
+    fresh = make_path(40, seed=1)
+    refused, done = 0, []
+    for number, block in enumerate(fresh, start=100):
+        while not io.write(number, block, number % 4, soon()):
+            refused += 1
+            done += wait(io, 1)
+    stuck = 3 * 4  # what the other one has waiting, and the batch of each of its threads
+    done += wait(io, max(0, 40 - stuck - len(done)))
+    assert {answer.outcome for answer in done} == {Outcome.OK}
+    assert len(store.directories[0].places) > 2
+    store.maintenance[0].tick()
+    go_on.set()
+    done += wait(io, 42 - len(done))
+    assert sorted(answer.ticket for answer in done) == [1, 3, *range(100, 140)]
+    assert {answer.outcome for answer in done} == {Outcome.OK}
+    io.close()
 
 
 def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
-from sglang_hc.store.block_io import READ_THREADS
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.threads import READ_THREADS
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 
@@ -47,8 +47,8 @@ def disk_samples(
             folders.append(tempfile.mkdtemp(prefix="profile-", dir=path))
         size = SPARE_BYTES + 2 * sizes[-1][1] * layout.slot_bytes
         specs = [DirectorySpec(folder, size) for folder in folders]
-        fingerprint = layout.fingerprint("profile")
-        store = DiskStore.open(specs, layout.chunks(), fingerprint, "profile", background=False)
+        model = StoredModel.of(layout.chunks(), layout.fingerprint("profile"), "profile")
+        store = DiskStore.open(specs, model, Upkeep(background=False))
         try:
             pool = HostPool(layout, sizes[-1][1])
             needed = sizes[min(1, len(sizes) - 1)][1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -138,28 +138,22 @@ class ThreadExecutor:
         self._pool = pool
         self._buffers = buffers
         self._on_done = on_done
-        self._submitted = 0
-        self._completed = 0
-        """How many operations, as `_submitted`."""
-        self._work: queue.SimpleQueue[tuple[int, Operation] | None] = queue.SimpleQueue()
+        self._under_way = 0
         self._done: deque[Completion] = deque()
         self._progress = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="hc-io", daemon=True)
-        self._thread.start()
+        self._thread: Workers[tuple[int, Operation]] = Workers("hc-io", self._run)
 
     def submit(self, ticket: int, operation: Operation) -> None:
-        self._submitted += 1
-        self._work.put((ticket, operation))
+        with self._progress:
+            self._under_way += 1
+        self._thread.submit((ticket, operation))
 
     def poll(self) -> list[Completion]:
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def drain(self) -> list[Completion]:
         with self._progress:
-            self._progress.wait_for(lambda: self._completed == self._submitted)
+            self._progress.wait_for(lambda: not self._under_way)
         return self.poll()
 
     def levels(self) -> dict[str, int]:
@@ -169,14 +163,12 @@ class ThreadExecutor:
         return Counter()
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
+        self._thread.close()
         if self._helpers is not None:
             self._helpers.shutdown()
 
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            ticket, operation = item
+    def _run(self, batch: list[tuple[int, Operation]]) -> None:
+        for ticket, operation in batch:
             try:
                 self._perform(operation)
                 ok = True
@@ -185,7 +177,7 @@ class ThreadExecutor:
                 ok = False
             self._done.append(Completion(ticket, ok))
             with self._progress:
-                self._completed += 1
+                self._under_way -= 1
                 self._progress.notify_all()
             self._on_done()
 

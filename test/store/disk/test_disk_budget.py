@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,14 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import data_of, make_path, open_store, put, read_bytes, total_bytes
-
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
 from sglang_hc.store.outcome import Outcome
+from support.disk_store import data_of, make_path, open_store, put, read_bytes, total_bytes
 
 OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
 PATHS = st.integers(0, 30)
@@ -86,7 +83,7 @@ class RandomWorkload(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 60, 30_000]))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.maintenance.tick()
+        self.store.tick()
 
     @rule(budget=BUDGETS, other=st.booleans(), count=st.sampled_from([1, 2]))
     def restart(self, budget: int, other: bool, count: int) -> None:

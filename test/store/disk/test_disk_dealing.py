@@ -4,7 +4,6 @@ or out of use."""
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import (
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.writer import Dealer
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
     FINGERPRINT,
     LAYOUT,
     SMALL,
@@ -27,12 +29,6 @@ from disk_support import (
     slots_taken,
     total_bytes,
 )
-
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.dealing import Dealer
-from sglang_hc.store.disk.directory import DirectorySpec
-from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.outcome import Outcome
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -110,12 +106,9 @@ class Fills:
         ]
         self.store = DiskStore.open(
             specs,
-            LAYOUT.chunks(),
-            FINGERPRINT,
-            "tiny",
-            background=False,
-            scrub_bytes_per_s=0,
-            backend=DirectBackend(direct=False),
+            StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny"),
+            Upkeep(background=False, scrub_bytes_per_s=0),
+            DirectBackend(direct=False),
         )
 
     def taken(self) -> list[int]:
@@ -133,8 +126,8 @@ def test_a_real_store_is_balanced_and_keeps_each_budget(budgets: list[int], path
     root = Path(tempfile.mkdtemp(dir=MEMORY))
     fills = Fills(root, budgets)
     store = fills.store
-    size = store._blocks.slot_format.slot_bytes
-    fits = [d.slabs.data_bytes // size for d in store._blocks.directories]
+    size = store.model.slot_format.slot_bytes
+    fits = [d.slabs.data_bytes // size for d in store.directories]
     for seed in range(paths):
         blocks = make_path(4, seed=seed)
         assert put(store, blocks) == [Outcome.OK] * 4
@@ -166,9 +159,9 @@ def test_a_new_directory_takes_what_a_full_one_would_evict_for(scratch: Path) ->
     store.close()
     store = open_store(full, new)
     before = len(store)
-    _, fresh = store._blocks.directories
+    _, fresh = store.directories
     written = 0
-    while fresh.free_slots(store._blocks.slot_format.slot_bytes) >= 8:
+    while fresh.free_slots(store.model.slot_format.slot_bytes) >= 8:
         written += 8
         assert put(store, make_path(8, seed=1000 + written)) == [Outcome.OK] * 8
     assert written > 16 and store.counters()["evicted_blocks"] == 0
@@ -181,7 +174,7 @@ def test_a_new_directory_takes_what_a_full_one_would_evict_for(scratch: Path) ->
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_one_that_is_left_gets_everything(scratch: Path, lost: int) -> None:
     store = open_store(scratch / "a", scratch / "b", size=SMALL)
-    store._blocks.directories[lost].fail("for the test")
+    store.directories[lost].fail("for the test")
     assert put(store, make_path(8)) == [Outcome.OK] * 8
     taken = slots_taken(store)
     assert taken[lost] == 0 and taken[1 - lost] == 8

@@ -4,16 +4,12 @@ change: what they spell out lies on disks."""
 from __future__ import annotations
 
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import LAYOUT, open_store, put
 
 from sglang_hc.store.disk.format import (
     Chunk,
@@ -28,6 +24,7 @@ from sglang_hc.store.disk.format import (
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id
+from support.disk_store import LAYOUT, open_store, put
 
 IDS = st.binary(min_size=16, max_size=16)
 
@@ -158,6 +155,6 @@ def test_any_text_is_a_namespace_label(scratch: Path, label: str) -> None:
     store = open_store(scratch)
     block = Block(b"n" * 16, b"p" * 16, label, 0, b"\0" * 8)
     assert put(store, [block]) == [Outcome.OK]
-    assert store.directories_in_use() and store.contains([block.block_id]) == 1
+    assert len(store.in_use()) and store.contains([block.block_id]) == 1
     assert LAYOUT.slot_bytes == store.slot_bytes
     store.close()

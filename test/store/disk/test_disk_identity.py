@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from itertools import combinations
 from pathlib import Path
@@ -11,14 +10,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import data_of, empty_slot, open_store
-
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
+from support.disk_store import data_of, empty_slot, open_store
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 WORLDS = st.tuples(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.schema import Place, Row
+from sglang_hc.store.disk.index_file import Place, Row
 
 MODELS = (1, 2)
 names = st.tuples(st.sampled_from(MODELS), st.integers(0, 5))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import stat
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import (
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk.backend import aligned_buffer
+from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec, StoredModel
+from sglang_hc.store.disk.index_file import Place
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
     FINGERPRINT,
     LAYOUT,
     SMALL,
@@ -26,13 +29,6 @@ from disk_support import (
     slots_taken,
     total_bytes,
 )
-
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk.backend import aligned_buffer
-from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
-from sglang_hc.store.disk.schema import Place
-from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.outcome import Outcome
 
 
 class Clock:
@@ -135,7 +131,7 @@ def test_a_chunk_lies_where_the_format_says(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     (block,) = make_path(1)
     put(store, [block])
-    place = Place.unpack(store._blocks.directories[0].places[block.block_id])
+    place = Place.unpack(store.directories[0].places[block.block_id])
     store.close()
     slab = (tmp_path / "sglang-hc" / f"slab-{place.slab:08d}.dat").read_bytes()
     slot = slab[4096 + place.slot * (4096 + LAYOUT.slot_bytes) :]
@@ -194,7 +190,7 @@ def test_a_prefix_ages_from_its_end(tmp_path: Path) -> None:
     put(store, path)
     store.touch([block.block_id for block in path])
     store.flush()
-    directory = store._blocks.directories[0]
+    directory = store.directories[0]
     order = [resident.block_id for resident in directory.index.oldest(10)]
     assert order == [block.block_id for block in reversed(path)]
     store.close()
@@ -239,12 +235,12 @@ def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
     while store.counters().get("evicted_blocks", 0) == 0:
         fitting += 1
         put(store, make_path(8, seed=fitting))
-    leases = [store._blocks.acquire(block_id) for block_id in store.block_ids()]
+    leases = [store.acquire(block_id) for block_id in store.block_ids()]
     answers = {status for seed in range(50, 54) for status in put(store, make_path(8, seed=seed))}
     assert answers == {Outcome.NO_SPACE}
     assert store.counters()["write_no_space"] > 0
     for location in leases:
-        store._blocks.release(location)
+        store.release(location)
     store.check_integrity()
     store.close()
 
@@ -253,10 +249,10 @@ def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
     store = open_store(tmp_path, watermarks=(0.6, 0.5))
     for seed in range(12):
         put(store, make_path(4, seed=seed))
-        store.maintenance.tick()
-    slots = store._blocks.directories[0].slabs
+        store.tick()
+    slots = store.directories[0].slabs
     taken, there = slots.usage()
-    there += slots.growable_slots(store._blocks.slot_format.slot_bytes)
+    there += slots.growable_slots(store.model.slot_format.slot_bytes)
     assert taken <= 0.6 * there + 1
     store.check_integrity()
     store.close()
@@ -270,7 +266,7 @@ def test_blocks_expire(tmp_path: Path) -> None:
     clock.now += 3000
     store.touch([block.block_id for block in used])
     clock.now += 1000
-    store.maintenance.tick()
+    store.tick()
     assert store.contains([old[0].block_id]) == 0
     assert store.contains([block.block_id for block in used]) == 3
     assert store.counters()["expired_blocks"] == 3
@@ -289,7 +285,7 @@ def test_hits_survive_in_the_index(tmp_path: Path) -> None:
         read_bytes(store, blocks[0].block_id)
     store.close()
     store = open_store(tmp_path)
-    hits = {row.block_id: row.hits for row in store._blocks.directories[0].index.rows()}
+    hits = {row.block_id: row.hits for row in store.directories[0].index.rows()}
     assert hits == {blocks[0].block_id: 3, blocks[1].block_id: 0}
     store.close()
 
@@ -420,7 +416,7 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
 def test_background_maintenance_runs_and_stops(tmp_path: Path) -> None:
     store = open_store(tmp_path, background=True, scrub_bytes_per_s=10_000_000)
     put(store, make_path(3))
-    store.maintenance.tick()
+    store.tick()
     assert store.counters()["scrubbed_bytes"] > 0
     store.close()
     assert not any(thread.name == "hc-disk-maintenance" for thread in threading.enumerate())
@@ -430,17 +426,17 @@ def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
     store = open_store(tmp_path, scrub_bytes_per_s=10_000_000)
     blocks = make_path(4)
     put(store, blocks)
-    slab, slot = Place.unpack(store._blocks.directories[0].places[blocks[1].block_id])
+    slab, slot = Place.unpack(store.directories[0].places[blocks[1].block_id])
     path = tmp_path / "sglang-hc" / f"slab-{slab:08d}.dat"
     with path.open("r+b") as file:
-        file.seek(4096 + slot * store._blocks.slot_format.slot_bytes + 9000)
+        file.seek(4096 + slot * store.model.slot_format.slot_bytes + 9000)
         file.write(b"flipped")
-    store.maintenance.tick()
+    store.tick()
     assert store.contains([block.block_id for block in blocks]) == 1
     counters = store.counters()
     assert counters["scrub_damaged"] == 1 and counters["maintenance_errors"] == 0
     assert store.drain_removed() == [blocks[1].block_id]
-    assert store._blocks.directories[0].slabs.quarantined == 1
+    assert store.directories[0].slabs.quarantined == 1
     store.check_integrity()
     store.close()
 
@@ -451,19 +447,20 @@ def test_scrub_keeps_its_pace_and_stops_when_everything_is_damaged(tmp_path: Pat
     put(store, make_path(12))
     for slab in tmp_path.rglob("slab-*"):
         os.truncate(slab, 4096)
-    store.maintenance.tick()
+    store.tick()
     assert store.counters()["scrub_damaged"] == 2, "two pages' worth"
-    store.maintenance.stop()
-    assert store.maintenance._scrubber.step(1 << 30, store.maintenance._stop) == 0
+    store.stop_upkeep()
+    store.tick()
+    assert store.counters()["scrub_damaged"] == 2
     store.close()
 
 
 def test_closing_in_mid_scrub_gives_its_lease_back(tmp_path: Path) -> None:
     store = open_store(tmp_path, scrub_bytes_per_s=4096)
     put(store, make_path(2))
-    store.maintenance.tick()
-    assert store._blocks.directories[0].slabs.leased() == 1
-    store.maintenance.stop()
+    store.tick()
+    assert store.directories[0].slabs.leased() == 1
+    store.stop_upkeep()
     store.check_integrity()
     store.close()
 
@@ -475,5 +472,5 @@ def test_memory_that_cannot_take_a_block_is_a_programming_error(tmp_path: Path) 
     with pytest.raises(ValueError, match="must start at a page"):
         store.read(bytes(16), memoryview(empty_slot(LAYOUT.slot_bytes + 4096))[8:])
     with pytest.raises(ValueError, match="fingerprint"):
-        DiskStore.open([DirectorySpec(str(tmp_path))], LAYOUT.chunks(), FINGERPRINT[:8], "x")
+        StoredModel.of(LAYOUT.chunks(), FINGERPRINT[:8], "x")
     store.close()

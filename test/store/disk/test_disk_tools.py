@@ -6,18 +6,15 @@ import json
 import os
 import shutil
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import FINGERPRINT, make_path, open_store, put, read_bytes
 
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.cli.main import main
+from support.disk_store import FINGERPRINT, make_path, open_store, put, read_bytes
 
 BUFFERED = DirectBackend(direct=False)
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import sqlite3
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import xxhash
 
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_support import FINGERPRINT, LAYOUT, data_of, make_path, open_store
-
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.store.disk.format import chunk_digest
 from sglang_hc.tools.cli.main import main
+from support.disk_store import FINGERPRINT, LAYOUT, data_of, make_path, open_store
 
 SCHEMA_1 = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

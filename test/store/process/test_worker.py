@@ -19,9 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "disk"))
-from disk_support import FINGERPRINT, LAYOUT, SMALL, data_of, empty_slot, make_path, open_store, put
-
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk import Block, DirectoryError, DirectorySpec
 from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan
@@ -33,6 +30,16 @@ from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.store.process.supervisor import IoSupervisor, State
 from sglang_hc.store.process.worker import Worker
+from support.disk_store import (
+    FINGERPRINT,
+    LAYOUT,
+    SMALL,
+    data_of,
+    empty_slot,
+    make_path,
+    open_store,
+    put,
+)
 
 SLOTS = 64
 MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 2)
@@ -277,7 +284,7 @@ def test_what_a_directory_takes_away_and_brings_back_reaches_the_mirror(
 
     listen()
     assert mirror == set(names(blocks))
-    second = worker._store._blocks.directories[1]
+    second = worker._store.directories[1]
     while not second.breaker.failed():
         """Fails until it gets a pause."""
     for _ in range(4):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.store.block_io import DiskThreads
-from sglang_hc.store.disk import DirectorySpec, DiskStore
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Chain, RemoteBlocks
@@ -35,7 +35,8 @@ TARGET = SLOTS - 1
 @pytest.fixture
 def near(tmp_path: Path, pool: HostPool) -> DiskThreads:
     specs = [DirectorySpec.parse(f"{tmp_path / 'd'}:0.05")]
-    store = DiskStore.open(specs, LAYOUT.chunks(), FINGERPRINT, "toy", background=False)
+    model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "toy")
+    store = DiskStore.open(specs, model, Upkeep(background=False))
     return DiskThreads(store, pool)
 
 

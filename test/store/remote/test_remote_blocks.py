@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.store.disk.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks

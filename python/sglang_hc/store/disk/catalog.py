@@ -9,22 +9,39 @@ memory; leases keep the slot of a block that is being used from being reused und
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from sglang_hc.store.disk.counters import Counters
-from sglang_hc.store.disk.directory import Directory, DirectoryFailed
-from sglang_hc.store.disk.format import SlotFormat
+from sglang_hc.store.disk.directory import Directory, DirectoryFailed, StoredModel
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.schema import IndexFull, Place
+from sglang_hc.store.disk.index_file import IndexFull, Place
+from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
 _ACCESS_QUANTUM_S = 10
-_TOUCHES_KEPT = 1 << 16
+
+
+class Counters:
+    """What the store did since it was opened, and why blocks were not served. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count something."""
+        with self._lock:
+            self._values[name] += amount
+
+    def snapshot(self) -> Counter[str]:
+        """All counters at one moment."""
+        with self._lock:
+            return self._values.copy()
 
 
 class Location(NamedTuple):
@@ -40,29 +57,26 @@ class Catalog:
     def __init__(
         self,
         directories: Sequence[Directory],
-        slot_format: SlotFormat,
-        fingerprint: bytes,
+        model: StoredModel,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.directories = tuple(directories)
-        self.slot_format = slot_format
-        self.fingerprint = fingerprint
+        self.model = model
         self.clock = clock
-        self.counters = Counters()
-        self.removed: deque[bytes] = deque()
-        self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
+        self.counted = Counters()
+        self._removed: deque[bytes] = deque()
         self._in_use_before = set(self.directories)
 
     # -- directories --------------------------------------------------------------------------
 
     def in_use(self) -> list[Directory]:
-        """The directories that may be asked now."""
+        """The directories that may be asked now: neither failed nor paused because of failures."""
         return [directory for directory in self.directories if directory.usable()]
 
     def io_failed(self, directory: Directory) -> None:
         """A read or write of a slot failed. After several in a row the directory gets a pause."""
         if directory.breaker.failed():
-            self.counters.add("directory_pauses")
+            self.counted.add("directory_pauses")
             logger.error(
                 "%s keeps failing; it is not used for a while, and its blocks are not found",
                 directory.root,
@@ -73,7 +87,7 @@ class Catalog:
         if directory.breaker.succeeded():
             logger.warning("%s answers again; it is used again", directory.root)
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+    def take_directory_changes(self) -> tuple[list[bytes], list[bytes]]:
         """(identities in directories that are in use again, identities in those that went out of
         use), each since the last call. For one caller, who mirrors what can be read."""
         now = set(self.in_use())
@@ -82,10 +96,23 @@ class Catalog:
         lost = [name for directory in before - now for name in directory.places.copy()]
         return back, lost
 
+    @contextmanager
+    def _if_possible(self, directory: Directory) -> Iterator[None]:
+        """Index work that may be left undone: a refusal is counted, and a directory that fails has
+        said so itself."""
+        try:
+            with directory.guarded():
+                yield
+        except IndexFull:
+            self.counted.add("index_refused")
+        except DirectoryFailed:
+            pass
+
     # -- lookup -------------------------------------------------------------------------------
 
-    def leading(self, block_ids: Sequence[bytes]) -> int:
-        """How many of the first identities are present, without a gap."""
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first identities are here without a gap. A block in a directory that is
+        out of use is not here. A yes is no promise: the read proves it."""
         known = [directory.places for directory in self.in_use()]
         if len(known) == 1:
             return _run(known[0], block_ids)
@@ -97,19 +124,27 @@ class Catalog:
                 return count
         return len(block_ids)
 
-    def __contains__(self, block_id: bytes) -> bool:
-        return self.leading((block_id,)) == 1
+    def directory_of(self, block_id: bytes) -> Directory | None:
+        """The directory in use that has this block; None when none has."""
+        for directory in self.in_use():
+            if block_id in directory.places:
+                return directory
+        return None
+
+    def absence(self, block_id: bytes) -> Outcome:
+        """The answer to a read of a block that `directory_of` does not find."""
+        out = any(block_id in d.places for d in self.directories if not d.usable())
+        outcome = Outcome.IO_ERROR if out else Outcome.MISSING
+        self.counted.add(f"read_{outcome.value}")
+        return outcome
 
     def __len__(self) -> int:
         return sum(len(directory.places) for directory in self.in_use())
 
-    def ids(self) -> list[bytes]:
-        """Identities of all blocks present. One that lies in two directories is named twice."""
+    def block_ids(self) -> list[bytes]:
+        """Identities of all blocks here, for whoever mirrors them from the start. One that lies in
+        two directories is named twice."""
         return [name for directory in self.in_use() for name in directory.places.copy()]
-
-    def is_out_of_use(self, block_id: bytes) -> bool:
-        """Whether a directory has this block that may not be asked now."""
-        return any(block_id in d.places for d in self.directories if not d.usable())
 
     def acquire(self, block_id: bytes) -> Location | None:
         """Where a block lies, leased; None when it is not here. See `release`."""
@@ -124,6 +159,11 @@ class Catalog:
         location.directory.slabs.unlease([location.place])
 
     # -- removal ------------------------------------------------------------------------------
+
+    def drain_removed(self) -> list[bytes]:
+        """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
+        For whoever mirrors what is on disk; a block may have been written again meanwhile."""
+        return [self._removed.popleft() for _ in range(len(self._removed))]
 
     def remove(
         self, block_ids: Sequence[bytes], directories: Sequence[Directory] | None = None
@@ -142,7 +182,7 @@ class Catalog:
                 if packed is not None:
                     taken.append((block_id, Place.unpack(packed)))
                     removed.add(block_id)
-            self.removed.extend(block_id for block_id, _ in taken)
+            self._removed.extend(block_id for block_id, _ in taken)
             self._delete(directory, taken)
         return len(removed)
 
@@ -154,7 +194,7 @@ class Catalog:
                 try:
                     freed = directory.index.delete_at(directory.model, some)
                 except IndexFull:
-                    self.counters.add("index_refused")
+                    self.counted.add("index_refused")
                     directory.undeleted.extend(some)
                     continue
                 directory.slabs.release(freed)
@@ -173,8 +213,8 @@ class Catalog:
         there were."""
         count = 0
         for start in range(0, len(block_ids), ROWS_PER_COMMIT):
-            some = block_ids[start : start + ROWS_PER_COMMIT]
-            with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
+            with self._if_possible(directory):
+                some = block_ids[start : start + ROWS_PER_COMMIT]
                 places = directory.index.delete(fingerprint, some)
                 directory.slabs.release(places)
                 count += len(places)
@@ -200,36 +240,37 @@ class Catalog:
     # -- use ----------------------------------------------------------------------------------
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
-        """Note a use of a prefix path, in path order: a block never looks younger than its parent.
+        """Note that a prefix path was used, wherever it was served from; identities in path order,
+        so that a block never looks younger than its parent. Blocks that are not here are ignored.
+        The sequence must not change afterwards.
 
-        Costs one append; written to the index by `flush_touches`.
+        Costs one append for each directory; written to the index by `flush_touches`.
         """
-        self._touches.append((int(self.clock() * 1e6), 0, block_ids))
+        now = int(self.clock() * 1e6)
+        for directory in self.directories:
+            directory.touches.append((now, 0, block_ids))
 
-    def hit(self, block_id: bytes, position: int) -> None:
+    def hit(self, directory: Directory, block_id: bytes, position: int) -> None:
         """Note that a block was served."""
-        self._touches.append((self.access_time(position), 1, (block_id,)))
+        directory.touches.append((self.access_time(position), 1, (block_id,)))
 
     def access_time(self, position: int) -> int:
         """Microseconds since 1970, coarse on purpose and less by the block's position, so that the
         blocks of one prefix that are used together age from their end."""
         return int(self.clock()) // _ACCESS_QUANTUM_S * _ACCESS_QUANTUM_S * 1_000_000 - position
 
-    def flush_touches(self) -> None:
-        """Write the noted uses to the index."""
+    def flush_touches(self, directory: Directory) -> None:
+        """Write the noted uses of one directory's blocks to its index."""
         uses: dict[bytes, tuple[int, int]] = {}
-        while self._touches:
-            try:
-                when, hits, block_ids = self._touches.popleft()
-            except IndexError:
-                break
-            for position, block_id in enumerate(block_ids):
-                accessed, before = uses.get(block_id, (0, 0))
-                uses[block_id] = (max(accessed, when - position), before + hits)
-        for directory in self.in_use():
-            mine = {name: use for name, use in uses.items() if name in directory.places}
-            with self.counters.refusals(), suppress(DirectoryFailed), directory.guarded():
-                directory.index.touch(directory.model, mine)
+        with suppress(IndexError):  # another thread may take the last one
+            while directory.touches:
+                when, hits, block_ids = directory.touches.popleft()
+                for position, block_id in enumerate(block_ids):
+                    if block_id in directory.places:
+                        accessed, before = uses.get(block_id, (0, 0))
+                        uses[block_id] = (max(accessed, when - position), before + hits)
+        with self._if_possible(directory):
+            directory.index.touch(directory.model, uses)
 
 
 def _run(places: dict[bytes, int], block_ids: Sequence[bytes]) -> int:

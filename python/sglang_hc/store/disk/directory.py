@@ -7,14 +7,15 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.backend import FILE_MODE
-from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
+from sglang_hc.store.disk.format import ID_BYTES, Chunk, SlotFormat
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.schema import IndexDamaged, Place
+from sglang_hc.store.disk.index_file import IndexDamaged, Place
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ DAMAGED_NAME = "index.damaged"
 LOCK_NAME = "lock"
 GIGABYTE = 10**9
 _NAMESPACES_KEPT = 4096
+_TOUCHES_KEPT = 1 << 16
 
 
 class DirectoryError(Exception):
@@ -71,6 +73,24 @@ class DirectorySpec:
         return DirectorySpec(os.path.join(self.path, name), size, users)
 
 
+@dataclass(frozen=True)
+class StoredModel:
+    """Whose blocks a store holds. fingerprint: 16 bytes. label: for people."""
+
+    slot_format: SlotFormat
+    fingerprint: bytes
+    label: str
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[tuple[int, int, int]], fingerprint: bytes, label: str
+    ) -> StoredModel:
+        """chunks: (layer, offset, length) of `BlockLayout.chunks()`."""
+        if len(fingerprint) != ID_BYTES:
+            raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
+        return cls(SlotFormat(tuple(Chunk(*chunk) for chunk in chunks)), fingerprint, label)
+
+
 @dataclass(eq=False)
 class Directory:
     """An open directory for one model. Made by `opening.open_directory`.
@@ -79,8 +99,9 @@ class Directory:
     breaker: gives the directory a pause when its I/O keeps failing. failure: why the directory is
     out of use until a restart. places: block identity -> packed schema.Place of this model's
     blocks. A dictionary that is only changed by the store; looking into it needs no lock.
-    undeleted: removed blocks whose rows the index would not delete yet. making_room: held by the
-    thread that evicts.
+    undeleted: removed blocks whose rows the index would not delete yet. touches: uses that the
+    index was not told of yet: (microseconds since 1970, hits, identities in path order).
+    making_room: held by the thread that evicts.
     """
 
     root: str
@@ -91,6 +112,9 @@ class Directory:
     breaker: CircuitBreaker
     places: dict[bytes, int] = field(default_factory=dict)
     undeleted: deque[tuple[bytes, Place]] = field(default_factory=deque)
+    touches: deque[tuple[int, int, Sequence[bytes]]] = field(
+        default_factory=lambda: deque(maxlen=_TOUCHES_KEPT)
+    )
     making_room: threading.Lock = field(default_factory=threading.Lock)
     failure: str | None = None
     _namespaces: dict[str, int] = field(default_factory=dict)

@@ -7,11 +7,12 @@ needed last (AttentionStore section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from heapq import nlargest
 
 from sglang_hc.store.disk.catalog import Catalog
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.schema import Place, Resident
+from sglang_hc.store.disk.index_file import Place, Resident
 
 _BATCH_SHARE = 64
 _PAGE = 256
@@ -21,16 +22,15 @@ _MOST_PAGES = 64
 class Evictor:
     """Frees slots of one model's size.
 
-    high, low: watermarks as shares of the slots a directory can have; `trim` evicts down to `low`
+    watermarks: (high, low), shares of the slots a directory can have; `trim` evicts down to `low`
     once more than `high` are taken, so that writers find free slots without waiting.
     """
 
-    def __init__(self, blocks: Catalog, high: float, low: float) -> None:
+    def __init__(self, blocks: Catalog, watermarks: tuple[float, float]) -> None:
         self._blocks = blocks
-        self._slot_bytes = blocks.slot_format.slot_bytes
+        self._slot_bytes = blocks.model.slot_format.slot_bytes
         self._uses: dict[bytes, float] = {}
-        self._high = high
-        self._low = low
+        self._high, self._low = watermarks
         self._newest: dict[Directory, dict[int, int]] = {}
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
@@ -41,15 +41,19 @@ class Evictor:
             else:
                 self._uses[block_id] = use
 
-    def slot(self, directory: Directory) -> Place | None:
-        """A leased free slot; None when nothing can go. Raises OSError, DirectoryFailed."""
-        slot = directory.slabs.allocate(self._slot_bytes)
+    def slot(
+        self, directory: Directory, behind: Place | None = None, more: int = 0
+    ) -> Place | None:
+        """A leased free slot, as of `SlabSet.allocate`; None when nothing can go. Raises OSError,
+        DirectoryFailed."""
+        take = partial(directory.slabs.allocate, self._slot_bytes, behind, more)
+        slot = take()
         while slot is None:
             with directory.making_room:
-                slot = directory.slabs.allocate(self._slot_bytes)  # another thread made room
+                slot = take()  # another thread made room
                 if slot is None and not self._make_room(directory):
                     return None
-            slot = slot or directory.slabs.allocate(self._slot_bytes)
+            slot = slot or take()
         return slot
 
     def prepare(self, directory: Directory) -> None:
@@ -77,7 +81,7 @@ class Evictor:
             if not old or not self._remove(directory, old):
                 break
             count += len(old)
-        self._blocks.counters.add("expired_blocks", count)
+        self._blocks.counted.add("expired_blocks", count)
         return count
 
     def _make_room(self, directory: Directory) -> bool:
@@ -98,7 +102,7 @@ class Evictor:
         foreign = [number for number, other in directory.slabs.sizes().items() if other != size]
         if not foreign:
             return False
-        self._blocks.flush_touches()
+        self._blocks.flush_touches(directory)
         if directory not in self._newest:  # nobody uses them while this model is served
             self._newest[directory] = directory.index.newest_access()
         newest = self._newest[directory]
@@ -115,7 +119,7 @@ class Evictor:
 
         needed: when nothing else is left, also what waiting requests need.
         """
-        self._blocks.flush_touches()
+        self._blocks.flush_touches(directory)
         behind: Resident | None = None
         evicted = 0
         last: list[tuple[float, Resident]] = []
@@ -135,14 +139,14 @@ class Evictor:
         if needed and evicted < wanted:
             victims = [resident for _, resident in last[: wanted - evicted]]
             evicted += self._remove(directory, victims)
-        self._blocks.counters.add("evicted_blocks", evicted)
+        self._blocks.counted.add("evicted_blocks", evicted)
         return evicted
 
     def _remove(self, directory: Directory, residents: Sequence[Resident]) -> int:
         by_model: dict[bytes, list[bytes]] = {}
         for resident in residents:
             by_model.setdefault(resident.fingerprint, []).append(resident.block_id)
-        count = self._blocks.remove(by_model.pop(self._blocks.fingerprint, ()), [directory])
+        count = self._blocks.remove(by_model.pop(self._blocks.model.fingerprint, ()), [directory])
         for fingerprint, block_ids in by_model.items():
             count += self._blocks.remove_rows(directory, fingerprint, block_ids)
         return count

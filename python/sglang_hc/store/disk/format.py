@@ -1,12 +1,15 @@
 """Bytes of slab files and slots: docs/disk-format.md, repeated as constants and checked.
 
+The checks at the end prove that a slot holds the block that was asked for; reads, the scrubber and
+fsck use them.
+
 Never change the magics, VERSION's place in the headers, or the meaning of a version once released.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from sglang_hc.forms import CHUNK_ALIGN
+from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.tree.identity import block_id as chain_id
 
 VERSION = 2
@@ -252,3 +256,76 @@ def _check_head(magic: bytes, expected: bytes, version: int, what: str) -> None:
         raise FormatError(f"not a {what} header")
     if version != VERSION:
         raise FormatError(f"{what} header of format version {version}", version)
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+ReadAt = Callable[[Sequence[memoryview], int], int]
+"""Reads buffers from an offset within one slot; returns the bytes read."""
+
+
+class Damaged(Exception):
+    """The bytes are not the block that was asked for. The message says what is wrong."""
+
+
+def check_header(
+    page: memoryview, block_id: bytes, fingerprint: bytes, chunks: Sequence[Chunk]
+) -> SlotHeader:
+    """The header in `page` if it belongs to this block and lists exactly these chunks.
+
+    Raises Damaged.
+    """
+    try:
+        header = SlotHeader.unpack(page)
+    except FormatError as error:
+        raise Damaged(str(error)) from None
+    if header.block_id != block_id or header.fingerprint != fingerprint:
+        raise Damaged("the slot holds another block")
+    listed = [(layer, length) for layer, length, _ in header.table]
+    if listed != [(chunk.layer, chunk.length) for chunk in chunks]:
+        raise Damaged("the slot holds other layers")
+    return header
+
+
+def check_chunk(header: SlotHeader, index: int, data: memoryview) -> None:
+    """Raises Damaged when `data` is not chunk `index` of the header's table."""
+    layer, _, digest = header.table[index]
+    if chunk_digest(header.block_id, header.fingerprint, layer, data) != digest:
+        raise Damaged(f"layer {layer} does not match its digest")
+
+
+def read_header(read: ReadAt) -> SlotHeader:
+    """Header of a slot of any model. Raises Damaged, or OSError."""
+    page = aligned_buffer(CHUNK_ALIGN)
+    if read([page], 0) < CHUNK_ALIGN:
+        raise Damaged("the file ends before the slot")
+    try:
+        size = header_size(page)
+        if size > CHUNK_ALIGN:
+            page = aligned_buffer(size)
+            read([page], 0)
+        return SlotHeader.unpack(page)
+    except FormatError as error:
+        raise Damaged(str(error)) from None
+
+
+def check_slot(read: ReadAt, slot_bytes: int) -> Iterator[tuple[SlotHeader, int]]:
+    """Verify everything in a slot of any model, chunk by chunk.
+
+    Yields (header, bytes read) after the header and after each chunk, so that the caller can stop
+    or slow down. Raises Damaged, or OSError.
+    """
+    header = read_header(read)
+    if not header.names_its_tokens():
+        raise Damaged("the identity is not the hash of the tokens")
+    yield header, header.header_bytes
+    offset = header.header_bytes
+    for index, (layer, length, _) in enumerate(header.table):
+        if length % CHUNK_ALIGN or offset + length > slot_bytes:
+            raise Damaged(f"layer {layer} does not fit the slot")
+        data = aligned_buffer(length)
+        if read([data], offset) < length:
+            raise Damaged(f"the file ends in layer {layer}")
+        check_chunk(header, index, data)
+        offset += length
+        yield header, length

@@ -13,12 +13,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
-from sglang_hc.store.disk.checksums import Damaged, check_slot
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
+from sglang_hc.store.disk.format import (
+    SLAB_HEADER_BYTES,
+    Damaged,
+    FormatError,
+    SlabHeader,
+    check_slot,
+)
 from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row, UnknownVersion
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row, UnknownVersion
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
 from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
 

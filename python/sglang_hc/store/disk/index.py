@@ -7,13 +7,21 @@ IndexFull when the change would not fit the file's share of the budget.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain
 
+import msgspec
+
 from sglang_hc.store.disk.format import Chunk, SlabHeader
-from sglang_hc.store.disk.index_file import IndexFile, translated
-from sglang_hc.store.disk.schema import IndexDamaged, Model, Place, Resident, Row
+from sglang_hc.store.disk.index_file import (
+    IndexDamaged,
+    IndexFile,
+    Model,
+    Place,
+    Resident,
+    Row,
+    translated,
+)
 
 ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""
@@ -36,7 +44,7 @@ class Index(IndexFile):
                 "INSERT INTO models(fingerprint, label, chunks, slot_bytes, opened)"
                 " VALUES(?,?,?,?,?) ON CONFLICT(fingerprint) DO UPDATE SET label=excluded.label,"
                 " chunks=excluded.chunks, slot_bytes=excluded.slot_bytes, opened=excluded.opened",
-                (fingerprint, label, json.dumps([*map(list, chunks)]), slot_bytes, now),
+                (fingerprint, label, msgspec.json.encode(chunks).decode(), slot_bytes, now),
             )
         return self._number("SELECT model FROM models WHERE fingerprint=?", fingerprint)
 
@@ -45,10 +53,11 @@ class Index(IndexFile):
         rows = self._query(
             "SELECT model, fingerprint, label, chunks, slot_bytes, opened FROM models"
         )
-        return [
-            Model(m, f, label, tuple(Chunk(*c) for c in json.loads(text)), size, opened)  # type: ignore
-            for m, f, label, text, size, opened in rows
-        ]
+        with translated():
+            return [
+                Model(m, f, label, _chunks(text), size, opened)  # type: ignore[arg-type]
+                for m, f, label, text, size, opened in rows
+            ]
 
     def forget_unused(self, keep: int) -> None:
         """Remove models without a block, but not `keep`, and, once there are many of them,
@@ -250,6 +259,9 @@ class Index(IndexFile):
         )
         types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
         return [str(row[0]) for row in found if row[0] != "ok"] + types
+
+
+_chunks = msgspec.json.Decoder(tuple[Chunk, ...]).decode
 
 
 def _marks(values: Sized) -> str:

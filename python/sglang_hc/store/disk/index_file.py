@@ -1,4 +1,5 @@
-"""The SQLite file of one directory's index: WAL mode, versions, transactions, bounded size.
+"""The SQLite file of one directory's index: schema, rows as types, versions, transactions, bounded
+size.
 
 Thread-safe: one connection behind one lock. SQLite's errors come out as IndexDamaged (the file is
 malformed) and IndexFull (the change would not fit the file's share of the budget).
@@ -11,9 +12,89 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from sglang_hc.store.disk.format import VERSION
-from sglang_hc.store.disk.schema import SCHEMA, IndexDamaged, IndexFull, UnknownVersion
+import msgspec
+
+from sglang_hc.store.disk.format import VERSION, Chunk
+
+SCHEMA = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE models(model INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL UNIQUE,
+    label TEXT NOT NULL, chunks TEXT NOT NULL, slot_bytes INTEGER NOT NULL,
+    opened INTEGER NOT NULL);
+CREATE TABLE namespaces(namespace INTEGER PRIMARY KEY, label TEXT NOT NULL UNIQUE);
+CREATE TABLE slabs(slab INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL, slots INTEGER NOT NULL);
+CREATE TABLE blocks(model INTEGER NOT NULL, block_id BLOB NOT NULL, namespace INTEGER NOT NULL,
+    slab INTEGER NOT NULL, slot INTEGER NOT NULL, created INTEGER NOT NULL,
+    accessed INTEGER NOT NULL, hits INTEGER NOT NULL, PRIMARY KEY(model, block_id)) WITHOUT ROWID;
+CREATE UNIQUE INDEX blocks_by_slot ON blocks(slab, slot);
+CREATE INDEX blocks_by_access ON blocks(accessed);
+"""
+
+
+class IndexDamaged(Exception):
+    """SQLite says the index file is malformed, or it cannot be read or written."""
+
+
+class IndexFull(Exception):
+    """The index cannot take the change now: its budget or the disk is full, or a reader blocks."""
+
+
+class UnknownVersion(Exception):
+    """The directory was written in a format version this program does not know."""
+
+
+class Place(NamedTuple):
+    """A slot of a directory. Packed into one integer where there may be millions, see `pack`."""
+
+    slab: int
+    slot: int
+
+    def pack(self) -> int:
+        return self.slab << 32 | self.slot
+
+    @classmethod
+    def unpack(cls, packed: int) -> Place:
+        return cls(packed >> 32, packed & 0xFFFFFFFF)
+
+
+class Row(NamedTuple):
+    """One block's row. Times in microseconds since 1970."""
+
+    model: int
+    block_id: bytes
+    namespace: int
+    slab: int
+    slot: int
+    created: int
+    accessed: int
+    hits: int
+
+
+class Resident(NamedTuple):
+    """A block that could be evicted. `accessed` in microseconds since 1970.
+
+    model: the fingerprint's number in this one directory.
+    """
+
+    fingerprint: bytes
+    block_id: bytes
+    accessed: int
+    hits: int
+    model: int
+
+
+class Model(NamedTuple):
+    """One fingerprint that has, or had, blocks in this directory."""
+
+    model: int
+    fingerprint: bytes
+    label: str
+    chunks: tuple[Chunk, ...]
+    slot_bytes: int
+    opened: int
+
 
 WAL_MAX_BYTES = 4 << 20
 _WAL_TRUNCATE_AT = WAL_MAX_BYTES // 2
@@ -183,7 +264,8 @@ def translated() -> Iterator[None]:
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise IndexFull(str(error)) from error
         raise IndexDamaged(str(error)) from error
-    except (ValueError, TypeError, OverflowError) as error:  # a row with values of other types
+    except (ValueError, TypeError, OverflowError, msgspec.DecodeError) as error:
+        # A row with values of other types.
         raise IndexDamaged(str(error)) from error
 
 

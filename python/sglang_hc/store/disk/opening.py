@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import (
     DIRECTORY_MODE,
@@ -23,7 +24,6 @@ from sglang_hc.store.disk.backend import (
     DirectBackend,
     probe_direct,
 )
-from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.directory import (
     DAMAGED_NAME,
     FOLDER,
@@ -34,13 +34,20 @@ from sglang_hc.store.disk.directory import (
     DirectoryError,
     DirectoryLost,
     DirectorySpec,
+    StoredModel,
     used_bytes,
 )
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, SlotFormat, clip_label
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, clip_label
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES, index_bytes
+from sglang_hc.store.disk.index_file import (
+    FIXED_FILES_BYTES,
+    WAL_MAX_BYTES,
+    IndexDamaged,
+    IndexFull,
+    UnknownVersion,
+    index_bytes,
+)
 from sglang_hc.store.disk.rebuild import rebuild_index
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)
@@ -53,15 +60,10 @@ _DEVICE_ERRORS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
 
 @dataclass(frozen=True)
 class Opening:
-    """What a directory is opened for.
-
-    fingerprint, label: of the model. backend: None for the real disk.
-    """
+    """What a directory is opened for. backend: None for the real disk."""
 
     spec: DirectorySpec
-    slot_format: SlotFormat
-    fingerprint: bytes
-    label: str
+    model: StoredModel
     backend: Backend | None = None
     clock: Callable[[], float] = time.time
 
@@ -102,10 +104,10 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
     """The directory with everything in memory; the index is closed again on any error."""
     slabs: SlabSet | None = None
     try:
-        slot_format, clock = opening.slot_format, opening.clock
+        clock, slot_format = opening.clock, opening.model.slot_format
         model = index.register_model(
-            opening.fingerprint,
-            clip_label(opening.label),
+            opening.model.fingerprint,
+            clip_label(opening.model.label),
             slot_format.chunks,
             slot_format.slot_bytes,
             int(clock() * 1e6),
@@ -250,7 +252,7 @@ def _budget(root: str, spec: DirectorySpec) -> int:
 
 def _keep_budget(opening: Opening, budget: int, index: Index) -> int:
     """Bytes for slabs. Raises DirectoryError when they would hold next to nothing."""
-    slot_bytes = opening.slot_format.slot_bytes
+    slot_bytes = opening.model.slot_format.slot_bytes
     smallest = min([slot_bytes, *(m.slot_bytes for m in index.models() if m.slot_bytes > 0)])
     rest = budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - index_bytes(budget // smallest)
     least = _LEAST_SLOTS * (slot_bytes + SLAB_HEADER_BYTES)

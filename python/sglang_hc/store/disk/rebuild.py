@@ -8,10 +8,9 @@ from contextlib import suppress
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import Backend, File
-from sglang_hc.store.disk.checksums import Damaged, read_header
-from sglang_hc.store.disk.format import FormatError, SlabHeader, SlotHeader
+from sglang_hc.store.disk.format import Damaged, FormatError, SlabHeader, SlotHeader, read_header
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.schema import IndexDamaged, Place, UnknownVersion
+from sglang_hc.store.disk.index_file import IndexDamaged, Place, UnknownVersion
 
 logger = logging.getLogger(__name__)
 
@@ -119,23 +119,52 @@ class SlabSet:
 
     # -- allocation ---------------------------------------------------------------------------
 
-    def allocate(self, slot_bytes: int) -> Place | None:
-        """Take a free slot of exactly this size, with a lease on it; None when there is none."""
+    def allocate(self, slot_bytes: int, behind: Place | None = None, more: int = 0) -> Place | None:
+        """Take a free slot of exactly this size, with a lease on it; None when there is none.
+
+        behind: the slot that comes next, if it is free. Otherwise one with `more` free slots after
+        it, or as many as there are anywhere; other threads are given slots elsewhere meanwhile.
+        """
         with self._lock:
-            for number, slab in self._slabs.items():
-                if slab.header.slot_bytes != slot_bytes or slab.retired:
-                    continue
-                if slab.used >= slab.header.slots:
-                    continue
-                slot = slab.taken.find(0, slab.cursor)
-                if slot < 0:
-                    slot = slab.taken.find(0)
-                slab.taken[slot] = 1
-                slab.cursor = slot + 1
+            place = None
+            if behind is not None and self._is_free(behind.slab, behind.slot + 1):
+                place = Place(behind.slab, behind.slot + 1)
+            place = place or self._start_of_run(slot_bytes, more + 1)
+            if place is not None:
+                slab = self._slabs[place.slab]
+                slab.taken[place.slot] = 1
                 slab.used += 1
-                place = Place(number, slot)
                 self._lease(place, slab)
-                return place
+            return place
+
+    def _is_free(self, number: int, slot: int) -> bool:
+        slab = self._slabs.get(number)
+        return (
+            slab is not None
+            and not slab.retired
+            and slot < slab.header.slots
+            and not slab.taken[slot]
+        )
+
+    def _start_of_run(self, slot_bytes: int, count: int) -> Place | None:
+        """The first of `count` free slots side by side; of half as many where there are none."""
+        slabs = [
+            (number, slab)
+            for number, slab in self._slabs.items()
+            if slab.header.slot_bytes == slot_bytes
+            and not slab.retired
+            and slab.used < slab.header.slots
+        ]
+        while slabs and count:
+            free = bytes(count)
+            for number, slab in slabs:
+                slot = slab.taken.find(free, slab.cursor)
+                if slot < 0:
+                    slot = slab.taken.find(free)
+                if slot >= 0:
+                    slab.cursor = slot + count
+                    return Place(number, slot)
+            count //= 2
         return None
 
     def grow(self, slot_bytes: int) -> bool:

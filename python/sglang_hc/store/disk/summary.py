@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sglang_hc.store.disk.directory import INDEX_NAME, LOCK_NAME, DirectoryError, used_bytes
 from sglang_hc.store.disk.format import VERSION
 from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.opening import store_root, version_message
-from sglang_hc.store.disk.schema import IndexDamaged, IndexFull, UnknownVersion
 
 
 @dataclass(frozen=True)

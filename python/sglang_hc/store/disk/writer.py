@@ -1,4 +1,10 @@
-"""Writing blocks: bytes first, then one sync, then the rows that make them visible."""
+"""Writing blocks: which directory takes each, bytes first, then one sync, then the rows that make
+them visible.
+
+Directories of equal budgets get blocks round robin, so that the blocks of one prefix are read from
+all of them at once (HCache section 4.2). With unequal budgets a larger directory has more turns,
+spread evenly, so that all fill at the same time and evict blocks of the same age.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +16,11 @@ from dataclasses import dataclass
 
 from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.catalog import Catalog, Location
-from sglang_hc.store.disk.dealing import Dealer
 from sglang_hc.store.disk.directory import Directory, DirectoryFailed
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import SlotHeader, clip_label, make_table
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.schema import IndexFull, Row
+from sglang_hc.store.disk.index_file import IndexFull, Place, Row
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -47,39 +52,81 @@ class _Write:
     published: bool = False
 
 
+class Dealer:
+    """Deals blocks out over directories. Thread-safe.
+
+    In any run of turns during which the same directories are usable, a directory's turns differ
+    from its proportional part by less than the number of directories.
+    """
+
+    def __init__(self, directories: Sequence[Directory], slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+        self._weights = {d: max(1, d.slabs.data_bytes // slot_bytes) for d in directories}
+        self._credits = dict.fromkeys(directories, 0)
+
+    def order(self) -> list[Directory]:
+        """The usable directories, in the order in which they should be asked for a slot.
+
+        The one whose turn it is comes first, unless it would have to evict while another directory
+        has free slots; then those with the most free slots come first.
+        """
+        usable = [directory for directory in self._weights if directory.usable()]
+        if len(usable) < 2:
+            return usable
+        first = self._next(usable)
+        others = [directory for directory in usable if directory is not first]
+        if first.free_slots(self._slot_bytes):
+            return [first, *others]
+        free = {directory: directory.free_slots(self._slot_bytes) for directory in others}
+        others.sort(key=free.__getitem__, reverse=True)
+        return [*others, first] if free[others[0]] else [first, *others]
+
+    def _next(self, usable: Sequence[Directory]) -> Directory:
+        """Smooth weighted round robin: everybody earns its weight, and whoever has most pays."""
+        with self._lock:
+            for directory in usable:
+                self._credits[directory] += self._weights[directory]
+            chosen = max(usable, key=self._credits.__getitem__)
+            self._credits[chosen] -= sum(self._weights[directory] for directory in usable)
+            return chosen
+
+
 class BlockWriter:
     """Writes blocks of one catalog. Thread-safe."""
 
     def __init__(self, blocks: Catalog, evictor: Evictor) -> None:
         self._blocks = blocks
         self._evictor = evictor
-        self._dealer = Dealer(blocks.directories, blocks.slot_format.slot_bytes)
+        self._format = blocks.model.slot_format
+        self.dealer = Dealer(blocks.directories, self._format.slot_bytes)
         self._lock = threading.Lock()
         self._under_way: set[bytes] = set()
         self._pages = ThreadMemory()
 
-    def write_many(self, items: Sequence[tuple[Block, memoryview]]) -> list[Outcome]:
+    def write_many(
+        self, items: Sequence[tuple[Block, memoryview]], first: Directory | None
+    ) -> list[Outcome]:
         """See DiskStore.write_many."""
         outcomes: list[Outcome] = []
         for start in range(0, len(items), ROWS_PER_COMMIT):
             batch = [_Write(*item) for item in items[start : start + ROWS_PER_COMMIT]]
-            self._write_batch(batch)
+            self._write_batch(batch, first)
             outcomes += [write.outcome for write in batch]
-        for outcome, (_, data) in zip(outcomes, items, strict=True):
-            if outcome is Outcome.OK:
-                self._blocks.counters.add("written_blocks")
-                self._blocks.counters.add("written_bytes", len(data))
-            else:
-                self._blocks.counters.add(f"write_{outcome.value}")
+        for outcome in outcomes:
+            name = "written_blocks" if outcome is Outcome.OK else f"write_{outcome.value}"
+            self._blocks.counted.add(name)
         return outcomes
 
-    def _write_batch(self, batch: Sequence[_Write]) -> None:
+    def _write_batch(self, batch: Sequence[_Write], first: Directory | None) -> None:
         begun: list[_Write] = []
+        last: dict[Directory, Place] = {}
+        """Where the last block of this batch went, so that the next one lies beside it."""
         try:
-            for write in batch:
+            for number, write in enumerate(batch, start=1):
                 if self._begin(write.block.block_id):
                     begun.append(write)
-                    self._write_bytes(write)
+                    self._write_bytes(write, self._order(first), last, len(batch) - number)
                 else:
                     write.outcome = Outcome.DUPLICATE
             for directory in self._blocks.directories:
@@ -90,7 +137,7 @@ class BlockWriter:
 
     def _begin(self, block_id: bytes) -> bool:
         with self._lock:
-            if block_id in self._under_way or block_id in self._blocks:
+            if block_id in self._under_way or self._blocks.directory_of(block_id):
                 return False
             self._under_way.add(block_id)
             return True
@@ -104,16 +151,28 @@ class BlockWriter:
         with self._lock:
             self._under_way.discard(write.block.block_id)
 
-    def _write_bytes(self, write: _Write) -> None:
-        """Take a slot and write header and chunks. The outcome is OK if the bytes were written."""
+    def _order(self, first: Directory | None) -> list[Directory]:
+        """The directories to try, one after the other."""
+        if first is None:
+            return self.dealer.order()
+        return sorted(self._blocks.in_use(), key=lambda directory: directory is not first)
+
+    def _write_bytes(
+        self, write: _Write, order: Sequence[Directory], last: dict[Directory, Place], more: int
+    ) -> None:
+        """Take a slot and write header and chunks. The outcome is OK if the bytes were written.
+
+        more: blocks of the batch that follow.
+        """
         write.outcome = Outcome.IO_ERROR
-        for directory in self._dealer.order():
+        for directory in order:
             try:
-                place = self._evictor.slot(directory)
+                place = self._evictor.slot(directory, last.get(directory), more)
                 if place is None:
                     write.outcome = Outcome.NO_SPACE
                     continue
                 write.location = Location(directory, place)
+                last[directory] = place
                 directory.slabs.write(place, self._slot_content(write))
                 write.outcome = Outcome.OK
             except OSError as error:
@@ -128,16 +187,16 @@ class BlockWriter:
         header = SlotHeader(
             block.block_id,
             block.parent_id,
-            blocks.fingerprint,
+            blocks.model.fingerprint,
             int(blocks.clock() * 1e6),
             block.position,
             block.tokens,
             block.namespace,
-            make_table(block.block_id, blocks.fingerprint, blocks.slot_format.chunks, write.data),
+            make_table(block.block_id, blocks.model.fingerprint, self._format.chunks, write.data),
         )
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
-        return [page, write.data[: blocks.slot_format.block_bytes]]
+        return [page, write.data[: self._format.block_bytes]]
 
     def _failed(self, directory: Directory, error: OSError) -> Outcome:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -174,7 +233,7 @@ class BlockWriter:
             return self._failed(directory, error)
         if isinstance(error, IndexFull):
             logger.warning("%s: the index takes no more blocks: %s", directory.root, error)
-            self._blocks.counters.add("index_refused")
+            self._blocks.counted.add("index_refused")
             return Outcome.NO_SPACE
         return Outcome.IO_ERROR
 

@@ -14,7 +14,7 @@ import msgspec
 
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.host_memory import MemorySpec
 
@@ -27,7 +27,7 @@ REQUESTS_PER_MESSAGE = 64
 
 @dataclass(frozen=True)
 class DiskSpec:
-    """The disk tier of one model. The fields are those of DiskStore.open."""
+    """The disk tier of one model; see `StoredModel` and `Upkeep`."""
 
     directories: tuple[DirectorySpec, ...]
     fingerprint: bytes
@@ -37,14 +37,9 @@ class DiskSpec:
 
     def open(self, layout: BlockLayout) -> DiskStore:
         """Raises DirectoryError with a message for users."""
-        return DiskStore.open(
-            self.directories,
-            layout.chunks(),
-            self.fingerprint,
-            self.label,
-            ttl_s=self.ttl_s,
-            scrub_bytes_per_s=self.scrub_bytes_per_s,
-        )
+        model = StoredModel.of(layout.chunks(), self.fingerprint, self.label)
+        upkeep = Upkeep(self.ttl_s, self.scrub_bytes_per_s)
+        return DiskStore.open(self.directories, model, upkeep)
 
 
 class _Message(msgspec.Struct, array_like=True):

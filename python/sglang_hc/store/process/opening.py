@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from sglang_hc.store.block_io import BlockIo, DiskThreads
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import Executor, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file
 from sglang_hc.store.process.clients import ProcessBlocks, ProcessExecutor

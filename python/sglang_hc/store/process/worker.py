@@ -19,10 +19,12 @@ from collections import deque
 
 import zmq
 
-from sglang_hc.store.block_io import DiskThreads
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DirectoryError, DiskStore
+from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class Worker:
         self._outbox: deque[bytes] = deque()
         self._removed: deque[bytes] = deque()
         """Identities that the parent must forget, and has not been told yet."""
+        self._dropped: list[BlockDone] = []
+        """Writes that every directory in use had too many of."""
         self._cleared = threading.Event()
         self._counts: dict[str, int] = {}
         self._sent = 0.0
@@ -64,8 +68,10 @@ class Worker:
         if isinstance(request, wire.Execute):
             self._executor.submit(request.ticket, request.operation)
         elif isinstance(request, wire.Write):
-            taken = self._disk.write(request.ticket, request.block, request.slot, request.deadline)
-            assert taken, "the parent lets no more than WRITE_QUEUE wait"
+            ticket, block = request.ticket, request.block
+            if not self._disk.write(ticket, block, request.slot, request.deadline):
+                self._dropped.append(BlockDone(ticket, Outcome.DROPPED, "disk"))
+                self._notify()
         elif isinstance(request, wire.Read):
             self._disk.read(request.ticket, request.block_id, request.slot, request.deadline)
         elif isinstance(request, wire.Touch):
@@ -105,12 +111,12 @@ class Worker:
             self._cleared.clear()
         if self._store is None:
             return wire.Answers(filed, [], [], cleared, 0, None)
-        blocks = self._disk.poll()
+        blocks, self._dropped = self._disk.poll() + self._dropped, []
         removed = self._take_removed(self._store)
         counts = dict(self._disk.counts())
         news = counts if counts != self._counts else None
         self._counts = counts
-        directories = self._store.directories_in_use()
+        directories = len(self._store.in_use())
         return wire.Answers(filed, blocks, removed, cleared, directories, news)
 
     def _take_removed(self, store: DiskStore) -> list[bytes]:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import Block
-from sglang_hc.store.disk.circuit_breaker import CircuitBreaker
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend

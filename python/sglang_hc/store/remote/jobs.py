@@ -6,7 +6,6 @@ passes, and it gets no new ones until it is back.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -14,8 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from sglang_hc.store.outcome import Outcome
-
-logger = logging.getLogger(__name__)
+from sglang_hc.store.workers import Workers
 
 
 class Job:
@@ -62,18 +60,12 @@ class JobThread(Generic[J]):
         limit: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name = name
         self._perform = perform
-        self._most = most
         self._limit = limit
         self._clock = clock
         self._jobs: deque[J] = deque()
-        self._queue: deque[J] = deque()
-        self._work = threading.Semaphore(0)
         self._running: J | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread: Workers[J] = Workers(name, self._run, most)
 
     @property
     def full(self) -> bool:
@@ -88,8 +80,7 @@ class JobThread(Generic[J]):
 
     def submit(self, job: J) -> None:
         self._jobs.append(job)
-        self._queue.append(job)
-        self._work.release()
+        self._thread.submit(job)
 
     def take_done(self) -> list[J]:
         """Jobs that are answered, in the order in which they were submitted."""
@@ -104,27 +95,16 @@ class JobThread(Generic[J]):
 
     def close(self, timeout: float) -> bool:
         """Finish what was submitted; False when the thread is not through within `timeout` s."""
-        self._closing = True
-        self._work.release()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._thread.close(timeout)
 
-    def _run(self) -> None:
-        while True:
-            self._work.acquire()
-            batch: list[J] = []
-            while self._queue and len(batch) < self._most:
-                job = self._queue.popleft()
-                if job.outcome is None:
-                    batch.append(job)
-            if batch:
-                self._running = batch[0]
-                try:
-                    self._perform(batch)
-                except Exception:
-                    logger.exception("%s: %d operations failed", self._name, len(batch))
-                for job in batch:
-                    job.settle(Outcome.IO_ERROR)
-                self._running = None
-            elif self._closing and not self._queue:
-                return
+    def _run(self, taken: list[J]) -> None:
+        batch = [job for job in taken if job.outcome is None]
+        if not batch:
+            return
+        self._running = batch[0]
+        try:
+            self._perform(batch)
+        finally:
+            for job in batch:
+                job.settle(Outcome.IO_ERROR)
+            self._running = None

@@ -15,9 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk.backend import DirectBackend, DirectFile, File, aligned_buffer
-from sglang_hc.store.disk.directory import DirectorySpec
-from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.backend import (
+    Backend,
+    DirectBackend,
+    DirectFile,
+    File,
+    aligned_buffer,
+)
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
@@ -60,20 +65,21 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
 
 def slots_taken(store: DiskStore) -> list[int]:
     """By directory."""
-    return [directory.slabs.usage()[0] for directory in store._blocks.directories]
+    return [directory.slabs.usage()[0] for directory in store.directories]
 
 
 def open_store(
-    *paths: Path, size: int | None = SMALL, layout: BlockLayout = LAYOUT, **options: object
-) -> DiskStore:
-    """Store without a background thread unless asked for."""
-    settings: dict[str, object] = {"background": False, "scrub_bytes_per_s": 0, **options}
+    *paths: Path, size: int | None = SMALL, backend: Backend | None = None,
+    layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT,
+    clock: Callable[[], float] = time.time, **upkeep: object,
+) -> DiskStore:  # fmt: skip
+    """Store without a background thread unless asked for. upkeep: fields of `Upkeep`."""
     return DiskStore.open(
         [DirectorySpec(str(path), size) for path in paths],
-        layout.chunks(),
-        settings.pop("fingerprint", FINGERPRINT),
-        "tiny",
-        **settings,
+        StoredModel.of(layout.chunks(), fingerprint, "tiny"),
+        Upkeep(**{"background": False, "scrub_bytes_per_s": 0, **upkeep}),
+        backend,
+        clock,
     )
 
 

@@ -1,0 +1,169 @@
+"""The disk store behind `BlockIo`: threads of each directory write in batches and read in runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone
+from sglang_hc.store.disk.directory import Directory
+from sglang_hc.store.disk.reader import RUN_BYTES
+from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+READ_THREADS = 2
+"""Runs of blocks under way per directory: while one is verified the disk reads another."""
+
+WRITE_THREADS = 2
+"""Batches under way per directory, so that while one is hashed, synced or made visible the disk
+has the bytes of another to write."""
+
+BATCH_BLOCKS = 32
+BATCH_BYTES = 64 << 20
+"""Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
+
+_COUNTED = (
+    "evicted_blocks",
+    "expired_blocks",
+    "directory_pauses",
+    "index_refused",
+    "scrub_damaged",
+    "maintenance_errors",
+)
+"""Counters of the store that no answer tells."""
+
+
+class _Read(NamedTuple):
+    ticket: int
+    block_id: bytes
+    slot: int
+    deadline: float
+
+
+class _Write(NamedTuple):
+    ticket: int
+    block: Block
+    slot: int
+    deadline: float
+
+
+class DiskThreads:
+    """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
+    up nobody but those who wait for its blocks.
+
+    on_done: called on a thread of this class after each answer, for whoever sleeps until then.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, store: DiskStore, pool: HostPool, on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._on_done = on_done
+        self._done: deque[BlockDone] = deque()
+        batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
+        run = max(1, RUN_BYTES // store.slot_bytes)
+        self._reads: dict[Directory, Workers[_Read]] = {}
+        self._writes: dict[Directory, Workers[_Write]] = {}
+        for directory in store.directories:
+            write = partial(self._write, directory)
+            self._reads[directory] = Workers("hc-read", self._read, run, READ_THREADS)
+            self._writes[directory] = Workers("hc-write", write, batch, WRITE_THREADS)
+
+    @property
+    def capacity(self) -> int:
+        return self._store.capacity
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        return self._store.contains(block_ids)
+
+    def ask(self, block_ids: Sequence[bytes]) -> bool:
+        return False
+
+    def wants(self, block_id: bytes) -> bool:
+        return not self._store.contains((block_id,))
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        for directory in self._store.order():
+            if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
+                self._writes[directory].submit(_Write(ticket, block, slot, deadline))
+                return True
+        return False
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        directory = self._store.directory_of(block_id)
+        if directory is None:
+            self._answer(ticket, self._store.absence(block_id))
+        else:
+            self._reads[directory].submit(_Read(ticket, block_id, slot, deadline))
+
+    def flush(self) -> None:
+        """Threads begin at once."""
+
+    def poll(self) -> list[BlockDone]:
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        self._store.touch(block_ids)
+
+    def expect(self, uses: Mapping[bytes, float | None]) -> None:
+        self._store.expect(uses)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def levels(self) -> dict[str, int]:
+        store = self._store
+        return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
+
+    def counts(self) -> Counter[str]:
+        counters = self._store.counters()
+        return Counter({f"disk_{name}": counters[name] for name in _COUNTED})
+
+    def close(self) -> None:
+        for directory in self._store.directories:
+            self._writes[directory].close()
+            self._reads[directory].close()
+        self._store.close()
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _answer(self, ticket: int, outcome: Outcome) -> None:
+        self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
+        self._on_done()
+
+    def _read(self, batch: list[_Read]) -> None:
+        wanted = [(move.block_id, self._pool.slot(move.slot), move.deadline) for move in batch]
+        try:
+            outcomes = self._store.read_many(wanted)
+        except Exception:
+            logger.exception("reading %d blocks from disk failed", len(batch))
+            outcomes = [Outcome.IO_ERROR] * len(batch)
+        for move, outcome in zip(batch, outcomes, strict=True):
+            self._answer(move.ticket, outcome)
+
+    def _write(self, directory: Directory, batch: list[_Write]) -> None:
+        now = time.monotonic()
+        for move in batch:
+            if move.deadline <= now:
+                self._answer(move.ticket, Outcome.TIMED_OUT)
+        fresh = [move for move in batch if now < move.deadline]
+        items = [(move.block, self._pool.slot(move.slot)) for move in fresh]
+        try:
+            outcomes = self._store.write_many(items, directory)
+        except Exception:
+            logger.exception("writing %d blocks to disk failed", len(fresh))
+            outcomes = [Outcome.IO_ERROR] * len(fresh)
+        for move, outcome in zip(fresh, outcomes, strict=True):
+            self._answer(move.ticket, outcome)
