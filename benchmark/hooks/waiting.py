@@ -86,8 +86,9 @@ class Queue:
         """A request of BLOCKS blocks is queued, as the scheduler does it."""
         tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
         req = SimpleNamespace(
-            rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None
-        )
+            rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None,
+            sampling_params=SimpleNamespace(custom_params=None),
+        )  # fmt: skip
         self.count += 1
         self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
         self.cache.prefetch_from_storage(req.rid)
