@@ -11,7 +11,8 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
-from support.tiers import HIDDEN_BYTES, PARTS, LateLane, ToyPool, build
+from support.lanes import LateLane
+from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build
 
 HIDDEN = LayerPlan(0, 2, 0)
 PLANS = [HIDDEN, LayerPlan(0, 0, 2), LayerPlan(0, 2, 1)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from sglang_hc.device.gather_scatter import gather, scatter, word
+from support.tiers import ToyPool
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -32,15 +35,13 @@ def test_rows_that_lie_off_the_words_fall_back_to_narrower_ones(offset: int, str
 
 
 def test_gathered_rows_land_behind_each_other_in_every_part() -> None:
-    class Pool:
-        def rows(self, layer: int) -> list[torch.Tensor]:
-            return parts[layer]
-
-    parts = [[torch.randint(0, 256, (9, w), dtype=torch.uint8) for w in (8, 6)] for _ in range(3)]
-    targets = [torch.zeros((2, 7, w), dtype=torch.uint8) for w in (8, 6)]
+    pool = ToyPool(9, 3, (8, 6))
+    for part in itertools.chain(*pool.kv):
+        part.random_(0, 256)
+    targets = [torch.zeros((2, 7, width), dtype=torch.uint8) for width in (8, 6)]
     slots = torch.tensor([8, 0, 5])
-    gather(Pool(), range(1, 3), slots, targets, 2)
+    gather(pool, range(1, 3), slots, targets, 2)
     for part, target in enumerate(targets):
         for index, layer in enumerate((1, 2)):
-            assert torch.equal(target[index, 2:5], parts[layer][part][slots])
+            assert torch.equal(target[index, 2:5], pool.kv[layer][part][slots])
         assert not target[:, :2].any() and not target[:, 5:].any()

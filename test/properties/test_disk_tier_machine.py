@@ -20,7 +20,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import pack_tokens
 from support.fake_io import FakeIo
 from support.host import queue_over
-from support.tiers import LateLane
+from support.lanes import LateLane
 
 from .test_tiers_machine import PROFILE, TiersMachine
 

@@ -22,7 +22,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tree.identity import pack_tokens
-from support.tiers import HIDDEN_BYTES, LateLane, build, project
+from support.lanes import LateLane
+from support.tiers import HIDDEN_BYTES, build, project
 
 SALTS = [None, "", "a"]
 DEVICE_SLOTS = 600

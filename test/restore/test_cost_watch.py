@@ -24,8 +24,10 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.tree.block_tree import BlockNode
+from support.clock import Clock
+from support.lanes import LateLane, LateMark
 from support.profiles import cost_model
-from support.tiers import CPU, HIDDEN_BYTES, PARTS, LateLane, LateMark, ToyPool
+from support.tiers import CPU, HIDDEN_BYTES, PARTS, ToyPool
 
 COST = cost_model(host=1e-3, disk=5e-3, project=2e-3, prefill=1e-2)
 LAYERS = 4
@@ -40,13 +42,6 @@ class Seen(CorrectedCosts):
 
     def observe(self, resource: Resource, predicted: float, observed: float) -> None:
         self.seen.append((resource, predicted, observed))
-
-
-class Clock:
-    now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class LateTimer:

@@ -19,6 +19,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.restore_pass import Restoration, RestorePass
 from sglang_hc.restore.staging import CUDA_FRAMES, StagingRing
 from sglang_hc.store.host_pool import HostPool
+from support.lanes import FakeLane
 from support.restores import nodes_in
 from support.tiers import CPU
 
@@ -35,11 +36,8 @@ SCATTER_LAUNCHES = 1
 """`KvPoolRows.write_kv_by_sglang`: K and V in one launch."""
 
 
-class CountingLane:
+class CountingLane(FakeLane):
     """Copies nothing; counts every call that reaches the driver."""
-
-    own_memory = True
-    batches = True
 
     def __init__(self) -> None:
         self.calls = 0

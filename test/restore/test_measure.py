@@ -32,6 +32,7 @@ from sglang_hc.restore.measure_disk import disk_samples
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
 from support.throttled import ThrottledLane
 
 CPU = torch.device("cpu")
@@ -41,17 +42,6 @@ FRAMES = (3, 1 << 16)
 BYTE_S = 1e-7
 PROJECT_S = 3e-6
 TOKEN_S, PAIR_S = 2e-5, 1e-9
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class SlowLane(HostLane):

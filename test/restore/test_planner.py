@@ -14,17 +14,11 @@ from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Span, plan_restore
 from sglang_hc.restore.planner import TRY, RestoreChoice
+from support.clock import Clock
 from support.profiles import cost_model
 
 PLAN = LayerPlan(1, 2, 3)
 LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
-
-
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestoreChoice, Counter, Clock]:

@@ -19,7 +19,8 @@ from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 from support.host import keep
-from support.tiers import HIDDEN_BYTES, PARTS, LateLane, ToyPool, build, project
+from support.lanes import LateLane
+from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
 
 PATHS = 2
 LENGTH = 150

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.device.ranges import Ranges, each_range
 from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.srt import build, capture_memory, runner
 from sglang_hc.srt.capture_memory import CaptureMemory
@@ -26,6 +25,7 @@ from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
+from support.lanes import FakeLane
 from support.watch import Watch
 
 DEVICE_BYTES = 4 << 20
@@ -43,11 +43,8 @@ class _Mark:
         self.event.synchronize()
 
 
-class OrderedLane:
+class OrderedLane(FakeLane):
     """What `CudaLane` does, on streams of a `Clocks`."""
-
-    own_memory = True
-    batches = True
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
@@ -64,10 +61,6 @@ class OrderedLane:
         with self._clocks.on(self._stream):
             target.copy_(source)
 
-    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
-        for into, out_of in each_range(target, source, ranges):
-            self.copy(into, out_of)
-
     def mark(self) -> _Mark:
         return _Mark(self._stream.record_event())
 
@@ -82,12 +75,6 @@ class OrderedLane:
             self._opposite = OrderedLane(self._clocks)
             self._opposite._opposite = self
         return self._opposite
-
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class OrderedCore(Core):

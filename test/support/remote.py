@@ -21,16 +21,6 @@ SLOTS = 12
 FOREVER = 1e9
 
 
-class Clock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class FakeStore:
     """Envelopes in a dictionary, shared by any number of back ends."""
 

@@ -1,6 +1,6 @@
 """A device whose computation and copies happen later, in any order that the fences allow.
 
-`LateLane` (support/tiers.py) computes at once and so cannot show a copy that overwrites what the
+`LateLane` (support/lanes.py) computes at once and so cannot show a copy that overwrites what the
 computation has yet to read. Here all queues are late: work is a closure that runs when the device
 gets to it, and a seed decides which queue moves. What the computation saw is the truth of a test.
 """
@@ -19,6 +19,7 @@ import torch
 
 from sglang_hc.device.copy_stream import Side
 from sglang_hc.device.ranges import Ranges, each_range
+from support.lanes import FakeLane
 from support.tiers import ToyPool
 
 COMPUTE, COPIES, SIDE, BACK = 0, 1, 2, 3
@@ -110,11 +111,8 @@ class StreamDevice:
         return after is None or self.queues[after[0]].over >= after[1]
 
 
-class StreamLane:
+class StreamLane(FakeLane):
     """The device's copies in one direction. `calls` counts what was asked to be copied."""
-
-    own_memory = True
-    batches = True
 
     def __init__(self, device: StreamDevice, queue: int = COPIES) -> None:
         self._device = device
@@ -148,9 +146,6 @@ class StreamLane:
 
     def opposite(self) -> StreamLane:
         return StreamLane(self._device, COPIES if self._queue == BACK else BACK)
-
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
-        return None
 
     def close(self) -> None:
         self._device.run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,6 @@ from sglang_hc.capture.saving import save_path
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.copy_stream import HostLane, Lane
 from sglang_hc.device.gather_scatter import gather, scatter
-from sglang_hc.device.ranges import Ranges, each_range
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restore_pass import Recomputer
@@ -27,72 +25,6 @@ from support.host import host_tier
 HIDDEN_BYTES = 8
 PARTS = (8, 8)
 CPU = torch.device("cpu")
-
-
-class LateMark:
-    """Done when the lane got that far."""
-
-    def __init__(self, lane: LateLane, at: int) -> None:
-        self.lane, self.at = lane, at
-
-    def done(self) -> bool:
-        return self.lane.performed >= self.at
-
-    def wait(self) -> None:
-        self.lane.advance_to(self.at)
-
-
-class LateLane:
-    """A lane that copies nothing until it has to: a missing fence leaves the target unwritten.
-
-    The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
-    """
-
-    own_memory = False
-    batches = True
-
-    def __init__(self) -> None:
-        self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-        self.enqueued = 0
-        self.performed = 0
-
-    def computed(self) -> LateMark:
-        return LateMark(self, 0)  # what is computed here is computed at once
-
-    def after(self, computed: Any) -> None:
-        return None
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.queue.append((target, source))
-        self.enqueued += 1
-
-    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
-        for into, out_of in each_range(target, source, ranges):
-            self.copy(into, out_of)
-
-    def mark(self) -> LateMark:
-        return LateMark(self, self.enqueued)
-
-    def before_compute(self, mark: Any) -> None:
-        mark.wait()
-
-    def side(self) -> None:
-        return None
-
-    def opposite(self) -> LateLane:
-        return LateLane()
-
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
-        return None
-
-    def close(self) -> None:
-        self.advance_to(self.enqueued)
-
-    def advance_to(self, count: int) -> None:
-        while self.performed < count:
-            target, source = self.queue.popleft()
-            target.copy_(source)
-            self.performed += 1
 
 
 class StepExecutor:
@@ -141,9 +73,10 @@ class StepExecutor:
 class ToyPool:
     """Device pool whose K/V are a function of the hidden state, as a projection is."""
 
-    def __init__(self, slots: int, layers: int) -> None:
+    def __init__(self, slots: int, layers: int, parts: Sequence[int] = PARTS) -> None:
+        """parts: bytes of K and of V per token; a projection gives `PARTS`."""
         self.kv = [
-            [torch.zeros((slots, part), dtype=torch.uint8) for part in PARTS] for _ in range(layers)
+            [torch.zeros((slots, part), dtype=torch.uint8) for part in parts] for _ in range(layers)
         ]
 
     def rows(self, layer: int) -> list[torch.Tensor]:

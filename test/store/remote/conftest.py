@@ -8,7 +8,8 @@ import pytest
 
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks
-from support.remote import Clock, FakeStore, make_blocks, make_pool
+from support.clock import Clock
+from support.remote import FakeStore, make_blocks, make_pool
 
 
 @pytest.fixture

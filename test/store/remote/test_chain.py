@@ -13,13 +13,13 @@ from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Chain, RemoteBlocks
+from support.clock import Clock
 from support.fake_io import FakeIo
 from support.remote import (
     FINGERPRINT,
     FOREVER,
     LAYOUT,
     SLOTS,
-    Clock,
     FakeStore,
     data_of,
     find,

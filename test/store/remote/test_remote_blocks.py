@@ -18,12 +18,12 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.store.remote.envelope import HEADER_BYTES, seal, storage_key
 from sglang_hc.store.remote.presence_cache import Presence
+from support.clock import Clock
 from support.remote import (
     FINGERPRINT,
     FOREVER,
     LAYOUT,
     SLOTS,
-    Clock,
     FakeBackend,
     FakeStore,
     data_of,

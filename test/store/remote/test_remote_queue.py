@@ -9,8 +9,9 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.identity import pack_tokens
+from support.clock import Clock
 from support.host import host_queue, keep
-from support.remote import SLOTS, Clock, FakeStore, make_blocks, make_pool, until
+from support.remote import SLOTS, FakeStore, make_blocks, make_pool, until
 
 TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
 

@@ -1,0 +1,89 @@
+"""Lanes of the tests. Each says when its copies happen; what they have in common is `FakeLane`."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from sglang_hc.device.copy_stream import Side
+from sglang_hc.device.ranges import Ranges, each_range
+
+
+class FakeLane:
+    """Ranges are copied one by one, nothing runs beside the computation, and memory needs no pins."""
+
+    own_memory = True
+    batches = True
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
+        for into, out_of in each_range(target, source, ranges):
+            self.copy(into, out_of)
+
+    def side(self) -> Side | None:
+        return None
+
+    def pin(self, buffer: Any, unit: int | None = None) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class LateMark:
+    """Done when the lane got that far."""
+
+    def __init__(self, lane: LateLane, at: int) -> None:
+        self.lane, self.at = lane, at
+
+    def done(self) -> bool:
+        return self.lane.performed >= self.at
+
+    def wait(self) -> None:
+        self.lane.advance_to(self.at)
+
+
+class LateLane(FakeLane):
+    """A lane that copies nothing until it has to: a missing fence leaves the target unwritten.
+
+    The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
+    """
+
+    own_memory = False
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.enqueued = 0
+        self.performed = 0
+
+    def computed(self) -> LateMark:
+        return LateMark(self, 0)  # what is computed here is computed at once
+
+    def after(self, computed: Any) -> None:
+        return None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.queue.append((target, source))
+        self.enqueued += 1
+
+    def mark(self) -> LateMark:
+        return LateMark(self, self.enqueued)
+
+    def before_compute(self, mark: Any) -> None:
+        mark.wait()
+
+    def opposite(self) -> LateLane:
+        return LateLane()
+
+    def close(self) -> None:
+        self.advance_to(self.enqueued)
+
+    def advance_to(self, count: int) -> None:
+        while self.performed < count:
+            target, source = self.queue.popleft()
+            target.copy_(source)
+            self.performed += 1
