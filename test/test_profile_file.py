@@ -19,7 +19,7 @@ from sglang_hc.policy.hardware import load_hardware
 from sglang_hc.policy.line_fit import Line, Quadratic
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
-from support.profiles import cost_model, write
+from support.profiles import FREE_LOADING, cost_model, write
 
 HERE = "llama 1234, H200"
 COST = replace(cost_model(host=1e-6), fingerprint=HERE)
@@ -36,6 +36,11 @@ SHEET = CostModel.from_datasheet(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sglang-hc"
+
+
+def test_the_profile_that_engines_of_tests_start_with_can_be_read() -> None:
+    """It is a file of its own because scripts name it: a new version must write it anew."""
+    assert decode(FREE_LOADING.read_text(), "free_loading.json", HERE) == cost_model()
 
 
 def test_what_was_measured_is_found_at_the_next_start(cache: Path) -> None:

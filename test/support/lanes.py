@@ -12,7 +12,7 @@ from sglang_hc.device.ranges import Ranges, each_range
 
 
 class FakeLane:
-    """Ranges are copied one by one, nothing runs beside the computation, and memory needs no pins."""
+    """Ranges are copied one by one; nothing runs beside the computation; nothing needs pinning."""
 
     own_memory = True
     batches = True
