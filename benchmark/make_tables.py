@@ -9,7 +9,7 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
     <!-- /table -->
 
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
-of a chat), screen (the same as the demo prints it), conversation (what was said), groups (TTFT by
+of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
 turn or label), summary, ratios, costs (the ratios of an arm against one reference in one row),
 agreement, disagreements, cxs, gain, losses, varied. Other result files bring their own tables,
 beside about:
@@ -55,13 +55,6 @@ def _of(table: Callable[[dict[str, Any]], report.Table]) -> Callable[[dict[str, 
     return lambda result: table(result).markdown()
 
 
-def _conversation(result: dict[str, Any]) -> str:
-    return "\n>\n".join(
-        f"> *{turn['question']}*\n> {' '.join(turn['answer'].split())}"
-        for turn in result["conversation"]
-    )
-
-
 def _costs(result: dict[str, Any]) -> str:
     """Ratios over all requests: a row for each arm, a column for each metric."""
     head = {"median_ttft": "TTFT", "median_tbt": "TBT", "output_token_throughput": "throughput"}
@@ -75,11 +68,18 @@ def _costs(result: dict[str, Any]) -> str:
     return report.Table("costs", ("point", "arm", *head.values()), text).markdown()
 
 
+def _short(result: dict[str, Any]) -> str:
+    """The overview of a chat as one sentence."""
+    (_, stock, _, wait, *_), *others = report.overview_table(result).rows
+    said = [f"{arm} {ttft} ({gain} times better)" for _, arm, _, ttft, gain, *_ in others]
+    return f"Median TTFT of later turns: {stock} {wait}, {', '.join(said)}."
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,
     "overview": _of(report.overview_table),
+    "short": _short,
     "screen": _of(screen.table),
-    "conversation": _conversation,
     "groups": _of(report.group_table),
     "summary": _of(report.summary_table),
     "ratios": _of(report.ratio_table),
