@@ -21,8 +21,8 @@ from sglang_hc.restore.cost_watch import (
 )
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
 from support.lanes import LateLane, LateMark

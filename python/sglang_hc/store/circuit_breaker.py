@@ -22,7 +22,6 @@ class CircuitBreaker:
         self._failures = 0
         self._pause = _FIRST_PAUSE_S
         self._until = 0.0
-        self.trips = 0
 
     def allows(self) -> bool:
         """Whether an operation may be tried now. Cheap; takes no lock."""
@@ -49,5 +48,4 @@ class CircuitBreaker:
                 self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
             self._until = self._clock() + self._pause
             self._failures = 0
-            self.trips += 1
             return True

@@ -16,18 +16,26 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import zmq
 
+import sglang_hc
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.process import messages as wire
-from sglang_hc.store.process.link import IoLink
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,7 @@ FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
 CLOSE_S = 60.0
 _BURST = 256
+_READABLE = int(zmq.POLLIN)  # as the flag that it is, each test would cost as much as a look
 
 
 class State(enum.Enum):
@@ -64,6 +73,85 @@ class Client(Protocol):
 
     def earliest_deadline(self) -> float:
         """Of what was sent; infinity when nothing is under way."""
+
+
+class IoLink:
+    """A running I/O process. Starting it takes some ms; no method waits. Used by one thread at a
+    time."""
+
+    def __init__(self, setup: wire.Setup, descriptor: int) -> None:
+        """Start it. Raises OSError."""
+        self._folder = tempfile.mkdtemp(prefix="sglang-hc-")  # mode 0700: the socket is private
+        endpoint = f"ipc://{self._folder}/io"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
+        try:
+            self._socket.bind(endpoint)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang_hc.store.process.worker", endpoint,
+                 str(descriptor), str(os.getpid())],
+                stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(), bufsize=0,
+            )  # fmt: skip
+        except BaseException:
+            self._give_back()
+            raise
+        payload = wire.encode(setup)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended already; `exit_code` says so
+            self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; None while it may be alive and touch the memory."""
+        return self._process.poll()
+
+    def connected(self) -> None:
+        """It has been heard: the socket's name is not needed any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def send(self, requests: list[wire.Request]) -> None:
+        """As one message. Only after it was heard: before, there is nobody to send to. What is sent
+        to a process that just ended is lost with it."""
+        with suppress(zmq.Again):
+            self._socket.send(wire.encode(requests), zmq.NOBLOCK)
+
+    def receive(self) -> wire.Reply | None:
+        """The next message, if there is one. Raises msgspec.DecodeError for nonsense."""
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if not events & _READABLE:
+            return None
+        reply: wire.Reply = wire.decode_reply(self._socket.recv(zmq.NOBLOCK))
+        return reply
+
+    def kill(self) -> None:
+        """Begin to end it. It may go on until `exit_code` says otherwise."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Give back what belongs to a process that has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self.connected()
+
+
+def _environment() -> dict[str, str]:
+    """This very package, and no thread pools of numerical libraries."""
+    root = str(Path(sglang_hc.__file__).parents[1])
+    others = os.environ.get("PYTHONPATH")
+    path = root if not others else os.pathsep.join([root, others])
+    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class IoSupervisor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
+
+import msgspec
 
 from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.fsck import DirectoryReport, check
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.disk.fsck import DirectoryReport, check
 
 _SHOWN = 20
 
@@ -19,8 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "directories",
         nargs="+",
         metavar="DIR",
-        help="directory given to --hc-disk; name all directories of one server together, "
-        "otherwise blocks that lack a share in another one are not noticed",
+        help="directory given to --hc-disk; no server may use it meanwhile",
     )
     parser.add_argument(
         "--repair",
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"cannot read or write: {error}") from error
     if args.json:
-        print(json.dumps({"directories": [_as_json(report) for report in reports]}, indent=2))
+        print(msgspec.json.format(msgspec.json.encode({"directories": reports})).decode())
     else:
         for report in reports:
             print("\n".join(_lines(report)))
@@ -48,17 +47,6 @@ def run(args: argparse.Namespace) -> int:
     if left and not args.json:
         print(f"put it right with: sglang-hc fsck {' '.join(args.directories)} --repair")
     return 1 if left else 0
-
-
-def _as_json(report: DirectoryReport) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "blocks": report.blocks,
-        "bytes_verified": report.bytes_verified,
-        "slots": report.slots,
-        "free_slots": report.free_slots,
-        "findings": [asdict(finding) for finding in report.findings],
-    }
 
 
 def _lines(report: DirectoryReport) -> list[str]:

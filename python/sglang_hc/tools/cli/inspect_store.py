@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from dataclasses import asdict
+
+import msgspec
 
 from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.summary import DirectorySummary, ModelSummary, summarize
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, summarize
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     except DirectoryError as error:
         raise UsageError(str(error)) from error
     if args.json:
-        print(json.dumps({"directories": [asdict(summary) for summary in summaries]}, indent=2))
+        print(msgspec.json.format(msgspec.json.encode({"directories": summaries})).decode())
         return 0
     for summary in summaries:
         print("\n".join(_lines(summary, time.time())))

@@ -50,117 +50,119 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_inspect_counts_models_and_namespaces(
-    scratch: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fill(scratch)
-    status, text = call(capsys, "inspect", scratch, "--json")
+    fill(tmp_path)
+    status, text = call(capsys, "inspect", tmp_path, "--json")
     directory = json.loads(text)["directories"][0]
     assert status == 0 and directory["used_by"] is None and directory["slots_used"] == 11
     (model,) = directory["models"]
     assert model["fingerprint"] == FINGERPRINT.hex() and model["layers"] == 5
     counts = {one["namespace"]: (one["blocks"], one["hits"]) for one in model["namespaces"]}
     assert counts == {"": (8, 1), "tenant-a": (3, 0)}
-    status, text = call(capsys, "inspect", scratch)
+    status, text = call(capsys, "inspect", tmp_path)
     assert status == 0 and "tenant-a" in text and "model tiny" in text and "not in use" in text
 
 
-def test_inspect_beside_a_running_server(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = open_store(scratch, backend=BUFFERED)
+def test_inspect_beside_a_running_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(tmp_path, backend=BUFFERED)
     put(store, make_path(2))
-    status, text = call(capsys, "inspect", scratch)
+    status, text = call(capsys, "inspect", tmp_path)
     assert status == 0 and f"in use by process {os.getpid()}" in text and " 2 blocks" in text
-    status, text = call(capsys, "fsck", scratch)
+    status, text = call(capsys, "fsck", tmp_path)
     assert status == 2 and "stop it first" in text
-    status, text = call(capsys, "fsck", scratch, "--repair")
+    status, text = call(capsys, "fsck", tmp_path, "--repair")
     assert status == 2 and "in use by process" in text
     assert read_bytes(store, make_path(1)[0].block_id)[0] is Outcome.OK
     store.close()
 
 
 def test_inspect_of_a_copy_without_write_permission(
-    scratch: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where SQLite cannot make its shared memory file it reads a copy."""
-    store = open_store(scratch / "live", backend=BUFFERED)
+    store = open_store(tmp_path / "live", backend=BUFFERED)
     put(store, make_path(2))
-    shutil.copytree(scratch / "live", scratch / "copy")
+    shutil.copytree(tmp_path / "live", tmp_path / "copy")
     store.close()
-    folder = scratch / "copy" / "sglang-hc"
+    folder = tmp_path / "copy" / "sglang-hc"
     (folder / "index.sqlite-shm").unlink()
     (folder / "index.sqlite-shm").mkdir()
-    status, text = call(capsys, "inspect", scratch / "copy")
+    status, text = call(capsys, "inspect", tmp_path / "copy")
     assert status == 0 and "2 blocks" in text
 
 
 @pytest.mark.parametrize("command", ["inspect", "fsck"])
 def test_a_directory_without_a_store_is_a_usage_error(
-    scratch: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    status, text = call(capsys, command, scratch)
+    status, text = call(capsys, command, tmp_path)
     assert status == 2 and "no disk tier here" in text and "--hc-disk" in text
 
 
 def test_fsck_of_a_good_store_finds_nothing_and_changes_nothing(
-    scratch: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fill(scratch / "a", scratch / "b")
-    before = {path: path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
-    status, reports = fsck_json(capsys, scratch / "a", scratch / "b")
+    fill(tmp_path / "a", tmp_path / "b")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, reports = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
     assert status == 0
     for report in reports:
         assert report["blocks"] in (5, 6) and report["findings"] == []
         assert report["blocks"] + report["free_slots"] == report["slots"]
     assert before == {path: path.read_bytes() for path in before}
-    status, text = call(capsys, "fsck", scratch / "a", scratch / "b")
+    status, text = call(capsys, "fsck", tmp_path / "a", tmp_path / "b")
     assert status == 0 and "nothing wrong" in text
 
 
 def test_fsck_finds_and_drops_damaged_blocks(
-    scratch: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = fill(scratch)
-    flip(slabs(scratch)[2], 4096 + 9000)
-    flip(slabs(scratch)[4], 4096 + 20)
-    status, (report,) = fsck_json(capsys, scratch)
+    blocks = fill(tmp_path)
+    flip(slabs(tmp_path)[2], 4096 + 9000)
+    flip(slabs(tmp_path)[4], 4096 + 20)
+    status, (report,) = fsck_json(capsys, tmp_path)
     assert status == 1 and report["blocks"] == 9
     assert [finding["kind"] for finding in report["findings"]] == ["block", "block"]
-    status, text = call(capsys, "fsck", scratch)
+    status, text = call(capsys, "fsck", tmp_path)
     assert status == 1 and "NOT repaired" in text and "--repair" in text
-    status, (report,) = fsck_json(capsys, scratch, "--repair")
+    status, (report,) = fsck_json(capsys, tmp_path, "--repair")
     assert status == 0 and all(finding["repaired"] for finding in report["findings"])
-    status, (report,) = fsck_json(capsys, scratch)
+    status, (report,) = fsck_json(capsys, tmp_path)
     assert status == 0 and report["blocks"] == 9
     assert report["blocks"] + report["free_slots"] == report["slots"], "no orphan slot"
-    store = open_store(scratch, backend=BUFFERED)
+    store = open_store(tmp_path, backend=BUFFERED)
     found = [store.contains([block.block_id]) for block in blocks]
     assert sum(found) == 9
     store.check_integrity()
     store.close()
 
 
-def test_fsck_tidies_slab_files(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(scratch)
-    files = slabs(scratch)
+def test_fsck_tidies_slab_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    files = slabs(tmp_path)
     files[0].unlink()
     os.truncate(files[1], 4096)
     flip(files[2], 100)
     files[3].write_bytes(files[3].read_bytes() + b"x" * 4096)
     shutil.copy(files[4], files[4].with_name("slab-00000099.dat"))
-    status, (report,) = fsck_json(capsys, scratch)
+    status, (report,) = fsck_json(capsys, tmp_path)
     kinds = [finding["kind"] for finding in report["findings"]]
     assert status == 1 and kinds.count("slab") == 5
-    assert fsck_json(capsys, scratch, "--repair")[0] == 0
-    status, (report,) = fsck_json(capsys, scratch)
+    assert fsck_json(capsys, tmp_path, "--repair")[0] == 0
+    status, (report,) = fsck_json(capsys, tmp_path)
     assert status == 0 and report["blocks"] == 7 and report["findings"] == []
     assert not files[4].with_name("slab-00000099.dat").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "malformed", "row", "marked"])
 def test_fsck_rebuilds_a_damaged_index(
-    scratch: Path, capsys: pytest.CaptureFixture[str], damage: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    blocks = fill(scratch)
-    index = scratch / "sglang-hc" / "index.sqlite"
+    blocks = fill(tmp_path)
+    index = tmp_path / "sglang-hc" / "index.sqlite"
     if damage == "missing":
         index.unlink()
     elif damage == "malformed":
@@ -172,34 +174,36 @@ def test_fsck_rebuilds_a_damaged_index(
             connection.execute("UPDATE blocks SET slot=77 WHERE block_id=?", (blocks[3].block_id,))
     else:
         (index.parent / "index.damaged").touch()
-    assert call(capsys, "fsck", scratch)[0] == 1
-    status, (report,) = fsck_json(capsys, scratch, "--repair")
+    assert call(capsys, "fsck", tmp_path)[0] == 1
+    status, (report,) = fsck_json(capsys, tmp_path, "--repair")
     assert status == 0 and report["findings"]
     assert report["blocks"] == (10 if damage == "row" else 11)
-    assert call(capsys, "fsck", scratch)[0] == 0
+    assert call(capsys, "fsck", tmp_path)[0] == 0
 
 
-def test_fsck_of_one_directory_of_two(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsck_of_one_directory_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory is complete by itself: damage in the other one is not its business."""
-    fill(scratch / "a", scratch / "b")
-    flip(slabs(scratch / "b")[0], 4096 + 9000)
-    status, (first,) = fsck_json(capsys, scratch / "a")
+    fill(tmp_path / "a", tmp_path / "b")
+    flip(slabs(tmp_path / "b")[0], 4096 + 9000)
+    status, (first,) = fsck_json(capsys, tmp_path / "a")
     assert status == 0 and first["blocks"] == 6
-    status, (first, second) = fsck_json(capsys, scratch / "a", scratch / "b")
+    status, (first, second) = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
     assert status == 1 and first["findings"] == []
     assert [finding["kind"] for finding in second["findings"]] == ["block"]
-    assert fsck_json(capsys, scratch / "a", scratch / "b", "--repair")[0] == 0
-    status, (first, second) = fsck_json(capsys, scratch / "a", scratch / "b")
+    assert fsck_json(capsys, tmp_path / "a", tmp_path / "b", "--repair")[0] == 0
+    status, (first, second) = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
     assert status == 0 and (first["blocks"], second["blocks"]) == (6, 4)
 
 
-def test_fsck_refuses_an_unknown_version(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(scratch)
-    with sqlite3.connect(scratch / "sglang-hc" / "index.sqlite") as connection:
+def test_fsck_refuses_an_unknown_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path)
+    with sqlite3.connect(tmp_path / "sglang-hc" / "index.sqlite") as connection:
         connection.execute("PRAGMA user_version=9")
         connection.execute("UPDATE meta SET value='9'")
-    before = {path: path.read_bytes() for path in slabs(scratch)}
-    for words in (["fsck", scratch], ["fsck", scratch, "--repair"], ["inspect", scratch]):
+    before = {path: path.read_bytes() for path in slabs(tmp_path)}
+    for words in (["fsck", tmp_path], ["fsck", tmp_path, "--repair"], ["inspect", tmp_path]):
         status, text = call(capsys, *words)
         assert status == 2 and "disk format 9" in text
-    assert before == {path: path.read_bytes() for path in slabs(scratch)}
+    assert before == {path: path.read_bytes() for path in slabs(tmp_path)}

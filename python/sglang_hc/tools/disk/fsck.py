@@ -25,7 +25,7 @@ from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row, UnknownVersion
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
-from sglang_hc.store.disk.summary import find_root, open_for_reading, user_of
+from sglang_hc.tools.disk.summary import find_root, open_for_reading, user_of
 
 
 @dataclass(frozen=True)
