@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import platform
 import time
-from itertools import islice
 from pathlib import Path
 
 from sglang_hc.policy.eviction import QueuePolicy
-from sglang_hc.queue.ready_first import AdmissionOrder
+from sglang_hc.queue.admission import Admission
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tools.simulator.disk import DiskTier
 
@@ -36,15 +35,16 @@ def main() -> None:
         for block in needs[request]:
             tier.write(parent, block, 0.0, 0.0)
             parent = block
-    order: AdmissionOrder[str] = AdmissionOrder(window.requests, 32)
+    admission: Admission[str] = Admission(window.requests, bound=32)
     window.update(queue, WAITING, needs.__getitem__)
     seconds = []
     for number in range(PASSES):
         queue.append(f"r{WAITING + number}")
         start = time.perf_counter()
         window.update(queue, WAITING, needs.__getitem__)
-        chosen = list(islice(order.order(queue, lambda _: 0.0), 1))
-        order.admitted(queue, chosen)
+        admission.is_due(queue[0])
+        chosen = queue[:1]
+        admission.count(queue, chosen)
         seconds.append(time.perf_counter() - start)
         queue.remove(chosen[0])
     seconds.sort()

@@ -147,10 +147,10 @@ class DiskMachine(TiersMachine):
 
     @invariant()
     def whoever_waits_waits_for_what_is_under_way(self) -> None:
-        fetches = self.view._prefetcher.fetches
-        fetches.check_integrity()
-        assert all(block_id in self.disk.coming for block_id in fetches._waiting)
-        assert len(fetches) == len(self.disk.coming)
+        requests = self.view.requests
+        requests.check_integrity()
+        assert all(block_id in self.disk.coming for block_id in requests.under_way)
+        assert len(requests.under_way) == len(self.disk.coming)
 
     @invariant()
     def what_can_be_served_is_not_known_as_bad(self) -> None:

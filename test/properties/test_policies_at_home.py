@@ -349,9 +349,11 @@ def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter
     for action, word in history:
         assert fetch_step(server, action, word) == fetch_step(simulator, action, word)
         assert server.in_host() == simulator.in_host()
-        assert len(server.prefetcher.fetches) == len(simulator.prefetcher.fetches)
+        assert len(server.prefetcher.requests.under_way) == len(
+            simulator.prefetcher.requests.under_way
+        )
         assert server.prefetcher.counters == simulator.prefetcher.counters
-        server.prefetcher.fetches.check_integrity()
+        server.prefetcher.requests.check_integrity()
     return server.prefetcher.counters
 
 

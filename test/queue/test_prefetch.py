@@ -174,7 +174,9 @@ def test_a_shared_block_is_fetched_once_and_awaited_by_both() -> None:
     assert not world.prefetcher.ready("sb", 0.0)
     world.come("sb")
     assert world.prefetcher.ready("sb", 0.0)
-    assert world.look() == [] and len(world.prefetcher.fetches) == 1, "nobody wants the last one"
+    assert world.look() == [] and len(world.prefetcher.requests.under_way) == 1, (
+        "nobody wants the last one"
+    )
 
 
 def test_as_much_as_finds_room_begins_and_the_rest_when_there_is_more() -> None:
@@ -325,7 +327,7 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
     def start(
         request: str, missing: Missing, first: int, count: int, is_protected: IsProtected | None
     ) -> int:
-        starts.append((float(len(prefetcher.fetches)), count))
+        starts.append((float(len(prefetcher.requests.under_way)), count))
         return begin(request, missing, first, count, is_protected)
 
     below.start = start  # type: ignore[method-assign]
@@ -355,6 +357,6 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
                 assert busy + count <= count / rate + 1e-6
         else:
             world.look()
-        prefetcher.fetches.check_integrity()
-        assert len(prefetcher.fetches) == len(below.staged)
+        prefetcher.requests.check_integrity()
+        assert len(prefetcher.requests.under_way) == len(below.staged)
         assert len(below.host) + len(below.staged) <= slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.queue.requests import DEPARTED_WITHIN, WaitingTable, departed, without
 
 steps = st.lists(st.tuples(st.sampled_from(["arrive", "leave", "touch"]), st.integers(0, 4)))
 
@@ -29,3 +29,77 @@ def test_a_record_lives_from_arrival_to_departure(script: list[tuple[str, int]])
         for known in range(5):
             assert table.arrival(known) == waiting.get(known, arrivals + 1)
             assert (known in table) == (known in waiting)
+
+
+def ids(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def test_a_block_stays_under_way_when_nobody_waits_for_it_any_more() -> None:
+    table: WaitingTable[str] = WaitingTable()
+    for request, block_ids in (("one", "sa"), ("two", "sb")):
+        for block_id in ids(block_ids):
+            table.wait(request, block_id)
+    assert len(table.under_way) == 3
+    table.left("one")
+    assert b"a" in table.under_way and not table.is_fetching("one")
+    assert table.ended(b"s") == {"two"} and table.is_fetching("two")
+    assert table.ended(b"b") == {"two"} and not table.is_fetching("two")
+    assert table.ended(b"a") == set() and not table.under_way
+    assert table.ended(b"z") == set(), "never asked for"
+
+
+fetches = st.lists(
+    st.tuples(
+        st.sampled_from(["wait", "wait", "end", "cancel"]), st.integers(0, 4), st.integers(0, 6)
+    )
+)
+
+
+@given(fetches)
+def test_who_waits_for_what_stays_consistent(history: list) -> None:
+    table: WaitingTable[int] = WaitingTable()
+    waits: set[tuple[int, bytes]] = set()
+    flying: set[bytes] = set()
+    for action, request, number in history:
+        block_id = bytes([number])
+        if action == "wait":
+            table.wait(request, block_id)
+            waits.add((request, block_id))
+            flying.add(block_id)
+        elif action == "end":
+            assert table.ended(block_id) == {r for r, b in waits if b == block_id}
+            waits = {(r, b) for r, b in waits if b != block_id}
+            flying.discard(block_id)
+        else:
+            (table.left if number % 2 else table.stop_waiting)(request)
+            waits = {(r, b) for r, b in waits if r != request}
+        table.check_integrity()
+        assert len(table.under_way) == len(flying)
+        assert all(table.is_fetching(r) == any(w == r for w, _ in waits) for r in range(5))
+
+
+lines = st.lists(st.integers(0, 9), unique=True, max_size=8)
+
+
+@given(lines, lines)
+def test_who_departed_has_left_and_the_others_stand_as_before(old, new):
+    gone = departed(old, new)
+    if gone is not None:
+        stayed = without(old, gone)
+        assert new[: len(stayed)] == stayed
+        assert not {old[at] for at in gone} & set(new)
+
+
+@given(st.integers(0, 300), st.sets(st.integers(0, DEPARTED_WITHIN - 1), max_size=40), lines)
+def test_departures_near_the_head_and_growth_at_the_tail_are_recognised(length, places, tail):
+    old = [f"r{number}" for number in range(length)]
+    places = sorted(place for place in places if place < length)
+    new = without(old, places) + [f"new{number}" for number in tail]
+    assert departed(old, new) == places
+
+
+def test_a_departure_far_from_the_head_is_left_to_others():
+    old = list(range(DEPARTED_WITHIN + 2))
+    assert departed(old, old[:-2] + old[-1:]) is None
+    assert departed(old, [*old[:-1], -1]) is None

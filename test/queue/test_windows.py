@@ -3,14 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.queue.windows import (
-    DEPARTED_WITHIN,
-    LookAhead,
-    RunningMean,
-    departed,
-    window_length,
-    without,
-)
+from sglang_hc.queue.windows import LookAhead, RunningMean, window_length
 
 
 def test_lengths_follow_the_paper():
@@ -72,8 +65,8 @@ def test_an_abort_is_seen_at_once(needs_of, queue, data):
     window: LookAhead[str] = LookAhead()
     window.update(queue, len(queue), needs_of.__getitem__)
     gone = data.draw(st.sampled_from(queue))
-    window.discard(gone)
-    window.discard(gone)
+    window.leave(gone)
+    window.leave(gone)
     assert gone not in window
     window.check_integrity()
     first = expected_use(window, needs_of)
@@ -90,7 +83,10 @@ def test_needs_are_computed_once_per_request():
 
     for start in range(50):
         window.update(list(range(start, start + 100)), 100, blocks_of)
+    window.leave(0)
     window.update([0, *range(60, 140)], 100, blocks_of)  # a priority request jumps to the head
+    window.update([0, *range(60, 140)], 50, blocks_of)
+    window.update([0, *range(60, 140)], 100, blocks_of)
     assert asked == [*range(149), 0]
     assert window.rank(0) < window.rank(60)
 
@@ -102,29 +98,3 @@ def test_ranks_survive_endless_insertions_at_one_place():
         queue.insert(1, request)
         window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
     window.check_integrity()
-
-
-lines = st.lists(st.integers(0, 9), unique=True, max_size=8)
-
-
-@given(lines, lines)
-def test_who_departed_has_left_and_the_others_stand_as_before(old, new):
-    gone = departed(old, new)
-    if gone is not None:
-        stayed = without(old, gone)
-        assert new[: len(stayed)] == stayed
-        assert not {old[at] for at in gone} & set(new)
-
-
-@given(st.integers(0, 300), st.sets(st.integers(0, DEPARTED_WITHIN - 1), max_size=40), lines)
-def test_departures_near_the_head_and_growth_at_the_tail_are_recognised(length, places, tail):
-    old = [f"r{number}" for number in range(length)]
-    places = sorted(place for place in places if place < length)
-    new = without(old, places) + [f"new{number}" for number in tail]
-    assert departed(old, new) == places
-
-
-def test_a_departure_far_from_the_head_is_left_to_others():
-    old = list(range(DEPARTED_WITHIN + 2))
-    assert departed(old, old[:-2] + old[-1:]) is None
-    assert departed(old, [*old[:-1], -1]) is None

@@ -64,7 +64,7 @@ class Server:
     def abort(self) -> None:
         rid = self.rng.choice(list(self.waiting))
         del self.waiting[rid]
-        self.window.discard(rid)
+        self.window.leave(rid)
         self.recorder.gone(rid)
 
     def serve(self) -> None:

@@ -1,91 +1,105 @@
-"""No request is bypassed for long: who is passed over, and how often (AdmissionOrder).
+"""Who may be admitted past whom, and how often.
+
+A request whose state is on its way is passed over without blocking those behind it. Each pass in
+which a request behind it is admitted counts as one bypass. After `bound` bypasses the request is
+due: it is no longer passed over, and is admitted with the state it has; the rest is recomputed. So
+nobody is passed over in more than `bound` passes, whatever arrives.
 
 The scheduler asks for each waiting request, in its order, whether it may be admitted. It does not
-say whom it admits; that shows at the top of the next pass, in who is no longer in the queue and was
-not aborted. With ready-first the queue is put in order before the scheduler asks. Belongs to the
-scheduler thread.
+say whom it admits; that shows at the top of the next pass, in who has left the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
 
-from sglang_hc.queue.ready_first import MAX_BYPASSED, AdmissionOrder
 from sglang_hc.queue.requests import WaitingTable
-from sglang_hc.queue.windows import departed
+
+K = TypeVar("K", bound=Hashable)
+"""Name of a request."""
+
+MAX_BYPASSED = 64
+"""Passes in which others are admitted past a request because its state is on its way, or because
+theirs is there. After that it goes first, with the state it has."""
 
 ARRANGED = 128
 """Requests at the head of the queue that ready-first puts in order; those behind stay behind."""
 
-Readiness = Callable[[str], float | None]
+ON_THE_WAY = None
+"""Readiness of a request whose state is being fetched."""
+
+Readiness = Callable[[K], float | None]
+"""Seconds to restore what a request has (0: on the device or nothing to restore), or ON_THE_WAY."""
 
 
-class Admission:
-    """Order and bound of one scheduler's admissions."""
+class Admission(Generic[K]):
+    """Order and bound of one scheduler's admissions. Belongs to the scheduler thread.
+
+    The bound holds if the scheduler admits requests in the order in which it asks for them, and
+    stops at the first that does not fit.
+    """
 
     def __init__(
-        self,
-        requests: WaitingTable[str],
-        *,
-        ready_first: bool = False,
-        bound: int = MAX_BYPASSED,
+        self, requests: WaitingTable[K], *, ready_first: bool = False, bound: int = MAX_BYPASSED
     ) -> None:
         """bound: passes in which others are admitted past a request."""
         self.ready_first = ready_first
-        self._order: AdmissionOrder[str] = AdmissionOrder(requests, bound, ready_first=ready_first)
-        self._queue: list[str] = []
-        self._waiting: list[str] = []
-        self._left: set[str] = set()
-        self._head: set[str] = set()
+        self._requests = requests
+        self._bound = bound
+        self._asked: dict[K, None] = {}
 
-    def is_due(self, rid: str) -> bool:
+    def is_due(self, name: K) -> bool:
         """The request may not be passed over any more."""
-        return self._order.is_due(rid)
+        record = self._requests.get(name)
+        return (record.bypassed if record is not None else 0) >= self._bound
 
-    def left(self, rid: str) -> None:
+    def order(self, queue: Sequence[K], readiness: Readiness[K]) -> list[K]:
+        """The queue as ready-first serves it: due requests, then the ready ones, the cheapest to
+        restore first, then those whose state is on its way. O(n log n). Changes nothing."""
+        due = [name for name in queue if self.is_due(name)]
+        others = [name for name in queue if not self.is_due(name)] if due else queue
+        ready: list[tuple[float, K]] = []
+        coming: list[K] = []
+        for name in others:
+            cost = readiness(name)
+            if cost is None:
+                coming.append(name)
+            else:
+                ready.append((cost, name))
+        ready.sort(key=lambda item: item[0])  # stable: queue order among equals
+        return [*due, *(name for _, name in ready), *coming]
+
+    def arrange(self, head: Sequence[K], readiness: Readiness[K]) -> list[K]:
+        """The first ARRANGED of the queue in the `order` of ready-first. They count as asked in the
+        order of the queue: who is served before them in the new order bypasses them."""
+        self._asked = dict.fromkeys(head)
+        return self.order(head, readiness)
+
+    def asked(self, name: K) -> None:
+        """The scheduler asks for this request, which waited when the pass began."""
+        self._asked.setdefault(name)
+
+    def left(self, name: K) -> None:
         """A request left the queue without being admitted, or is over."""
-        self._left.add(rid)
-        self._order.forget(rid)
+        self._asked.pop(name, None)
 
-    def asked(self, rid: str) -> None:
-        """The scheduler comes to this request, which waited when the pass began."""
-        if rid not in self._head:
-            self._queue.append(rid)
-
-    def arrange(self, head: Sequence[str], readiness: Readiness) -> list[str]:
-        """The first ARRANGED of the queue, in the order SGLang would serve them, as ready-first
-        does: due requests, then the ready ones, the cheapest to restore first, then those whose
-        state is on the way."""
-        self._queue, self._head = list(head), set(head)
-        order = list(self._order.order(head, readiness))
-        if len(order) < len(head):
-            chosen = set(order)
-            order += [rid for rid in head if rid not in chosen]
-        return order
-
-    def passed(self, waiting: Sequence[str]) -> list[str]:
-        """A new pass begins, and `waiting` is what the last one left over. Returns whom it has
-        admitted."""
-        admitted: list[str] = []
-        if waiting != self._waiting:
-            admitted = self._admit(waiting)
-            self._waiting = list(waiting)
-        self._queue, self._head = [], set()
-        self._left.clear()
+    def admitted(self, departed: Iterable[K]) -> list[K]:
+        """A new pass begins, and `departed` have left the queue in the last one. Returns those that
+        were admitted: the scheduler had asked for them."""
+        admitted = [name for name in departed if name in self._asked]
+        self.count(self._asked, admitted)
+        self._asked = {}
         return admitted
 
-    def _admit(self, waiting: Sequence[str]) -> list[str]:
-        """The requests that the scheduler asked for in the last pass and that no longer wait."""
-        if not self._queue:
-            return []
-        gone = departed(self._waiting, waiting)
-        if gone is None:
-            still = set(waiting)
-            left = [rid for rid in self._waiting if rid not in still]
-        else:
-            left = [self._waiting[at] for at in gone]
-        asked = [rid for rid in self._queue if rid not in self._left]
-        candidates = set(asked)
-        admitted = [rid for rid in left if rid in candidates]
-        self._order.admitted(asked, admitted)
-        return admitted
+    def count(self, asked: Iterable[K], admitted: Collection[K]) -> None:
+        """Of `asked`, in the order of the queue, `admitted` were admitted in this pass; whoever
+        stands before one of them was bypassed."""
+        open_ = set(admitted)
+        for name in asked:
+            if not open_:
+                return
+            if name in open_:
+                open_.remove(name)
+            else:
+                self._requests[name].bypassed += 1

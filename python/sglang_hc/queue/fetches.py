@@ -1,4 +1,4 @@
-"""What a prefetch is weighed by, and who waits for which block (AttentionStore section 3.3.1).
+"""What a prefetch is weighed by (AttentionStore section 3.3.1).
 
 Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 """
@@ -6,15 +6,12 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, KeysView, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.tries import Tries
-
-K = TypeVar("K", bound=Hashable)
-"""Name of a request."""
 
 
 class FetchCosts(Protocol):
@@ -123,59 +120,3 @@ class TurnEstimate:
     def turn_in(self, position: int) -> float:
         """Seconds until the request at this place (0: head) is served; 0 while nothing is known."""
         return position * self._seconds
-
-
-class Fetches(Generic[K]):
-    """Blocks on their way to host memory, and the requests that wait for each.
-
-    A block stays under way until it has `ended`, whether or not anybody still waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[bytes, set[K]] = {}
-        self._awaited: dict[K, set[bytes]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, block_id: bytes) -> bool:
-        return block_id in self._waiting
-
-    @property
-    def requests(self) -> KeysView[K]:
-        """Those that wait for blocks under way."""
-        return self._awaited.keys()
-
-    def awaited_by(self, request: K) -> bool:
-        """Whether blocks that this request waits for are under way."""
-        return request in self._awaited
-
-    def wait(self, request: K, block_id: bytes) -> None:
-        """The request waits for a block, which is under way from now on if it was not before."""
-        self._waiting.setdefault(block_id, set()).add(request)
-        self._awaited.setdefault(request, set()).add(block_id)
-
-    def ended(self, block_id: bytes) -> set[K]:
-        """A block has come, or will not. Returns who waited for it."""
-        requests = self._waiting.pop(block_id, set())
-        for request in requests:
-            self._release(request, block_id)
-        return requests
-
-    def cancel(self, request: K) -> None:
-        """The request waits no longer. Nothing happens if it did not."""
-        for block_id in self._awaited.pop(request, ()):
-            self._waiting[block_id].discard(request)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless both directions of who-waits-for-what agree."""
-        for block_id, requests in self._waiting.items():
-            assert all(block_id in self._awaited[request] for request in requests)
-        for request, blocks in self._awaited.items():
-            assert blocks and all(request in self._waiting[block_id] for block_id in blocks)
-
-    def _release(self, request: K, block_id: bytes) -> None:
-        blocks = self._awaited[request]
-        blocks.discard(block_id)
-        if not blocks:
-            del self._awaited[request]

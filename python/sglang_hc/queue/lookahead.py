@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.pins import RetentionPriority
-from sglang_hc.queue.admission import Admission, Readiness
+from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
 from sglang_hc.queue.prefetch import IsProtected, Prefetcher
-from sglang_hc.queue.ready_first import ON_THE_WAY
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.host_tier import HostTier
@@ -66,7 +65,7 @@ class QueueView:
         self._prefetcher = Prefetcher(window, self, self._costs, slots, mode)
         self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
-        self.admission = Admission(self.requests, ready_first=ready_first)
+        self.admission: Admission[str] = Admission(self.requests, ready_first=ready_first)
         self._changed: set[bytes] = set()
         self._priority = priority
         if disk is not None:
@@ -88,12 +87,15 @@ class QueueView:
 
     def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
         """The waiting requests, the next to be served first; once per pass, at its top."""
-        admitted = self.admission.passed(queue)
-        if not (queue or admitted or len(self.window) or self._changed):
+        departed = self.requests.update(queue)
+        admitted = self.admission.admitted(departed)
+        if not (queue or departed or len(self.window) or self._changed):
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
         self._waiting_of = waiting_of
         self._prefetcher.admitted(admitted, self._now())
+        for rid in departed:  # others may have left without a word
+            self._prefetcher.cancel(rid)
         self._prefetcher.on_schedule_step(queue, self._needs_of)
         self._send_eviction_hints()
         self._prefetcher.fetch()
@@ -120,19 +122,18 @@ class QueueView:
             return True
         return self._prefetcher.ready(rid, self._disk.now())
 
-    def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness:
+    def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness[str]:
         """What it costs to restore each of these requests; None while blocks are on their way to
         it. Looked up once, and again when they have come."""
         self._waiting_of = waiting_of
-        coming = self._prefetcher.fetches.requests
         costs: dict[str, float | None] = {}
         for rid in rids:
-            costs[rid] = ON_THE_WAY if rid in coming else self._restore_cost(rid)
+            costs[rid] = ON_THE_WAY if self.fetching(rid) else self._restore_cost(rid)
         return costs.__getitem__
 
     def fetching(self, rid: str) -> bool:
         """More of what the request needs is on its way to the host tier."""
-        return self._prefetcher.fetches.awaited_by(rid)
+        return self.requests.is_fetching(rid)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk while this request waited for them; asked once."""

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.policy.eviction import Block
-from sglang_hc.queue.fetches import FetchCosts, Fetches, Missing, TurnEstimate
+from sglang_hc.queue.fetches import FetchCosts, Missing, TurnEstimate
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
 PREFETCH_MODES = ("queue", "on-arrival", "off")
@@ -101,11 +101,10 @@ class Prefetcher(Generic[K]):
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one)."""
         self.window = window
-        self._requests = window.requests
+        self.requests = window.requests
         self.costs = costs
         self.mode = mode
         self.turns = TurnEstimate()
-        self.fetches: Fetches[K] = Fetches()
         self.counters: Counter[str] = Counter()
         self._below = below
         self._host_slots, self._disk_slots = slots
@@ -152,7 +151,7 @@ class Prefetcher(Generic[K]):
     def arrived(self, request: K) -> None:
         """A request was queued, or queued again."""
         self._forget(request)
-        self._requests.arrived(request)
+        self.requests.arrived(request)
         if self.mode != "off":
             self._unseen[request] = None
 
@@ -168,23 +167,22 @@ class Prefetcher(Generic[K]):
         self.cancel(request)
 
     def cancel(self, request: K) -> None:
-        """The request has left the queue, or is over; its fetches are nobody's."""
-        self.window.discard(request)
+        """The request has left the queue, or is over; what is on its way for it is nobody's."""
         self._forget(request)
 
     def give_up(self, request: K) -> None:
         """Nothing more is fetched for this request: it is served with what is there."""
         self._stop_waiting(request)
         self._unseen.pop(request, None)
-        self._requests[request].settled = True
+        self.requests[request].settled = True
 
     def complete(self, block_id: bytes) -> set[K]:
         """A block is in host memory. Returns the requests that waited for it."""
         self._quiet = 0
-        requests = self.fetches.ended(block_id)
+        requests = self.requests.ended(block_id)
         for request in requests:
-            record = self._requests[request]
-            if not self.fetches.awaited_by(request) and record.wait_until is not None:
+            record = self.requests[request]
+            if not self.requests.is_fetching(request) and record.wait_until is not None:
                 record.wait_until = None
                 record.fetches += 1
         return requests
@@ -192,7 +190,7 @@ class Prefetcher(Generic[K]):
     def fail(self, block_id: bytes) -> None:
         """A block will not come. Who waited for it is looked at again at its turn."""
         for request in self.complete(block_id):
-            self._requests[request].last_block = None
+            self.requests[request].last_block = None
 
     # -- ahead of the turn -----------------------------------------------------------------------
 
@@ -237,10 +235,10 @@ class Prefetcher(Generic[K]):
 
     def _is_missed(self, request: K) -> bool:
         """What was in host memory for the request, or came, has left again."""
-        record = self._requests[request]
+        record = self.requests[request]
         if record.last_block is None or self._below.in_host(record.last_block):
             return False
-        return not self.fetches.awaited_by(request) and not record.settled
+        return not self.requests.is_fetching(request) and not record.settled
 
     # -- at the turn -----------------------------------------------------------------------------
 
@@ -249,13 +247,13 @@ class Prefetcher(Generic[K]):
 
         False for no more than MAX_FETCHES fetches, and for no longer than PATIENCE each.
         """
-        record = self._requests[request]
+        record = self.requests[request]
         if self.mode == "off" or record.settled:
             return True
         if record.fetches >= MAX_FETCHES:
             self.give_up(request)
             return True
-        if not self.fetches.awaited_by(request) and self._has_all(request):
+        if not self.requests.is_fetching(request) and self._has_all(request):
             return True
         if record.wait_until is None:
             patience = PATIENCE if record.patience is None else record.patience
@@ -274,13 +272,13 @@ class Prefetcher(Generic[K]):
         if not missing.count:
             return True
         wanted = self._start(request, missing, 0.0)
-        if self.fetches.awaited_by(request):
+        if self.requests.is_fetching(request):
             return False
         if not wanted:
             self.give_up(request)
             return True
         # What makes no room for the head now will not before its turn is over.
-        return self._is_head(request) and not self.fetches
+        return self._is_head(request) and not self.requests.under_way
 
     # -- inner parts -----------------------------------------------------------------------------
 
@@ -288,11 +286,11 @@ class Prefetcher(Generic[K]):
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns the blocks that were wanted besides those under way."""
         path, first, end = missing.path, missing.first, missing.first + missing.count
-        while first < end and path[first] in self.fetches:
-            self.fetches.wait(request, path[first])
+        while first < end and path[first] in self.requests.under_way:
+            self.requests.wait(request, path[first])
             first += 1
         # Further down something may still be on its way that has lost its place.
-        end = next((i for i in range(first, end) if path[i] in self.fetches), end)
+        end = next((i for i in range(first, end) if path[i] in self.requests.under_way), end)
         wanted = self._worth(missing, first, end, turn_in)
         started = 0
         if wanted:
@@ -308,7 +306,7 @@ class Prefetcher(Generic[K]):
             patience = missing.saved(self.costs, missing.first, first + wanted)
         else:
             patience = missing.try_seconds(self.costs)
-        self._requests[request].patience = patience
+        self.requests[request].patience = patience
         return wanted
 
     def _begin(self, request: K, missing: Missing, first: int, count: int) -> int:
@@ -316,13 +314,13 @@ class Prefetcher(Generic[K]):
         is_protected = self._sooner_than(request)
         started = self._below.start(request, missing, first, count, is_protected)
         for block_id in missing.path[first : first + started]:
-            self.fetches.wait(request, block_id)
+            self.requests.wait(request, block_id)
         return started
 
     def _try(self, request: K, missing: Missing, first: int, end: int) -> int:
         """A fetch that is not worth it, now and then, so that the costs of fetching can be seen.
         A request counts once, however often it is looked at. Returns the blocks on their way."""
-        tries, record = self.costs.tries, self._requests[request]
+        tries, record = self.costs.tries, self.requests[request]
         if tries is None or record.doubted:
             return 0
         record.doubted = True
@@ -339,7 +337,7 @@ class Prefetcher(Generic[K]):
         """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if
         waiting for it beats recomputing it."""
         per_block = self.costs.block_seconds
-        slack = turn_in - len(self.fetches) * per_block
+        slack = turn_in - len(self.requests.under_way) * per_block
         stop = end
         if (end - first) * per_block > slack:
             stop = first + max(0, int(slack / per_block))
@@ -351,7 +349,7 @@ class Prefetcher(Generic[K]):
 
     def _reached(self, request: K, missing: Missing, end: int) -> None:
         """Host memory has, or gets, the first `end` blocks of the path."""
-        self._requests[request].last_block = missing.path[end - 1] if end else None
+        self.requests[request].last_block = missing.path[end - 1] if end else None
 
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None
@@ -373,13 +371,12 @@ class Prefetcher(Generic[K]):
         return not order or order[0] == request
 
     def _stop_waiting(self, request: K) -> None:
-        self.fetches.cancel(request)
-        record = self._requests[request]
+        self.requests.stop_waiting(request)
+        record = self.requests[request]
         record.patience = record.wait_until = None
 
     def _forget(self, request: K) -> None:
-        """The request has left the queue: its record ends here, whoever admitted it."""
+        """The request has left the queue, whoever admitted it."""
         self._quiet = 0
-        self.fetches.cancel(request)
         self._unseen.pop(request, None)
-        self._requests.left(request)
+        self.window.leave(request)

@@ -1,19 +1,25 @@
 """One record per waiting request, and the table that owns them (AttentionStore section 3.3).
 
-What the tiers know of a request while it waits is here and nowhere else: the blocks it needs, how
-far they have come, how long it may be waited for, how often others were admitted past it.
-Look-ahead, prefetch and admission are functions over these records, in the server and in the
-simulator. A record begins when its request is queued and ends when the request leaves the queue.
+What the tiers know of a request while it waits is here and nowhere else: its place in the queue,
+the blocks it needs, which of them are on their way, how long it may be waited for, and how often
+others were admitted past it. Look-ahead, prefetch and admission are functions over these records,
+in the server and in the simulator. A record begins when its request is queued and ends when the
+request leaves the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, KeysView, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
+
+T = TypeVar("T")
+
+DEPARTED_WITHIN = 128
+"""Places from the head of a queue within which requests are expected to leave it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -22,8 +28,10 @@ class WaitingRequest:
 
     arrival: its place in the order of arrival, from 1 on; 0 for one that was never queued here.
     source: the scheduler's own object for the request, for whoever looks at its prompt.
-    needs, path: identities of the blocks it can use, and of the whole blocks of its prompt; None
-    until they are asked for.
+    needs: identities of the blocks it can use; None until it enters the look-ahead window.
+    path: identities of the whole blocks of its prompt; known when `needs` are.
+    rank: grows along the queue; None outside the look-ahead window.
+    awaits: blocks on their way to host memory that it waits for.
     last_block: the last block of its path that is in host memory or on its way there.
     patience: seconds that the blocks on their way can save; None when none are.
     wait_until: end of its wait, once its turn has come and it waits.
@@ -39,6 +47,8 @@ class WaitingRequest:
     source: Any = None
     needs: Sequence[bytes] | None = None
     path: Sequence[bytes] = ()
+    rank: float | None = None
+    awaits: set[bytes] = field(default_factory=set)
     last_block: bytes | None = None
     patience: float | None = None
     wait_until: float | None = None
@@ -51,11 +61,18 @@ class WaitingRequest:
 
 
 class WaitingTable(Generic[K]):
-    """The records of all waiting requests, by name. Belongs to the scheduler thread."""
+    """The records of all waiting requests by name, their order, and who waits for which block.
+
+    Belongs to the scheduler thread. A block stays under way until it has `ended`, whether or not
+    anybody still waits for it.
+    """
 
     def __init__(self) -> None:
+        self.order: list[K] = []
+        """The queue as it was at the last `update`."""
         self._records: dict[K, WaitingRequest] = {}
         self._arrivals = 0
+        self._under_way: dict[bytes, set[K]] = {}
 
     def __getitem__(self, name: K) -> WaitingRequest:
         """The record of a request; a new one for a request that was not queued here."""
@@ -63,6 +80,10 @@ class WaitingTable(Generic[K]):
         if record is None:
             record = self._records[name] = WaitingRequest()
         return record
+
+    def get(self, name: K) -> WaitingRequest | None:
+        """The record of a request; None for one that is not known."""
+        return self._records.get(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
@@ -75,6 +96,7 @@ class WaitingTable(Generic[K]):
 
     def arrived(self, name: K) -> WaitingRequest:
         """The request was queued, perhaps again: nothing of what was known before counts."""
+        self.left(name)
         self._arrivals += 1
         record = self._records[name] = WaitingRequest(self._arrivals)
         return record
@@ -84,6 +106,90 @@ class WaitingTable(Generic[K]):
         record = self._records.get(name)
         return record.arrival if record is not None else self._arrivals + 1
 
+    def update(self, queue: Sequence[K]) -> list[K]:
+        """The queue of this pass, the next to be served first. Returns those of the last `update`
+        that are no longer in it, in their order. Their records stay until `left`."""
+        before = self.order
+        if queue == before:
+            return []
+        self.order = list(queue)
+        gone = departed(before, self.order)
+        if gone is not None:
+            return [before[at] for at in gone]
+        still = set(self.order)
+        return [name for name in before if name not in still]
+
     def left(self, name: K) -> None:
-        """The request was admitted, was aborted, or is over. Nothing happens if it is unknown."""
-        self._records.pop(name, None)
+        """The request was admitted, was aborted, or is over: its record ends here. Nothing happens
+        if it is unknown. `LookAhead.leave` calls this, after the request has left the window."""
+        record = self._records.pop(name, None)
+        for block_id in record.awaits if record is not None else ():
+            self._under_way[block_id].discard(name)
+
+    # -- blocks on their way to host memory ------------------------------------------------------
+
+    @property
+    def under_way(self) -> KeysView[bytes]:
+        return self._under_way.keys()
+
+    def wait(self, name: K, block_id: bytes) -> None:
+        """The request waits for a block, which is under way from now on if it was not before."""
+        self._under_way.setdefault(block_id, set()).add(name)
+        self[name].awaits.add(block_id)
+
+    def is_fetching(self, name: K) -> bool:
+        """Whether blocks that this request waits for are under way."""
+        record = self._records.get(name)
+        return record is not None and bool(record.awaits)
+
+    def ended(self, block_id: bytes) -> set[K]:
+        """A block has come, or will not. Returns who waited for it."""
+        names = self._under_way.pop(block_id, set())
+        for name in names:
+            self._records[name].awaits.discard(block_id)
+        return names
+
+    def stop_waiting(self, name: K) -> None:
+        """The request waits no longer for the blocks on their way."""
+        record = self[name]
+        for block_id in record.awaits:
+            self._under_way[block_id].discard(name)
+        record.awaits.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless both directions of who-waits-for-what agree."""
+        for block_id, names in self._under_way.items():
+            assert all(block_id in self._records[name].awaits for name in names)
+        for name, record in self._records.items():
+            assert all(name in self._under_way[block_id] for block_id in record.awaits)
+
+
+def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:
+    """Places in `old` of those that have left a queue that otherwise has only grown at its tail.
+
+    None for any other change, and when somebody behind the first DEPARTED_WITHIN has left. What
+    stayed is compared as a whole: Python steps only as far as the last who left.
+    """
+    gone: list[int] = []
+    at, compare = 0, True
+    while at < len(old):
+        place = at - len(gone)
+        left = place == len(new) or old[at] != new[place]
+        if left:
+            gone.append(at)
+        elif compare and old[at:] == new[place : place + len(old) - at]:
+            break
+        if at == DEPARTED_WITHIN:
+            return None
+        compare = left
+        at += 1
+    back = new[len(old) - len(gone) :]
+    return gone if all(old[at] not in back for at in gone) else None
+
+
+def without(items: Sequence[T], places: Sequence[int]) -> list[T]:
+    """A copy of `items` that lacks those at `places`, which ascend."""
+    rest = list(items)
+    for at in reversed(places):
+        del rest[at]
+    return rest

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Generic, TypeVar
 
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.queue.requests import WaitingTable, departed, without
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
-
-T = TypeVar("T")
 
 EVICTION_STRETCH = 4.0
 """Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
@@ -30,9 +28,6 @@ EVICTION_STRETCH = 4.0
 Beyond the paper's window the queue still says what is needed last. With a longer queue, evicting by
 age there throws out first what enters the window next; see docs/decisions/queue.md.
 """
-
-DEPARTED_WITHIN = 128
-"""Places from the head of a queue within which requests are expected to leave it."""
 
 _MIN_GAP = 1e-6
 """Ranks closer than this are renumbered; far above the spacing of floats up to 1e9."""
@@ -82,8 +77,6 @@ class LookAhead(Generic[K]):
     def __init__(self) -> None:
         self.requests: WaitingTable[K] = WaitingTable()
         self._order: list[K] = []
-        self._rank: dict[K, float] = {}
-        self._blocks: dict[K, Sequence[bytes]] = {}
         self._users: dict[bytes, list[float]] = {}
         self._listeners: list[Callable[[bytes], None]] = []
 
@@ -96,11 +89,12 @@ class LookAhead(Generic[K]):
         return len(self._order)
 
     def __contains__(self, request: K) -> bool:
-        return request in self._rank
+        return self.rank(request) is not None
 
     def rank(self, request: K) -> float | None:
         """Place of a request; smaller is sooner. None outside the window."""
-        return self._rank.get(request)
+        record = self.requests.get(request)
+        return None if record is None else record.rank
 
     def next_use(self, block_id: bytes) -> float | None:
         """Rank of the first request of the window that needs this block; None if none does."""
@@ -121,8 +115,8 @@ class LookAhead(Generic[K]):
     ) -> WindowChange[K]:
         """Look at the first `length` requests of the waiting queue, the next to be served first.
 
-        `blocks_of` is asked once, when a request enters, and gives distinct block ids. O(length),
-        plus the blocks of the requests that entered, left or changed their order.
+        `blocks_of` is asked once per request, when it enters, and gives distinct block ids.
+        O(length), plus the blocks of the requests that entered, left or changed their order.
         """
         new = list(islice(queue, length))
         old = self._order
@@ -135,77 +129,76 @@ class LookAhead(Generic[K]):
             gone = [at for at, request in enumerate(old) if request not in coming]
             grown = without(old, gone) == new[: len(old) - len(gone)]
         left = [old[at] for at in gone]
-        entered = new[len(old) - len(gone) :] if grown else [r for r in new if r not in self._rank]
+        entered = new[len(old) - len(gone) :] if grown else [r for r in new if r not in self]
         moved = [] if grown else self._moved(new)
         self._order = new
-        for request in left:
-            self._leave(request)
-        for request in moved:
-            self._withdraw(self._rank.pop(request), self._blocks[request])
+        for request in (*left, *moved):
+            self._withdraw(request)
         for request in entered:
-            self._blocks[request] = blocks_of(request)
-        self._place(moved, entered, appended=grown)
+            record = self.requests[request]
+            if record.needs is None:
+                record.needs = blocks_of(request)
+        self._place(entered if grown else [r for r in new if r not in self], appended=grown)
         return WindowChange(entered, left)
 
-    def discard(self, request: K) -> None:
-        """Forget an aborted request at once. Nothing happens if it is not in the window."""
-        if request in self._rank:
+    def leave(self, request: K) -> None:
+        """The request waits no longer: it leaves the window and its record ends. The one place
+        where a request leaves. Nothing happens if it is unknown."""
+        if request in self:
             self._order.remove(request)
-            self._leave(request)
+            self._withdraw(request)
+        self.requests.left(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless ranks follow the order and uses are exactly the needs."""
-        ranks = [self._rank[request] for request in self._order]
+        assert set(self._order) == {r for r in self.requests if self.rank(r) is not None}
+        records = [self.requests[request] for request in self._order]
+        ranks = [record.rank for record in records if record.rank is not None]
         assert all(a < b for a, b in pairwise(ranks))
-        assert len(self._order) == len(self._rank) == len(self._blocks)
         expected: dict[bytes, list[float]] = {}
-        for request in self._order:
-            for block_id in self._blocks[request]:
-                insort(expected.setdefault(block_id, []), self._rank[request])
+        for rank, record in zip(ranks, records, strict=True):
+            for block_id in record.needs or ():
+                insort(expected.setdefault(block_id, []), rank)
         assert expected == self._users
 
     def _moved(self, new: list[K]) -> list[K]:
         """The fewest requests that must change their rank for the new order."""
-        stayed = [request for request in new if request in self._rank]
-        ranks = [self._rank[request] for request in stayed]
+        stayed = [(rank, request) for request in new if (rank := self.rank(request)) is not None]
+        ranks = [rank for rank, _ in stayed]
         if all(a < b for a, b in pairwise(ranks)):
             return []
         kept = _longest_increasing(ranks)
-        return [r for i, r in enumerate(stayed) if i not in kept]
+        return [request for i, (_, request) in enumerate(stayed) if i not in kept]
 
-    def _place(self, moved: list[K], entered: list[K], *, appended: bool) -> None:
+    def _place(self, waiting: list[K], *, appended: bool) -> None:
         """Give ranks to the requests that have none, between their neighbours in the order."""
-        waiting = entered if appended else [r for r in self._order if r not in self._rank]
         if not waiting:
             return
         if appended:
             kept = len(self._order) - len(waiting)
-            start = self._rank[self._order[kept - 1]] if kept else 0.0
+            start = (self.rank(self._order[kept - 1]) or 0.0) if kept else 0.0
             for step, request in enumerate(waiting, 1):
-                self._rank[request] = start + step
-                self._announce(start + step, self._blocks[request])
+                self._announce(request, start + step)
             return
-        for request, rank in _between(self._order, self._rank):
+        for request, rank in _between([(request, self.rank(request)) for request in self._order]):
             if rank is None:
                 self._renumber()
                 break
-            self._rank[request] = rank
-            self._announce(rank, self._blocks[request])
+            self._announce(request, rank)
 
     def _renumber(self) -> None:
         """Ranks 1, 2, 3 ... along the order: the gaps have become too small."""
-        for request, rank in list(self._rank.items()):
-            self._withdraw(rank, self._blocks[request])
+        for request in self._order:
+            if request in self:
+                self._withdraw(request)
         for rank, request in enumerate(self._order, 1):
-            self._rank[request] = float(rank)
-            self._announce(float(rank), self._blocks[request])
+            self._announce(request, float(rank))
 
-    def _leave(self, request: K) -> None:
-        self._withdraw(self._rank.pop(request), self._blocks.pop(request))
-
-    def _announce(self, rank: float, blocks: Iterable[bytes]) -> None:
-        users_of = self._users
-        for block_id in blocks:
+    def _announce(self, request: K, rank: float) -> None:
+        """The request takes this rank; whoever listens is told of each block's sooner use."""
+        users_of, record = self._users, self.requests[request]
+        record.rank = rank
+        for block_id in record.needs or ():
             users = users_of.get(block_id)
             if users is None:
                 users_of[block_id] = [rank]
@@ -216,9 +209,12 @@ class LookAhead(Generic[K]):
             for listener in self._listeners:
                 listener(block_id)
 
-    def _withdraw(self, rank: float, blocks: Iterable[bytes]) -> None:
-        users_of = self._users
-        for block_id in blocks:
+    def _withdraw(self, request: K) -> None:
+        """The request loses its rank."""
+        users_of, record = self._users, self.requests[request]
+        assert record.rank is not None
+        rank, record.rank = record.rank, None
+        for block_id in record.needs or ():
             users = users_of[block_id]
             if len(users) == 1:
                 del users_of[block_id]
@@ -229,37 +225,6 @@ class LookAhead(Generic[K]):
                     continue
             for listener in self._listeners:
                 listener(block_id)
-
-
-def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:
-    """Places in `old` of those that have left a queue, which has else but grown at its tail.
-
-    None for any other change, and when somebody behind the first DEPARTED_WITHIN has left. What
-    stayed is compared as a whole: Python steps only as far as the last who left.
-    """
-    gone: list[int] = []
-    at, compare = 0, True
-    while at < len(old):
-        place = at - len(gone)
-        left = place == len(new) or old[at] != new[place]
-        if left:
-            gone.append(at)
-        elif compare and old[at:] == new[place : place + len(old) - at]:
-            break
-        if at == DEPARTED_WITHIN:
-            return None
-        compare = left
-        at += 1
-    back = new[len(old) - len(gone) :]
-    return gone if all(old[at] not in back for at in gone) else None
-
-
-def without(items: Sequence[T], places: Sequence[int]) -> list[T]:
-    """A copy of `items` that lacks those at `places`, which ascend."""
-    rest = list(items)
-    for at in reversed(places):
-        del rest[at]
-    return rest
 
 
 def _longest_increasing(values: Sequence[float]) -> set[int]:
@@ -283,31 +248,24 @@ def _longest_increasing(values: Sequence[float]) -> set[int]:
     return kept
 
 
-def _between(order: Sequence[K], ranks: dict[K, float]) -> list[tuple[K, float | None]]:
-    """Ranks for the requests of `order` that have none; None when the gap is used up."""
+def _between(order: Sequence[tuple[K, float | None]]) -> list[tuple[K, float | None]]:
+    """Ranks for the requests of (request, rank) in `order` that have none; None when the gap
+    between two ranks is used up."""
     placed: list[tuple[K, float | None]] = []
-    below: float | None = None
     run: list[K] = []
-
-    def close(above: float | None) -> None:
-        if above is None:
-            start = below if below is not None else 0.0
-            placed.extend((request, start + i) for i, request in enumerate(run, 1))
-        else:
-            start = below if below is not None else above - len(run) - 1
-            step = (above - start) / (len(run) + 1)
-            for i, request in enumerate(run, 1):
-                placed.append((request, start + i * step if step > _MIN_GAP else None))
-        run.clear()
-
-    for request in order:
-        rank = ranks.get(request)
+    below: float | None = None
+    for request, rank in order:
         if rank is None:
             run.append(request)
-        else:
-            if run:
-                close(rank)
-            below = rank
-    if run:
-        close(None)
-    return placed
+            continue
+        if run:
+            start = below if below is not None else rank - len(run) - 1
+            step = (rank - start) / (len(run) + 1)
+            placed += [
+                (name, start + i * step if step > _MIN_GAP else None)
+                for i, name in enumerate(run, 1)
+            ]
+            run = []
+        below = rank
+    start = below if below is not None else 0.0
+    return placed + [(name, start + i) for i, name in enumerate(run, 1)]

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.queue.windows import departed, without
+from sglang_hc.queue.requests import departed, without
 from sglang_hc.srt.overflow import dropped_of
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
@@ -41,7 +41,7 @@ class WaitingRequests:
         """The scheduler whose queue this is, held weakly; set once it exists."""
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> Admission[str]:
         """Who is overtaken, and the order of ready-first."""
         return self._view.admission
 

@@ -218,15 +218,15 @@ class RecordingLookAhead(LookAhead[str]):
         before = self._order
         change = super().update(queue, length, blocks_of)
         if change.entered or self._order != before:
-            needs = {request: self._blocks[request] for request in change.entered}
+            needs = {request: self.requests[request].needs for request in change.entered}
             self.recorder.note("look", self._order, needs)
         return change
 
-    def discard(self, request: str) -> None:
+    def leave(self, request: str) -> None:
         if request in self:
             self._order = list(self._order)  # the one recorded must not change
             self.recorder.note("discard", request)
-        super().discard(request)
+        super().leave(request)
 
 
 def _noting(is_protected: IsProtected | None, protected: list[int]) -> IsProtected | None:

@@ -9,12 +9,12 @@ Decode steps are not simulated one by one: while the batch stays the same they t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
-from sglang_hc.queue.ready_first import MAX_BYPASSED, ON_THE_WAY, AdmissionOrder
+from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.tools.simulator.jobs import Conversation, Job
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
@@ -66,9 +66,7 @@ class Engine:
     def __post_init__(self) -> None:
         context = self.costs.model.context
         self._talks = [Conversation(i, s, context) for i, s in enumerate(self.workload.sessions)]
-        self._order: AdmissionOrder[int] = AdmissionOrder(
-            self.cache.window.requests, MAX_BYPASSED, ready_first=self.ready_first
-        )
+        self._admission: Admission[int] = Admission(self.cache.window.requests)
         self._agenda: list[tuple[float, int, int | Transfer]] = []
         self._ticket = 0
         self._queue: list[int] = []
@@ -153,7 +151,7 @@ class Engine:
             considered = self._queue[:CONSIDERED]
             chosen = list(islice(self._admissible(considered), free))
             self._carry()
-            self._order.admitted(considered, chosen)
+            self._admission.count(considered, chosen)
             self.cache.prefetcher.admitted(chosen, self.now)
             for number in chosen:
                 self._queue.remove(number)
@@ -165,13 +163,10 @@ class Engine:
 
     def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
         """Waiting requests that may be admitted, in the order in which they are asked."""
-        order: Iterable[int] = considered
         if self.ready_first:
-            first = list(self._order.order(considered, self._readiness))
-            chosen = set(first)
-            order = first + [number for number in considered if number not in chosen]
-        for number in order:
-            if self._order.is_due(number):
+            considered = self._admission.order(considered, self._readiness)
+        for number in considered:
+            if self._admission.is_due(number):
                 self.cache.prefetcher.give_up(number)
             if self.cache.ready(number, self.now):
                 yield number
@@ -193,7 +188,7 @@ class Engine:
         self._carry()
 
     def _readiness(self, number: int) -> float | None:
-        if self.cache.prefetcher.fetches.awaited_by(number):
+        if self.cache.window.requests.is_fetching(number):
             return ON_THE_WAY
         found = self.cache.find(self.cache.jobs[number], self.now)
         return self.costs.restore_seconds(found.host + found.disk) + self._load_seconds(

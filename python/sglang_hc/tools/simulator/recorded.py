@@ -162,7 +162,7 @@ class Replay:
         )
 
     def _discard(self, event: dict[str, Any]) -> None:
-        self._window.discard(event["req"])
+        self._window.leave(event["req"])
 
     def _passed(self, event: dict[str, Any]) -> None:
         self._late.add(event["req"])
