@@ -35,9 +35,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(WORKLOADS)}, or a trace: Mooncake or Bailian JSONL, BurstGPT CSV, "
         "ShareGPT JSON",
     )
-    load.add_argument("--seed", type=int, default=0, help="of a generated load (default: 0)")
-    load.add_argument("--sessions", metavar="N", help="sessions of a generated load")
-    load.add_argument("--rate", metavar="X", help="new sessions per second, where not in the trace")
+    load.add_argument("--seed", type=int, default=0, help="seed of a generated load (default: 0)")
+    load.add_argument("--sessions", metavar="N", help="number of sessions of a generated load")
+    load.add_argument(
+        "--rate", metavar="X", help="new sessions per second, unless the trace has times"
+    )
     load.add_argument("--think", metavar="S", help="seconds between answer and next turn")
     load.add_argument(
         "--alpha", metavar="A", help="Zipf skewness of l-eval's contexts (default: 1)"
@@ -52,7 +54,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--forms", default="kv", metavar="PLAN", help="kv, hidden, or e.g. hidden:20,kv:20"
     )
-    model.add_argument("--gpus", metavar="N", help="that serve the model together")
+    model.add_argument("--gpus", metavar="N", help="GPUs that serve the model together")
     model.add_argument("--context", metavar="N", help="context window in tokens")
     model.add_argument("--batch", metavar="N", default="24", help="largest batch (default: 24)")
     machine = parser.add_argument_group("machine")

@@ -1,4 +1,4 @@
-"""`sglang-hc COMMAND ...`: every tool beside the server, one module per command."""
+"""`sglang-hc COMMAND ...`: the tools beside the server, one module for each command."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ from collections.abc import Sequence
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: (module with configure(parser) and run(args) -> exit status, one-line help)
-    "plan": ("sglang_hc.tools.cli.plan", "layer plan and restore times for a model and hardware"),
+    "plan": (
+        "sglang_hc.tools.cli.plan",
+        "choose a layer plan and model its restore times, without the hardware",
+    ),
     "profile": (
         "sglang_hc.tools.cli.profile",
-        "measure this machine for a model, for --hc-profile",
+        "measure this machine for a model; --hc-profile takes the result",
     ),
-    "bench": ("sglang_hc.tools.cli.bench", "benchmarks against plain SGLang and HiCache"),
-    "simulate": ("sglang_hc.tools.cli.simulate", "hit rates of a load on tiers of given sizes"),
+    "bench": ("sglang_hc.tools.cli.bench", "compare with plain SGLang and HiCache"),
+    "simulate": (
+        "sglang_hc.tools.cli.simulate",
+        "say what tiers of given sizes hit under a load",
+    ),
+    "capacity": (
+        "sglang_hc.tools.cli.capacity",
+        "find the DRAM and SSD that a load needs for a hit rate",
+    ),
     "replay": (
         "sglang_hc.tools.cli.replay",
-        "a server's recorded run again: the same hits, evictions?",
+        "repeat a server's recorded run and compare its hits and evictions",
     ),
     "inspect": (
         "sglang_hc.tools.cli.inspect_store",
-        "what lies in the directories of the disk tier",
+        "list what lies in the directories of the disk tier",
     ),
-    "fsck": ("sglang_hc.tools.cli.fsck", "verify, and with --repair mend, the disk tier at rest"),
-    "capacity": ("sglang_hc.tools.cli.capacity", "DRAM and SSD that a load needs for a hit rate"),
+    "fsck": (
+        "sglang_hc.tools.cli.fsck",
+        "verify the disk tier of a stopped server; --repair mends it",
+    ),
 }
 
 
@@ -36,7 +48,7 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status: 0 done, 1 found a problem, 2 wrong usage."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="sglang-hc", description=__doc__)
+    parser = argparse.ArgumentParser(prog="sglang-hc", description="Tools beside the server.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)

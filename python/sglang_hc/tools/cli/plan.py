@@ -1,4 +1,4 @@
-"""`sglang-hc plan`: which layers to keep in which form, for hardware at hand or only thought of."""
+"""`sglang-hc plan`: which layers to keep in which form, for hardware that need not be there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk-gbps",
         metavar="Y",
-        help="all disks together, 1e9 bytes/s; without it no plan for disk is made",
+        help="all disks together, 1e9 bytes/s; without it there is no plan for disk",
     )
     parser.add_argument(
         "--context",

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "sglang_flags",
         nargs="*",
         metavar="-- SGLANG_FLAGS",
-        help="after --: what the server gets besides, such as --dtype float16",
+        help="flags of SGLang that matter for the costs, such as --dtype float16",
     )
 
 

@@ -1,4 +1,4 @@
-"""`sglang-hc replay`: the record of a server's run, made again by the simulator and compared."""
+"""`sglang-hc replay`: repeat a server's recorded run in the simulator and compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from sglang_hc.tools.workloads.traces import TraceError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="written with --hc-trace")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="trace that a server wrote with --hc-trace"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

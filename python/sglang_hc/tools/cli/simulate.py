@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=SIMULATED_POLICIES,
         default="queue",
-        help="eviction in all tiers; belady is clairvoyant, a bound (default: queue)",
+        help="eviction in all tiers; belady knows the future and is a bound (default: queue)",
     )
     parser.add_argument(
         "--prefetch",
