@@ -229,7 +229,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     started = time.perf_counter()
     gc.collect()
     collection = time.perf_counter() - started
-    pid = io.executor._supervisor.pid
+    pid = io.executor.supervisor.pid
     sizes = {
         "process_mb": resident_mb(pid),
         "mirror_mb": resident_mb(os.getpid()) - before,

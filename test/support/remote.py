@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block_io import BlockDone, BlockIo
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBlocks
 from sglang_hc.tree.identity import block_id
 
@@ -138,3 +140,21 @@ def find(io: BlockIo, names: Sequence[bytes]) -> int:
     """What a lookup says once it is through."""
     until(lambda: not io.ask(names), io.poll)
     return io.contains(names)
+
+
+TICKETS = itertools.count(1)
+TARGET = SLOTS - 1
+"""A slot that `save` does not use."""
+
+
+def load(io: RemoteBlocks, name: bytes) -> Outcome:
+    """Read a block into TARGET."""
+    ticket = next(TICKETS)
+    io.read(ticket, name, TARGET, FOREVER)
+    done = wait(io, 1)[0]
+    assert (done.ticket, done.tier) == (ticket, "remote")
+    return done.outcome
+
+
+def names_of(path: Sequence[Block]) -> list[bytes]:
+    return [block.block_id for block in path]

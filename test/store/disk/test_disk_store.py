@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import stat
 import threading
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec, StoredModel
 from sglang_hc.store.disk.index_file import Place
@@ -19,7 +16,6 @@ from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     FINGERPRINT,
     LAYOUT,
-    SMALL,
     data_of,
     empty_slot,
     make_path,
@@ -27,18 +23,7 @@ from support.disk_store import (
     put,
     read_bytes,
     slots_taken,
-    total_bytes,
 )
-
-
-class Clock:
-    """Time that a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def folders(root: Path, count: int) -> list[Path]:
@@ -164,169 +149,6 @@ def test_delete_frees_the_slot_and_is_reported(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, clock=clock)
-    old, kept = make_path(8, seed=1), make_path(8, seed=2)
-    put(store, old)
-    put(store, kept)
-    seed = 3
-    while store.counters()["evicted_blocks"] == 0:
-        clock.now += 60
-        store.touch([block.block_id for block in kept])
-        assert set(put(store, make_path(8, seed=seed))) == {Outcome.OK}
-        seed += 1
-    assert store.contains([block.block_id for block in kept]) == 8
-    assert store.contains([old[-1].block_id]) == 0
-    store.check_integrity()
-    store.close()
-
-
-def test_a_prefix_ages_from_its_end(tmp_path: Path) -> None:
-    """Evicting a parent before its child would leave the child unreachable."""
-    clock = Clock()
-    store = open_store(tmp_path, clock=clock)
-    path = make_path(10)
-    put(store, path)
-    store.touch([block.block_id for block in path])
-    store.flush()
-    directory = store.directories[0]
-    order = [resident.block_id for resident in directory.index.oldest(10)]
-    assert order == [block.block_id for block in reversed(path)]
-    store.close()
-
-
-def names(seed: int) -> list[bytes]:
-    return [block.block_id for block in make_path(8, seed=seed)]
-
-
-def test_what_a_waiting_request_needs_is_not_evicted(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    put(store, make_path(8, seed=1))
-    store.expect(dict.fromkeys(names(1), 3.0))
-    for seed in range(2, 14):
-        put(store, make_path(8, seed=seed))
-    assert store.counters()["evicted_blocks"] > 0
-    assert store.contains(names(1)) == 8
-    store.expect(dict.fromkeys(names(1)))
-    for seed in range(14, 26):
-        put(store, make_path(8, seed=seed))
-    assert store.contains(names(1)) < 8, "nobody needs it any more"
-    store.close()
-
-
-def test_when_all_is_needed_what_is_needed_last_goes_first(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    ranks = random.Random(4).sample(range(12), 12)
-    for seed, rank in enumerate(ranks):
-        store.expect(dict.fromkeys(names(seed), float(rank)))
-        assert put(store, make_path(8, seed=seed)) == [Outcome.OK] * 8
-    left = [rank for seed, rank in enumerate(ranks) if store.contains(names(seed)) == 8]
-    assert store.counters()["evicted_blocks"] > 0
-    newest = ranks[-1]
-    assert sorted({*left, newest}) == sorted({*range(len(left) - (newest >= len(left))), newest})
-    store.check_integrity()
-    store.close()
-
-
-def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    fitting = 0
-    while store.counters().get("evicted_blocks", 0) == 0:
-        fitting += 1
-        put(store, make_path(8, seed=fitting))
-    leases = [store.acquire(block_id) for block_id in store.block_ids()]
-    answers = {status for seed in range(50, 54) for status in put(store, make_path(8, seed=seed))}
-    assert answers == {Outcome.NO_SPACE}
-    assert store.counters()["write_no_space"] > 0
-    for location in leases:
-        store.release(location)
-    store.check_integrity()
-    store.close()
-
-
-def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
-    store = open_store(tmp_path, watermarks=(0.6, 0.5))
-    for seed in range(12):
-        put(store, make_path(4, seed=seed))
-        store.tick()
-    slots = store.directories[0].slabs
-    taken, there = slots.usage()
-    there += slots.growable_slots(store.model.slot_format.slot_bytes)
-    assert taken <= 0.6 * there + 1
-    store.check_integrity()
-    store.close()
-
-
-def test_blocks_expire(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, ttl_s=3600, clock=clock)
-    old, used = make_path(3, seed=1), make_path(3, seed=2)
-    put(store, old + used)
-    clock.now += 3000
-    store.touch([block.block_id for block in used])
-    clock.now += 1000
-    store.tick()
-    assert store.contains([old[0].block_id]) == 0
-    assert store.contains([block.block_id for block in used]) == 3
-    assert store.counters()["expired_blocks"] == 3
-    store.close()
-    clock.now += 4000
-    store = open_store(tmp_path, ttl_s=3600, clock=clock)
-    assert store.contains([used[0].block_id]) == 0, "expired while nothing was running"
-    store.close()
-
-
-def test_hits_survive_in_the_index(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    blocks = make_path(2)
-    put(store, blocks)
-    for _ in range(3):
-        read_bytes(store, blocks[0].block_id)
-    store.close()
-    store = open_store(tmp_path)
-    hits = {row.block_id: row.hits for row in store.directories[0].index.rows()}
-    assert hits == {blocks[0].block_id: 3, blocks[1].block_id: 0}
-    store.close()
-
-
-def test_models_share_a_directory_one_after_the_other(tmp_path: Path) -> None:
-    """Another slot size: slabs go from the old model to the new one, the oldest first."""
-    clock = Clock()
-    store = open_store(tmp_path, clock=clock)
-    for seed in range(12):
-        put(store, make_path(8, seed=seed))
-    store.close()
-    clock.now += 1000
-    other = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
-    fingerprint = other.fingerprint("other")
-    store = open_store(tmp_path, layout=other, fingerprint=fingerprint, clock=clock)
-    blocks = make_path(6, seed=50, fingerprint=fingerprint)
-    sized = [(block, data_of(block, other.slot_bytes)) for block in blocks]
-    assert store.write_many(sized) == [Outcome.OK] * 6
-    assert total_bytes(tmp_path) <= SMALL
-    store.check_integrity()
-    store.close()
-    store = open_store(tmp_path, clock=clock)
-    found = sum(store.contains([b.block_id]) for seed in range(12) for b in make_path(8, seed=seed))
-    assert found > 0, "what was not in the way is still there"
-    assert store.contains([blocks[0].block_id]) == 0, "another model's blocks are never served"
-    store.check_integrity()
-    store.close()
-
-
-def test_a_smaller_budget_holds_at_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=7_000_000)
-    for seed in range(15):
-        put(store, make_path(8, seed=seed))
-    store.close()
-    store = open_store(tmp_path, size=5_500_000)
-    assert total_bytes(tmp_path) <= 5_500_000
-    assert len(store.block_ids()) > 0
-    store.check_integrity()
-    store.close()
-
-
 def test_files_are_private(tmp_path: Path) -> None:
     store = open_store(tmp_path / "new")
     put(store, make_path(1))
@@ -409,58 +231,6 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
         thread.join()
     assert wrong == []
     assert store.counters()["evicted_blocks"] > 0
-    store.check_integrity()
-    store.close()
-
-
-def test_background_maintenance_runs_and_stops(tmp_path: Path) -> None:
-    store = open_store(tmp_path, background=True, scrub_bytes_per_s=10_000_000)
-    put(store, make_path(3))
-    store.tick()
-    assert store.counters()["scrubbed_bytes"] > 0
-    store.close()
-    assert not any(thread.name == "hc-disk-maintenance" for thread in threading.enumerate())
-
-
-def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
-    store = open_store(tmp_path, scrub_bytes_per_s=10_000_000)
-    blocks = make_path(4)
-    put(store, blocks)
-    slab, slot = Place.unpack(store.directories[0].places[blocks[1].block_id])
-    path = tmp_path / "sglang-hc" / f"slab-{slab:08d}.dat"
-    with path.open("r+b") as file:
-        file.seek(4096 + slot * store.model.slot_format.slot_bytes + 9000)
-        file.write(b"flipped")
-    store.tick()
-    assert store.contains([block.block_id for block in blocks]) == 1
-    counters = store.counters()
-    assert counters["scrub_damaged"] == 1 and counters["maintenance_errors"] == 0
-    assert store.drain_removed() == [blocks[1].block_id]
-    assert store.directories[0].slabs.quarantined == 1
-    store.check_integrity()
-    store.close()
-
-
-def test_scrub_keeps_its_pace_and_stops_when_everything_is_damaged(tmp_path: Path) -> None:
-    """One round over a lost slab removed all its blocks before the store could be closed."""
-    store = open_store(tmp_path, scrub_bytes_per_s=8192)
-    put(store, make_path(12))
-    for slab in tmp_path.rglob("slab-*"):
-        os.truncate(slab, 4096)
-    store.tick()
-    assert store.counters()["scrub_damaged"] == 2, "two pages' worth"
-    store.stop_upkeep()
-    store.tick()
-    assert store.counters()["scrub_damaged"] == 2
-    store.close()
-
-
-def test_closing_in_mid_scrub_gives_its_lease_back(tmp_path: Path) -> None:
-    store = open_store(tmp_path, scrub_bytes_per_s=4096)
-    put(store, make_path(2))
-    store.tick()
-    assert store.directories[0].slabs.leased() == 1
-    store.stop_upkeep()
     store.check_integrity()
     store.close()
 

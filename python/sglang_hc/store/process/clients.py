@@ -33,7 +33,7 @@ class ProcessExecutor:
     """
 
     def __init__(self, supervisor: IoSupervisor, memory: HostMemory) -> None:
-        self._supervisor = supervisor
+        self.supervisor = supervisor
         self._memory = memory
         self._held: deque[tuple[int, Operation]] = deque()
         self._sent: dict[int, float] = {}
@@ -48,7 +48,7 @@ class ProcessExecutor:
         self._feed()
 
     def poll(self) -> list[Completion]:
-        self._supervisor.poll()
+        self.supervisor.poll()
         if self._stand_in is not None:
             done = self._stand_in.poll()
             self._standing_in -= len(done)
@@ -65,13 +65,13 @@ class ProcessExecutor:
         return done
 
     def levels(self) -> dict[str, int]:
-        return {"io_up": int(self._supervisor.state is State.UP)}
+        return {"io_up": int(self.supervisor.state is State.UP)}
 
     def counts(self) -> Counter[str]:
-        return self._supervisor.counters
+        return self.supervisor.counters
 
     def close(self) -> None:
-        self._supervisor.close()
+        self.supervisor.close()
         if self._stand_in is not None:
             self._stand_in.close()
 
@@ -97,10 +97,10 @@ class ProcessExecutor:
     def _feed(self) -> None:
         while self._held:
             ticket, operation = self._held[0]
-            if self._supervisor.state is State.UP:
+            if self.supervisor.state is State.UP:
                 if self._standing_in:
                     return
-                self._supervisor.send(wire.Execute(ticket, operation))
+                self.supervisor.send(wire.Execute(ticket, operation))
                 self._sent[ticket] = time.monotonic() + FILE_DEADLINE_S
             elif self._sent:
                 return

@@ -1,0 +1,159 @@
+"""A remote store that is slow, raises or hangs: it is left alone, and nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.remote.presence_cache import Presence
+from support.remote import (
+    FOREVER,
+    TARGET,
+    data_of,
+    find,
+    load,
+    make_blocks,
+    make_path,
+    names_of,
+    save,
+    until,
+    wait,
+)
+
+
+def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
+    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = names_of(make_path(FAILURES_TO_OPEN + 1))
+    store.raises = OSError("no route to host")
+    with caplog.at_level(logging.WARNING):
+        for name in names[:-1]:
+            assert find(io, [name]) == 0
+    assert "keeps failing; lookups and reads are off" in caplog.text
+    assert io.counts()["remote_pauses"] == 1 and io.levels() == {"remote_usable": 0}
+    assert io.counts()["remote_lookup_io_error"] == FAILURES_TO_OPEN
+    calls = len(store.calls)
+    assert io.contains(names) == 0 and not io.ask(names)
+    assert load(io, names[0]) is Outcome.MISSING
+    assert len(store.calls) == calls
+    store.raises = None
+    clock.now += 10
+    assert find(io, names[-1:]) == 0
+    assert io.levels() == {"remote_usable": 1}
+
+
+def test_saves_that_keep_failing_do_not_stop_reads(io: RemoteBlocks, store, pool) -> None:
+    kept = make_path(1)
+    save(io, pool, kept)
+    store.raises = OSError("full")
+    path = make_path(FAILURES_TO_OPEN, seed=1)
+    assert save(io, pool, path) == [Outcome.IO_ERROR] * FAILURES_TO_OPEN
+    store.raises = None
+    assert save(io, pool, make_path(1, seed=2)) == [Outcome.DROPPED]
+    assert load(io, kept[0].block_id) is Outcome.OK
+
+
+def test_a_save_that_finds_the_queue_full_is_dropped(
+    store, pool, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SAVE_QUEUE", 2)
+    io = make_blocks(store, pool, clock)
+    store.open.clear()
+    for slot, block in enumerate(make_path(5)):
+        io.write(slot, block, slot, FOREVER)
+    assert [done.outcome for done in wait(io, 3)] == [Outcome.DROPPED] * 3
+    store.open.set()
+    assert [done.outcome for done in wait(io, 2)] == [Outcome.OK] * 2
+    io.close()
+
+
+def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, clock) -> None:
+    names = names_of(make_path(2))
+    store.open.clear()
+    io.ask(names)
+    assert store.entered.wait(60)
+    clock.now += blocks.LOOKUP_S
+    io.poll()
+    assert not io.ask(names) and io.contains(names) == 0
+    assert io.counts()["remote_lookup_timed_out"] == 1
+
+
+def test_a_hung_store_is_not_asked_until_it_answers(
+    io: RemoteBlocks, store, pool, clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_path(1)
+    save(io, pool, path)
+    names = names_of(path)
+    store.open.clear()
+    store.entered.clear()
+    io.read(1, names[0], TARGET, clock.now + 10)
+    assert store.entered.wait(60)
+    assert io.poll() == []
+    clock.now += 11
+    with caplog.at_level(logging.WARNING):
+        assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+        assert "hangs" in caplog.text
+        assert io.contains(names) == 0 and not io.ask(names)
+        store.open.set()
+        until(lambda: bool(io.levels()["remote_usable"]))
+        io.poll()
+    assert "answers again" in caplog.text
+    clock.now += Presence.ABSENT.value
+    assert find(io, names) == 1
+
+
+def test_a_read_that_comes_too_late_leaves_the_slot_alone(
+    io: RemoteBlocks, store, pool: HostPool, clock
+) -> None:
+    """After its answer the slot may belong to another block; a late copy would corrupt that."""
+    path = make_path(1)
+    save(io, pool, path)
+    store.open.clear()
+    store.entered.clear()
+    io.read(1, path[0].block_id, TARGET, clock.now + 10)
+    assert store.entered.wait(60)
+    clock.now += 11
+    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+    pool.slot(TARGET)[:] = 7
+    store.open.set()
+    until(lambda: bool(io.levels()["remote_usable"]), io.poll)  # the thread is past it
+    assert (pool.slot(TARGET) == 7).all()
+
+
+def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool, clock) -> None:
+    """A save whose put hangs is answered; what its slot holds by then is not what is stored."""
+    path = make_path(1)
+    store.open.clear()
+    pool.slot(0)[:] = data_of(path[0].block_id)
+    io.write(1, path[0], 0, clock.now + 30)
+    assert store.entered.wait(60)
+    clock.now += 31
+    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
+    pool.slot(0)[:] = 0
+    store.open.set()
+    until(lambda: bool(store.values))
+    clock.now += 1000
+    assert load(io, path[0].block_id) is Outcome.OK
+    assert np.array_equal(pool.slot(TARGET), data_of(path[0].block_id))
+
+
+def test_close_leaves_a_hung_thread_behind(
+    store, pool, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "CLOSE_S", 0.01)
+    io = make_blocks(store, pool, clock)
+    store.open.clear()
+    io.ask(names_of(make_path(1)))
+    assert store.entered.wait(60)
+    closing = threading.Thread(target=io.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    store.open.set()
