@@ -1,1 +1,1 @@
-"""Evidence: benchmarks that compare sglang-hc with plain SGLang and with HiCache on one trace."""
+"""Benchmarks that compare sglang-hc with plain SGLang and with HiCache on one trace."""

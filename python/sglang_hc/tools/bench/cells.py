@@ -4,7 +4,7 @@ A line ("cell") has: `step` (the campaign's step, or the script), `key` (names t
 same in every run), `status` ("ok", "failed" or "left out"), `values`, `seconds` it took, `at`,
 `commit`, `device`, `versions` and the `command` that measures it again.
 
-A process may be killed in the middle of a line: readers skip what is no whole line, and the next
+A process may be killed in the middle of a line: readers skip incomplete lines, and the next
 writer begins a new one. Of several lines with one key the last one counts, but a failure never
 replaces a measurement.
 """
@@ -37,7 +37,7 @@ Cell = dict[str, Any]
 
 
 class CellFile:
-    """Appends cells of one step to a file. Skip what `has` says is there already."""
+    """Appends cells of one step to a file. Measure only what `has` does not report."""
 
     def __init__(self, path: Path | None, step: str, command: str | None = None) -> None:
         """path: None keeps nothing. command: what to type to get these cells again; by default

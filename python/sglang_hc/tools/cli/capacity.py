@@ -104,7 +104,7 @@ class _Search:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def answer(self, target: float, dram_target: float) -> Answer | None:
-        """Total first, at the DRAM the paper's machines have in proportion; then the least DRAM."""
+        """Search the total first, with DRAM in the paper's proportion, then the least DRAM."""
         slot = self._setup.model.slot_bytes
         largest = self._everything()
         sizes = _sizes(SMALLEST_DRAM_BLOCKS * slot, largest)
