@@ -48,6 +48,7 @@ class Paper:
 
     def setup(self, model: str, disk: float, *, dram: float = 128.0, **options: Any) -> Setup:
         options.setdefault("workload", self.load)
+        options.setdefault("overflow", "reembed")
         device = options.pop("device", 0.0)
         return Setup(
             model=load_model(model),
@@ -97,9 +98,10 @@ def tiers(paper: Paper) -> Iterator[Run]:
 
 
 def truncation(paper: Paper) -> Iterator[Run]:
-    """Figure 22: state that a context overflow invalidates."""
+    """Figure 22: what a cut invalidates, prefilled again; and by clients that slide every turn."""
     for name in MODEL_NAMES:
-        yield {"model": name}, paper.setup(name, 10_000, keep_truncated=False)
+        for overflow in ("recompute", "off"):
+            yield {"model": name, "arm": overflow}, paper.setup(name, 10_000, overflow=overflow)
 
 
 def falcon(paper: Paper) -> Iterator[Run]:
@@ -110,9 +112,10 @@ def falcon(paper: Paper) -> Iterator[Run]:
         ("models", paper.setup("falcon-40b", 10_000)),
         ("hbm", paper.setup("falcon-40b", 0, dram=0, device=10.0)),
         ("hbm+dram", paper.setup("falcon-40b", 0, device=10.0)),
-        ("truncation", paper.setup("falcon-40b", 10_000, keep_truncated=False)),
+        ("recompute", paper.setup("falcon-40b", 10_000, overflow="recompute")),
+        ("off", paper.setup("falcon-40b", 10_000, overflow="off")),
     ):
-        yield {"model": name, "tiers": label}, dataclasses.replace(setup, model=model)
+        yield {"model": name, "tiers": label, "arm": label}, dataclasses.replace(setup, model=model)
 
 
 def capacity(_: Paper) -> Iterator[Run]:
@@ -127,7 +130,7 @@ def capacity(_: Paper) -> Iterator[Run]:
         full = full_capacity(_sessions_per_hour(load), model.context * model.token_bytes)
         for ratio in (0.05, 0.1, 0.15, 0.25, 0.5):
             dram = min(128 * GB, ratio * full / 4)
-            setup = Setup(load, model, dram=dram, disk=ratio * full)
+            setup = Setup(load, model, dram=dram, disk=ratio * full, overflow="reembed")
             yield {"ratio": ratio, "pause": pause, "ccput_gb": full / GB}, setup
 
 

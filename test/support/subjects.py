@@ -243,7 +243,7 @@ class SimulatorSubject:
         return found
 
     def _run(self, job: Job, found: Found) -> int:
-        self.cache.finish(job, job.prompt, job.chain, self.now, replaces=False)
+        self.cache.finish(job, job.prompt, job.chain, self.now)
         self.host.unpin(found.host_nodes)
         return -(-found.host // BLOCK_TOKENS)  # the last token of a prompt is never a hit
 

@@ -38,7 +38,7 @@ def test_a_newcomer_that_nobody_needs_does_not_displace_what_is_needed():
 
 
 paths = st.text("abc", min_size=1, max_size=6)
-operations = st.lists(st.tuples(st.sampled_from(["write", "use", "drop", "wait"]), paths))
+operations = st.lists(st.tuples(st.sampled_from(["write", "use", "wait"]), paths))
 
 
 @settings(max_examples=150, deadline=None)
@@ -51,8 +51,6 @@ def test_only_prefixes_are_kept(name, history):
             write(disk, path, float(step))
         elif action == "use":
             disk.access(chain(path), float(step))
-        elif action == "drop":
-            disk.drop(chain(path))
         else:
             window.update([path], 1, chain)
         disk.check_integrity()

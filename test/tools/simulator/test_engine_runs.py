@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.tools.simulator.engine import Engine
+from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES, Overflow
 from sglang_hc.tools.simulator.models import GpuCosts, load_model
 from sglang_hc.tools.simulator.replay import replay
 from sglang_hc.tools.simulator.run import SIMULATED_POLICIES, Setup, simulate
@@ -21,9 +22,11 @@ SCARCE = Setup(CONVERSATIONS, MODEL, dram=15e9, disk=30e9, max_batch=2)
 PLENTY = Setup(CONVERSATIONS, MODEL, dram=1e12, disk=1e12)
 
 
+@pytest.mark.parametrize("overflow", OVERFLOW_MODES)
 @pytest.mark.parametrize("policy", SIMULATED_POLICIES)
-def test_with_room_for_everything_everything_is_hit(policy):
-    measures = simulate(dataclasses.replace(PLENTY, policy=policy)).measures
+def test_with_room_for_everything_everything_is_hit(policy, overflow):
+    setup = dataclasses.replace(PLENTY, policy=policy, overflow=overflow)
+    measures = simulate(setup).measures
     assert measures.hit_tokens == measures.reusable
     assert measures.turn_hits == measures.returning_turns > 50
 
@@ -93,10 +96,15 @@ def test_prefetch_brings_the_hits_into_dram():
     assert share["queue"] > 0.9 > share["off"]
 
 
-def test_invalidated_truncation_costs_hits():
-    kept = simulate(PLENTY).measures
-    lost = simulate(dataclasses.replace(PLENTY, keep_truncated=False)).measures
-    assert lost.hit_tokens < 0.95 * kept.hit_tokens
+def test_the_less_a_cut_invalidates_the_more_is_hit():
+    """Moved state beats a cut in steps that is prefilled once, and that beats sliding each turn."""
+    moved, stepped, slid = (
+        simulate(dataclasses.replace(PLENTY, overflow=mode)).measures
+        for mode in ("reembed", "recompute", "off")
+    )
+    assert moved.prompt_tokens == stepped.prompt_tokens
+    rate = [m.hit_tokens / m.prompt_tokens for m in (moved, stepped, slid)]
+    assert rate[0] > 1.2 * rate[1] > 1.4 * rate[2]
 
 
 def test_a_run_is_deterministic():
@@ -111,7 +119,7 @@ def test_a_recorded_run_replayed_gives_the_same_hits_and_evictions(policy):
     run = simulate(setup)
     costs = GpuCosts(MODEL)
     cache = TieredCache(setup.sizes, costs, policy=policy, prefetch="off")
-    again = replay(CONVERSATIONS, run.events, cache, costs)
+    again = replay(CONVERSATIONS, Overflow("off", MODEL.context), run.events, cache, costs)
     for name in ("turns", "turn_hits", "host", "disk", "reusable", "prompt_tokens"):
         assert getattr(again, name) == getattr(run.measures, name)
     assert cache.host is not None and cache.host.evicted_blocks == run.host_evictions

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         machine=read_machine(args),
         max_batch=count("--batch", args.batch),
+        overflow=args.overflow,
     )
     search = _Search(setup, quiet=not sys.stderr.isatty())
     answer = search.answer(target, dram_target)

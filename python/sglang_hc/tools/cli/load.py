@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES
 from sglang_hc.tools.simulator.models import (
     ATTENTIONSTORE_MACHINE,
     MODEL_NAMES,
@@ -56,6 +57,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--gpus", metavar="N", help="GPUs that serve the model together")
     model.add_argument("--context", metavar="N", help="context window in tokens")
+    model.add_argument(
+        "--overflow",
+        choices=OVERFLOW_MODES,
+        default="off",
+        help="conversations longer than the window, as by the server's --hc-overflow "
+        "(default: off: the client drops its oldest tokens)",
+    )
     model.add_argument("--batch", metavar="N", default="24", help="largest batch (default: 24)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--hbm-gb", metavar="X", default="0", help="device memory for idle state")

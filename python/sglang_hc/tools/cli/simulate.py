@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         prefetch=args.prefetch,
         machine=read_machine(args),
         max_batch=count("--batch", args.batch),
+        overflow=args.overflow,
         ready_first=args.schedule == "ready-first",
     )
     sizes = setup.sizes

@@ -80,16 +80,6 @@ class DiskTier:
             path.append(block)
         self._policy.access(path, now)
 
-    def drop(self, chain: list[bytes]) -> None:
-        """Forget a path from its end up to the first block that others continue."""
-        for block_id in reversed(chain):
-            block = self._blocks.get(block_id)
-            if block is None:
-                continue
-            if not block.is_leaf:
-                break
-            self._take_out(block)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every parent is here and children are counted."""
         children: dict[bytes, int] = {}

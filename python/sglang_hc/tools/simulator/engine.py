@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
-from sglang_hc.tools.simulator.jobs import Conversation, Job
+from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tools.simulator.tiers import TieredCache, Transfer
@@ -48,8 +48,8 @@ class _Running:
 class Engine:
     """One server working through a workload.
 
-    keep_truncated: state stays valid when the context window cuts a conversation (AttentionStore
-    section 3.4). `on_served` is called with the number of turns admitted so far.
+    overflow: one of `jobs.OVERFLOW_MODES`. `on_served` is called with the number of turns admitted
+    so far.
     """
 
     workload: Workload
@@ -57,15 +57,15 @@ class Engine:
     costs: GpuCosts
     max_batch: int = 24
     ready_first: bool = False
-    keep_truncated: bool = True
+    overflow: str = "off"
     on_served: Callable[[int], None] | None = None
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
     measures: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
-        context = self.costs.model.context
-        self._talks = [Conversation(i, s, context) for i, s in enumerate(self.workload.sessions)]
+        overflow = Overflow(self.overflow, self.costs.model.context)
+        self._talks = [Conversation(i, s, overflow) for i, s in enumerate(self.workload.sessions)]
         self._admission: Admission[int] = Admission(self.cache.window.requests)
         self._agenda: list[tuple[float, int, int | Transfer]] = []
         self._ticket = 0
@@ -130,13 +130,10 @@ class Engine:
     def _finish(self, running: _Running) -> None:
         job = running.job
         talk = self._talks[job.session]
-        cut = talk.answered(job)
+        talk.answered(job)
         self._context -= running.context
         self._look_ahead()
-        if cut and not self.keep_truncated:
-            self.cache.finish(job, b"", [], self.now, replaces=True)
-        else:
-            self.cache.finish(job, talk.history, talk.chain, self.now, replaces=cut > 0)
+        self.cache.finish(job, talk.known, talk.chain, self.now)
         self.events.append(Event(self.now, "finish", talk.index))
         if not talk.done:
             turn = talk.session.turns[talk.turn]

@@ -1,4 +1,4 @@
-"""Requests of a simulation and their tokens: histories, truncation, block identities."""
+"""Requests of a simulation and their tokens: histories, cuts, block identities."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span, Turn
+from sglang_hc.config import HcConfig
+from sglang_hc.policy.overflow import CannotCut, OverflowRule
+from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span
 from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
 
 FINGERPRINT = b"sglang-hc simulator"[:16]
 ROOT = root_id(FINGERPRINT, None)
+OVERFLOW_MODES = ("off", "recompute", "reembed")
 
 
 def pack_span(span: Span) -> bytes:
@@ -27,8 +29,8 @@ class Job:
     """One request.
 
     prompt: packed tokens. chain: identities of its full blocks. needs: the chain, and the tail that
-    the turn before has left behind, if any. known_tokens: of the conversation before this turn.
-    output: packed answer.
+    the turn before has left behind, if any. known_tokens: leading tokens of which the turn before
+    has left the state. output: packed answer.
     """
 
     number: int
@@ -68,18 +70,53 @@ def tail_identity(chain: list[bytes], tokens: bytes) -> bytes | None:
     return block_id(FINGERPRINT, chain[-1] if chain else ROOT, rest)
 
 
+@dataclass(frozen=True)
+class Overflow:
+    """What happens to prompts that outgrow the context window, as by `--hc-overflow` of the server.
+
+    mode: one of OVERFLOW_MODES. window: tokens of prompt and answer. Head and step are the server's
+    defaults; a cut leaves a quarter of the window free, which is what an answer has at most.
+    """
+
+    mode: str
+    window: int
+
+    @property
+    def answer(self) -> int:
+        """Tokens that an answer has at most."""
+        return self.window // 4
+
+    def kept(self, tokens: bytes, length: int, answer: int) -> bytes | None:
+        """What a prompt of `length` tokens keeps of its first ones, packed `tokens`.
+
+        None where the server would answer with an error. answer: tokens that were asked for.
+        """
+        if self.mode == "off":
+            return tokens if length + answer <= self.window else None
+        defaults = HcConfig()
+        keep_first, drop = defaults.overflow_keep_first, defaults.overflow_drop
+        try:
+            cut = OverflowRule(self.window, keep_first, drop, self.answer).cut(length, None)
+        except CannotCut:
+            return None
+        head, end = cut.head * TOKEN_BYTES, (cut.head + cut.dropped) * TOKEN_BYTES
+        return tokens[:head] + tokens[end:] if cut.dropped else tokens
+
+
 @dataclass
 class Conversation:
     """A session in progress: what its next request looks like.
 
-    history: packed tokens so far, after truncation. chain: its full blocks.
+    history: packed tokens of all that was said. known: those whose state the last turn has left, as
+    the model saw them. chain: the full blocks of `known`.
     """
 
     index: int
     session: Session
-    context: int
+    overflow: Overflow
     turn: int = 0
     history: bytes = b""
+    known: bytes = b""
     chain: list[bytes] = field(default_factory=list)
 
     @property
@@ -87,45 +124,44 @@ class Conversation:
         return self.turn >= len(self.session.turns)
 
     def next_job(self, number: int) -> Job:
-        """The request of the current turn; prompt and answer fit the context window."""
-        turn = self.session.turns[self.turn]
-        answer = pack_span(Span(turn.output.start, self._answer_tokens(turn)))
-        asked = b"".join(pack_span(span) for span in turn.spans)
-        limit = (self.context - len(answer) // TOKEN_BYTES) * TOKEN_BYTES
-        if self.session.whole:
-            prompt, known = asked[:limit], []
-        else:
-            prompt, known = (self.history + asked)[:limit], self.chain
-        chain = extend_chain(known, prompt)
-        needs = list(chain)
-        tail = None if self.session.whole else tail_identity(self.chain, self.history)
-        if tail is not None:
-            needs.append(tail)
-        job = Job(number, self.index, self.turn, prompt, chain, needs, answer)
-        job.known_tokens = 0 if self.session.whole else len(self.history) // TOKEN_BYTES
-        return job
+        """The request of the current turn; prompt and answer fit the context window.
 
-    def answered(self, job: Job) -> int:
-        """Append the answer. Returns the tokens cut from the front so that the next turn fits.
-
-        AttentionStore sections 3.4 and 4.1: an overflow drops the earlier half of the history, here
-        in whole blocks, and again until it fits. The cut is made as soon as the turn ends, while
-        all state is on the device.
+        Where the server would answer with an error, the client makes the prompt fit: it drops the
+        oldest tokens of a conversation, in each turn anew, and the newest of a whole prompt.
         """
-        self.turn += 1
-        self.history = job.prompt + job.output
-        total = kept = len(self.history) // TOKEN_BYTES
-        if not self.session.whole and not self.done:
-            following = self.session.turns[self.turn]
-            coming = following.new_tokens + self._answer_tokens(following)
-            while kept and kept + coming > self.context:
-                kept = total - -(-(total - kept // 2) // BLOCK_TOKENS) * BLOCK_TOKENS
-                kept = max(kept, 0)
-        cut = total - kept
-        self.history = self.history[cut * TOKEN_BYTES :]
-        self.chain = extend_chain([] if cut else job.chain, self.history)
-        return cut
+        said, wanted = self._said(), self.session.turns[self.turn].output
+        answer = min(wanted.length, self.overflow.answer)
+        prompt = self.overflow.kept(said, len(said) // TOKEN_BYTES, answer)
+        if prompt is None:
+            room = (self.overflow.window - answer) * TOKEN_BYTES
+            prompt = said[:room] if self.session.whole else said[-room:]
+        goes_on = prompt.startswith(self.known)
+        chain = extend_chain(self.chain if goes_on else [], prompt)
+        tail = tail_identity(self.chain, self.known) if goes_on else None
+        needs = list(chain) if tail is None else [*chain, tail]
+        output = pack_span(Span(wanted.start, answer))
+        known_tokens = len(self.known) // TOKEN_BYTES if goes_on else 0
+        return Job(number, self.index, self.turn, prompt, chain, needs, output, 0.0, known_tokens)
 
-    def _answer_tokens(self, turn: Turn) -> int:
-        """An answer is cut at a quarter of the window, so that its prompt has room."""
-        return min(turn.output.length, self.context // 4)
+    def answered(self, job: Job) -> None:
+        """The turn is over: `known` is what it leaves.
+
+        With `reembed` its state moves at once if the next turn is cut further. A server moves it
+        when that turn arrives, and then has as much of it as the tiers have kept: which is as much
+        as they keep of the moved one here.
+        """
+        self.history = self._said() + job.output
+        self.known = job.prompt + job.output
+        self.turn += 1
+        if self.overflow.mode == "reembed" and not self.session.whole and not self.done:
+            length = len(self.history) // TOKEN_BYTES + self.session.turns[self.turn].new_tokens
+            moved = self.overflow.kept(self.history, length, self.overflow.answer)
+            self.known = self.known if moved is None else moved
+        self.chain = extend_chain(
+            job.chain if self.known.startswith(job.prompt) else [], self.known
+        )
+
+    def _said(self) -> bytes:
+        """All that the client would send in the current turn."""
+        asked = b"".join(pack_span(span) for span in self.session.turns[self.turn].spans)
+        return asked if self.session.whole else self.history + asked

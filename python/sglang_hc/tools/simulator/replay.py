@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
 from sglang_hc.tools.simulator.engine import Event
-from sglang_hc.tools.simulator.jobs import Conversation
+from sglang_hc.tools.simulator.jobs import Conversation, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tools.simulator.tiers import TieredCache, Transfer
@@ -22,10 +22,10 @@ from sglang_hc.tools.simulator.workloads import Workload
 class Oracle:
     """Knows which admission needs a block next."""
 
-    def __init__(self, workload: Workload, context: int, events: Sequence[Event]) -> None:
+    def __init__(self, workload: Workload, overflow: Overflow, events: Sequence[Event]) -> None:
         self._uses: dict[bytes, list[int]] = {}
         self._now = -1
-        talks = [Conversation(i, s, context) for i, s in enumerate(workload.sessions)]
+        talks = [Conversation(i, s, overflow) for i, s in enumerate(workload.sessions)]
         waiting = {}
         admissions = []
         for event in events:
@@ -66,6 +66,7 @@ class BeladyPolicy(EvictionPolicy[B]):
 
 def replay(
     workload: Workload,
+    overflow: Overflow,
     events: Sequence[Event],
     cache: TieredCache,
     costs: GpuCosts,
@@ -75,7 +76,7 @@ def replay(
 
     Times of transfers are simulated; everything else happens when the record says.
     """
-    talks = [Conversation(i, s, costs.model.context) for i, s in enumerate(workload.sessions)]
+    talks = [Conversation(i, s, overflow) for i, s in enumerate(workload.sessions)]
     measures = Measures()
     queue: list[int] = []
     jobs = {}
@@ -106,9 +107,9 @@ def replay(
             queue.remove(job.number)
         else:
             job = jobs.pop(event.session)
-            cut = talk.answered(job)
+            talk.answered(job)
             cache.look_ahead(queue)
-            cache.finish(job, talk.history, talk.chain, event.time, replaces=cut > 0)
+            cache.finish(job, talk.known, talk.chain, event.time)
         if event.kind != "arrive" or len(queue) < 256:
             cache.look_ahead(queue)
             cache.prefetch(event.time)

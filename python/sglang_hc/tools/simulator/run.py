@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.queue.windows import EVICTION_STRETCH
 from sglang_hc.tools.simulator.engine import Engine, Event
+from sglang_hc.tools.simulator.jobs import Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import (
     ATTENTIONSTORE_MACHINE,
@@ -31,8 +32,8 @@ class Setup:
     """A server and its load.
 
     policy: one of SIMULATED_POLICIES. prefetch: None for the policy's own, queue for `queue` and
-    `belady`, off for the others (AttentionStore section 4.3.3). stretch: eviction window over the
-    paper's. Sizes in bytes.
+    `belady`, off for the others (AttentionStore section 4.3.3). overflow: one of
+    `jobs.OVERFLOW_MODES`. stretch: eviction window over the paper's. Sizes in bytes.
     """
 
     workload: Workload
@@ -45,7 +46,7 @@ class Setup:
     machine: Machine = ATTENTIONSTORE_MACHINE
     max_batch: int = 24
     ready_first: bool = False
-    keep_truncated: bool = True
+    overflow: str = "off"
     stretch: float = EVICTION_STRETCH
 
     @property
@@ -79,6 +80,7 @@ class Result:
             "policy": setup.policy,
             "prefetch": setup.prefetch_mode,
             "window_stretch": setup.stretch,
+            "overflow": setup.overflow,
             "workload": setup.workload.name,
             "model": setup.model.name,
             "layer_plan": str(setup.model.layout.plan),
@@ -134,7 +136,7 @@ def _live(
         costs,
         setup.max_batch,
         setup.ready_first,
-        setup.keep_truncated,
+        setup.overflow,
         progress,
     )
     return engine.run(), cache, engine.events
@@ -146,7 +148,8 @@ def _clairvoyant(
     """What `queue` did, in the same order, with knowledge of all that follows."""
     _, _, events = _live(setup, "queue", progress)
     costs = GpuCosts(setup.model, setup.machine)
-    oracle = Oracle(setup.workload, setup.model.context, events)
+    overflow = Overflow(setup.overflow, setup.model.context)
+    oracle = Oracle(setup.workload, overflow, events)
     cache = TieredCache(
         setup.sizes,
         costs,
@@ -155,4 +158,4 @@ def _clairvoyant(
         node_policy=lambda _: BeladyPolicy(oracle),
         disk_policy=lambda: BeladyPolicy(oracle),
     )
-    return replay(setup.workload, events, cache, costs, oracle), cache, events
+    return replay(setup.workload, overflow, events, cache, costs, oracle), cache, events

@@ -238,21 +238,14 @@ class TieredCache:
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
 
-    def finish(
-        self, job: Job, kept: bytes, chain: list[bytes], now: float, *, replaces: bool
-    ) -> None:
-        """The request ends; `kept` (blocks `chain`) is on the device and goes to the tiers below.
-
-        replaces: the conversation was cut, so what was stored of it before is of no use.
-        """
+    def finish(self, job: Job, kept: bytes, chain: list[bytes], now: float) -> None:
+        """The request ends; `kept` (blocks `chain`) is on the device and goes below."""
         del self.jobs[job.number]
         self.prefetcher.finished(job.number, len(chain))
         self._seen.update(chain)
         tail = tail_identity(chain, kept)
         if tail is not None:
             self._seen.add(tail)
-        if replaces:
-            self._forget_path(job)
         if self.disk is not None:
             parent: bytes | None = None
             for identity in chain:
@@ -265,18 +258,6 @@ class TieredCache:
             _store(self.device, kept, now)
         if self.host is not None:
             _store(self.host, kept, now)
-
-    # Inner parts
-
-    def _forget_path(self, job: Job) -> None:
-        for tier in (self.device, self.host):
-            if tier is not None:
-                for node in reversed(tier.tree.match(None, job.prompt).nodes):
-                    if not node.is_leaf or node.pins:
-                        break
-                    tier.drop(node)
-        if self.disk is not None:
-            self.disk.drop(job.chain)
 
 
 def _store(tier: HostTier, tokens: bytes, now: float) -> None:
