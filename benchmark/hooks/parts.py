@@ -4,42 +4,81 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.saving import save_path
+from sglang_hc.capture.capture import Capture, DeviceState
+from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy
+from sglang_hc.policy.eviction import LruPolicy, make_policy
+from sglang_hc.policy.pins import RetentionPriority
+from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.restore_pass import RestorePath
+from sglang_hc.restore.restorer import Restorer
+from sglang_hc.restore.staging import StagingRing
+from sglang_hc.srt.device_eviction import DeviceOrder
+from sglang_hc.srt.streams import ComputeStream
+from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.tiers.retention import Retention, pins_for
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
 from sglang_hc.tree.host_tier import HostTier
+from support.tiers import NoScheduler
 
 CPU = torch.device("cpu")
 
 
-def tiers_of(slots: int, policy: EvictionPolicy[BlockNode] | None = None) -> Tiers:
-    """Real parts, a layer of 8 bytes a token, kept as hidden states."""
-    layout = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
-    policy = LruPolicy() if policy is None else policy  # an empty one is falsy
+def tiers_of(
+    slots: int, disk: BlockIo | None = None, *, by_queue: bool = False, ready_first: bool = False
+) -> Tiers:
+    """Real parts, a layer of 8 bytes a token, kept as hidden states. by_queue: the host tier and
+    the disk evict what no waiting request needs."""
+    plan = LayerPlan(0, 1, 0)
+    layout = BlockLayout(plan, StateShape(1, 8, (8, 8), "float32"))
+    window: LookAhead[str] = LookAhead()
+    pins = pins_for(slots)
+    priority = RetentionPriority(window, pins)
+    policy = make_policy("queue", window, pinned=pins) if by_queue else LruPolicy()
     host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
+    below = DiskTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)
     buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
-    filing = Filing(ThreadExecutor(pool, buffers))
+    filing = Filing(ThreadExecutor(pool, buffers), host.damaged_slots)
     lane = HostLane()
-    hidden = save_path("hidden", buffers, 0, pool, lane, filing)
     device: Any = None  # nothing is restored or gathered from the device here
-    capture = Capture(layout, host, filing, hidden, None, device, time.monotonic)
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    return Tiers(layout, host, pool, capture, filing, device, lane, CPU, taps)
+    source = DeviceState(device, taps, WayOut(pool, lane, filing).hidden(buffers), None)
+    capture = Capture(layout, host, filing, source, on_ready=lambda node: None)
+    counters: Counter[str] = Counter()
+    planner = RestoreChoice(None, plan, False, counters)
+    path = RestorePath(pool, device, lane, StagingRing.sized_for(layout, CPU, lane))
+    restorer = Restorer(host, path, planner, None, counters)
+    sizes = (slots, disk.capacity if disk is not None else 0)
+    queue = QueueView(
+        host, below, window, sizes, "queue", priority if by_queue else None, ready_first=ready_first
+    )
+    retention = Retention(host, below, pins, priority)
+    return Tiers(host, below, capture, restorer, queue, retention, Exactness(True, 0.0))
+
+
+def cache_over(tiers: Tiers, order: DeviceOrder | None = None) -> HcRadixCache:
+    """The tree of a scheduler with nobody waiting."""
+    scheduler: Any = NoScheduler()
+    return HcRadixCache(cache_params(), tiers, scheduler, ComputeStream(CPU), order)
 
 
 def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import cache_params, fill, microseconds, summary, tiers_of
+from parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from waiting import BLOCKS, WAITING, measure_queue
@@ -54,7 +54,7 @@ def measure_idle(passes: int) -> dict[str, Any]:
     """A decode pass as the scheduler makes it: events, start of restorations, capture."""
     rows: dict[str, Any] = {}
     for running in (1, 16):
-        cache = HcRadixCache(cache_params(), tiers_of(64), None)
+        cache = cache_over(tiers_of(64))
         requests = [
             SimpleNamespace(
                 rid=f"r{n}", input_embeds=None, positional_embed_overrides=None, extra_key=None
@@ -79,7 +79,7 @@ def measure_idle(passes: int) -> dict[str, Any]:
 
 def caches(on_host: bytes) -> tuple[RadixCache, HcRadixCache]:
     """Both arms, the host tier with a path in it."""
-    ours = HcRadixCache(cache_params(), tiers_of(512), None)
+    ours = cache_over(tiers_of(512))
     if on_host:
         fill(ours.tiers, None, on_host)
     return RadixCache(cache_params()), ours
@@ -174,7 +174,7 @@ def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
     window: LookAhead[str] = LookAhead()
     tiers = tiers_of(64)
     order = DeviceOrder(tiers.host.tree.fingerprint, window, lambda _: True)
-    stock, ours = RadixCache(cache_params()), HcRadixCache(cache_params(), tiers, None, order)
+    stock, ours = RadixCache(cache_params()), cache_over(tiers, order)
     arms: list[RadixCache] = [stock, ours]
     for cache in arms:
         cache.token_to_kv_pool_allocator = SimpleNamespace(free_segment=lambda *_, **__: None)

@@ -8,23 +8,19 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from parts import cache_params, microseconds, summary, tiers_of
+from parts import CPU, cache_params, microseconds, summary, tiers_of
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.pins import RetentionPriority
-from sglang_hc.queue.lookahead import QueueView
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.schedule import arrange
+from sglang_hc.srt.hooks import arrange
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tiers.retention import Retention, pins_for
 from support.fake_io import FakeIo
+from support.tiers import NoScheduler
 
 WAITING, BLOCKS, HOST_SLOTS = 1000, 32, 4096
 
@@ -57,24 +53,15 @@ class Queue:
     """A scheduler's waiting queue over the real tree, windows, tiers and admission."""
 
     def __init__(self, disk: InstantDisk | None, *, ready_first: bool) -> None:
-        window: LookAhead[str] = LookAhead()
-        pins = pins_for(HOST_SLOTS)
-        priority = RetentionPriority(window, pins)
-        tiers = tiers_of(HOST_SLOTS, make_policy("queue", window, pinned=pins))
-        tiers.disk = DiskTier(disk, tiers.host) if disk is not None else None
-        sizes = (HOST_SLOTS, disk.capacity if disk is not None else 0)
-        tiers.queue = QueueView(
-            tiers.host, tiers.disk, window, sizes, "queue", priority, ready_first=ready_first
-        )
-        tiers.retention = Retention(tiers.host, tiers.disk, pins, priority)
+        tiers = tiers_of(HOST_SLOTS, disk, by_queue=True, ready_first=ready_first)
         for _ in range(64):
             tiers.queue.finished("before", BLOCKS)
-        order = DeviceOrder(tiers.host.tree.fingerprint, priority, tiers.retention.keeps)
-        self.cache = HcRadixCache(cache_params(), tiers, None, order)
-        self.waiting: list[Any] = []
+        retention = tiers.retention
+        order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+        scheduler: Any = NoScheduler()
+        self.waiting: list[Any] = scheduler.waiting_queue
+        self.cache = HcRadixCache(cache_params(), tiers, scheduler, ComputeStream(CPU), order)
         self.running: list[Any] = []
-        scheduler = SimpleNamespace(waiting_queue=self.waiting)
-        self.cache.waiting.scheduler = lambda: scheduler
         self.policy = SimpleNamespace(tree_cache=self.cache)
         self.count = 0
         for _ in range(WAITING):

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape  # noqa: E402
 from sglang_hc.policy.cost_model import CostModel  # noqa: E402
 from sglang_hc.policy.eviction import LruPolicy  # noqa: E402
-from sglang_hc.restore.restore_pass import Restoration, RestorePass  # noqa: E402
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath  # noqa: E402
 from sglang_hc.restore.staging import StagingRing  # noqa: E402
 from sglang_hc.store.disk import DirectorySpec  # noqa: E402
 from sglang_hc.store.host_memory import MemorySpec  # noqa: E402
@@ -60,9 +60,9 @@ class Engine:
         self.shape: StateShape = tiers.layout.shape
         assert self.cost is not None, "the server could not measure its costs; its log says why"
         assert self.shape.hidden_bytes, "the model's hidden states cannot be restored"
-        self.sink = tiers._sink
-        self.lane, self.side = tiers._lane, tiers._side
-        self.recomputer = tiers.recomputer
+        self.sink = tiers.restorer.path.sink
+        self.lane, self.side = tiers.restorer.path.lane, tiers.restorer.path.side
+        self.recomputer = tiers.restorer.path.recomputer
         self.device: torch.device = self.sink.device
         self.dtype: torch.dtype = self.runner.dtype
         self.vocabulary: int = self.runner.model_config.vocab_size
@@ -148,10 +148,10 @@ class Stored:
         nodes = self.history(slots).nodes[: -(-tokens // BLOCK_TOKENS)]
         whole = engine.slots[:tokens]
         restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
-        restore = RestorePass(
-            self.layout, self.pool, engine.sink, engine.lane, [restoration], self.ring,
-            engine.recomputer, early, kv_per_hidden, engine.side,
-        )  # fmt: skip
+        path = RestorePath(
+            self.pool, engine.sink, engine.lane, self.ring, engine.recomputer, early, engine.side
+        )
+        restore = RestorePass(path, [restoration], kv_per_hidden)
         with torch.no_grad():
             restore.recompute()
             restore.finish()

@@ -76,7 +76,7 @@ class Early:
         size = READ_BUFFER[engine.device.type]
         frames = frames_for(size, stored.layout, engine.device, engine.lane)
         host = stored.history(slots).host
-        self.buffer = ReadBuffer(stored.layout, host, stored.pool, engine.lane, frames)
+        self.buffer = ReadBuffer(host, stored.pool, engine.lane, frames)
 
     def fill(self, history: int) -> None:
         self.buffer.clear()

@@ -34,7 +34,7 @@ from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
 from sglang_hc.restore.measure import Subject, measure
-from sglang_hc.restore.restore_pass import Restoration, RestorePass
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench import machine
@@ -86,10 +86,8 @@ class Restorer:
         subject = self.subject
         begin = time.perf_counter()
         if self.recompute < self.layers:
-            restore = RestorePass(
-                self.pool.layout, self.pool, OneLayer(subject), subject.lane, [self.restoration],
-                self.staging, kv_per_hidden=self.kv_per_hidden,
-            )  # fmt: skip
+            path = RestorePath(self.pool, OneLayer(subject), subject.lane, self.staging)
+            restore = RestorePass(path, [self.restoration], self.kv_per_hidden)
         for _ in range(self.recompute):
             subject.prefill(self.tokens, 0)
         for layer in range(self.recompute, self.layers):

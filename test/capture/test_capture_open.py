@@ -32,6 +32,6 @@ def test_the_block_that_is_continued_does_not_make_room_for_its_copy() -> None:
     serve(tiers, "on", [1] * 40 + [3] * 10, 40, 5)
     nodes, usable = tiers.usable(None, pack_tokens([1] * 40 + [3] * 10))
     assert usable == 50
-    hidden = torch.from_numpy(tiers._pool.hidden[nodes[0].slot])
+    hidden = torch.from_numpy(tiers.restorer.path.pool.hidden[nodes[0].slot])
     assert (hidden[:, :40] == 7).all() and (hidden[:, 40:50] == 5).all()
     tiers.check_integrity()

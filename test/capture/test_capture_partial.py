@@ -34,7 +34,7 @@ def kept(tiers: Tiers, seed: int, count: int) -> int:
     tiers.drain()
     tiers.check_integrity()
     nodes, usable = tiers.usable(None, tokens_of(seed, count))
-    plan, pool = tiers.layout.plan, tiers._pool
+    plan, pool = tiers.layout.plan, tiers.restorer.path.pool
     hidden = states(plan.hidden, seed, 0, count)
     for block, node in enumerate(nodes):
         low = block * BLOCK_TOKENS
@@ -45,7 +45,7 @@ def kept(tiers: Tiers, seed: int, count: int) -> int:
             saved = torch.from_numpy(pool.kv[part][node.slot][:, :rows])
             for index, layer in enumerate(plan.kv_layers):
                 slots = device_slots(seed, count)[low : low + rows]
-                assert torch.equal(saved[index], tiers._sink.rows(layer)[part][slots])
+                assert torch.equal(saved[index], tiers.restorer.path.sink.rows(layer)[part][slots])
     return usable
 
 

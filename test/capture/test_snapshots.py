@@ -28,7 +28,8 @@ class Bench:
         self.pool = HostPool(LAYOUT, 8)
         self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
         self.executor = StepExecutor(self.pool, self.buffers)
-        self.filing = Filing(self.executor)
+        self.damaged: set[int] = set()
+        self.filing = Filing(self.executor, self.damaged)
         used = lane or (StreamLane(device) if device else HostLane())
         size = buffers * rows * LAYERS * WIDTH
         twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
@@ -131,7 +132,7 @@ def test_a_slot_that_was_not_written_is_bad_and_so_is_its_copy() -> None:
     bench.filing.submit(CopyRows(4, 5, 1))
     bench.filing.submit(CopyRows(6, 7, 1))
     bench.filing.drain()
-    assert bench.filing.bad_slots == {3, 4, 5}
+    assert bench.damaged == {3, 4, 5}
 
 
 def test_callbacks_run_once_when_their_operation_is_over() -> None:

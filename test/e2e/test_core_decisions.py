@@ -88,7 +88,7 @@ def test_stored_layers_are_recomputed_when_that_is_faster(
 
 def two_spans(core: Core) -> None:
     """All but the first 64 tokens of a hit are said to arrive in an hour."""
-    chooser = core.tree.tiers.choice
+    chooser = core.tree.tiers.restorer.planner
     choose = chooser.choose
 
     def late(spans: list[Span], context: int, new: int) -> Any:

@@ -33,7 +33,8 @@ def returning(
     core.run()
     core.settle()
     stats = core.tree.stats()
-    assert core.tree.tiers.read_buffer is None or core.tree.tiers.read_buffer.held == 0
+    buffer = core.tree.tiers.restorer.path.read_buffer
+    assert buffer is None or buffer.held == 0
     return [core.reply(rid).tokens for rid in rids], stats
 
 

@@ -32,7 +32,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def tap_by_reference(core: GraphCore) -> None:
     """The tap keeps the tensor it is handed, and the rows are read from there after the pass."""
-    taps = core.tree.tiers._taps
+    taps = core.tree.tiers.capture.taps
     handed: dict[int, torch.Tensor] = {}
     for index, layer in enumerate(core.scheduler.tp_worker.model_runner._hc_model.layers):
         layer.qkv._forward_pre_hooks.clear()

@@ -42,7 +42,7 @@ def old_commit(core: OrderedCore) -> None:
         packed = pack_tokens(tokens[:length])
         with tree._compute.entered():
             slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
-            tree._live.capture.commit(req.rid, req.extra_key, packed, slots.long(), final=final)
+            tree.tiers.capture.commit(req.rid, req.extra_key, packed, slots.long(), final=final)
         return packed
 
     tree._commit = commit
@@ -65,7 +65,7 @@ def allocator_not_told(core: OrderedCore) -> None:
 
 def taps_not_joined(core: OrderedCore) -> None:
     """The model goes on beside the copies of its hidden states."""
-    core.tree.tiers._taps.branch.join = lambda: None
+    core.tree.tiers.capture.taps.branch.join = lambda: None
 
 
 def forget_at_once(core: OrderedCore) -> None:

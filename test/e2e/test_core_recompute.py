@@ -39,7 +39,8 @@ def evict(core: Core) -> None:
 def watch(core: Core, counts: list[int] | None = None) -> Counter:
     """Count what restorations recompute; with `counts`, have them recompute so much in turn."""
     tiers, seen = core.tree.tiers, Counter()
-    queue, start, run = tiers.queue_restore, tiers.start_restores, tiers.recomputer._pass
+    restorer, recomputer = tiers.restorer, tiers.restorer.path.recomputer
+    queue, start, run = restorer.queue, restorer.start, recomputer._pass
 
     def queue_restore(restoration: Any, release: Any) -> None:
         if counts:
@@ -49,7 +50,7 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
         queue(restoration, release)
 
     def start_restores() -> int:
-        seen["largest pass"] = max(seen["largest pass"], len(tiers._queued))
+        seen["largest pass"] = max(seen["largest pass"], len(tiers.restorer._queued))
         return start()
 
     def one_pass(tokens: Any, slots: Any, first: int, decode: bool = False) -> None:
@@ -57,8 +58,8 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
         seen["passes"] += 1
         run(tokens, slots, first, decode)
 
-    tiers.queue_restore, tiers.start_restores = queue_restore, start_restores
-    tiers.recomputer._pass = one_pass
+    tiers.restorer.queue, tiers.restorer.start = queue_restore, start_restores
+    tiers.restorer.path.recomputer._pass = one_pass
     return seen
 
 
@@ -207,7 +208,7 @@ def spoiled(how: str) -> tuple[Any, ...]:
         if how == "raises":
             raise MemoryError("no room for activations")
 
-    core.tree.tiers.recomputer._pass = fail
+    core.tree.tiers.restorer.path.recomputer._pass = fail
     try:
         found = core.ask(talk, 20, "evicted").tokens
     except MemoryError:
@@ -236,13 +237,15 @@ def unusable(model: str) -> tuple[Any, Any, str]:
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator
     slots = allocator.alloc(32)
     dtype = core.scheduler.tp_worker.model_runner.kv_cache_dtype
-    run = tiers.recomputer._pass
+    run = tiers.restorer.path.recomputer._pass
 
     def found() -> Any:
-        return compare_pieces(tiers.recomputer, tiers._sink, slots, dtype, 2)
+        return compare_pieces(
+            tiers.restorer.path.recomputer, tiers.restorer.path.sink, slots, dtype, 2
+        )
 
     def lost(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
-        tiers.recomputer._table[0, :start] = 0
+        tiers.restorer.path.recomputer._table[0, :start] = 0
         run(tokens, slots, start, decode)
 
     def no_decode(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
@@ -251,9 +254,9 @@ def unusable(model: str) -> tuple[Any, Any, str]:
         run(tokens, slots, start)
 
     good = found()
-    tiers.recomputer._pass = no_decode
+    tiers.restorer.path.recomputer._pass = no_decode
     unproven = found()
-    tiers.recomputer._pass = lost
+    tiers.restorer.path.recomputer._pass = lost
     return good, unproven, str(found().wrong)
 
 

@@ -47,7 +47,7 @@ def products(dtype: str, isa: str | None) -> dict[str, Any]:
     layers = runner._hc_model.layers
     found = {
         "tiles": exactness.has_fixed_tiles(runner.model),
-        "recomputes": core.tree.tiers.recomputer is not None,
+        "recomputes": core.tree.tiers.restorer.path.recomputer is not None,
     }
     exactness.use_plain_products(layers)
     plain = exactness.settle(layers, demanded=False)

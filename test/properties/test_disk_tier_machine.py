@@ -14,12 +14,10 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
-from sglang_hc.queue.windows import LookAhead
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import pack_tokens
 from support.fake_io import FakeIo
-from support.host import queue_over
 from support.lanes import LateLane
 
 from .test_tiers_machine import PROFILE, TiersMachine
@@ -36,15 +34,15 @@ class DiskMachine(TiersMachine):
     plan = LayerPlan(0, 1, 1)
 
     def __init__(self) -> None:
-        super().__init__()
         self.now = 0.0
-        self.io = FakeIo(self.tiers._pool, writes_wait=True, polls_per_step=8)
-        self.disk = DiskTier(self.io, self.tiers.host, clock=lambda: self.now)
-        self.tiers.disk = self.disk
-        self.tiers.capture.on_ready = self.disk.spill
-        self.disk.on_staged = self.tiers._filing.bad_slots.discard
-        self.view = queue_over(self.tiers.host, self.disk, LookAhead(), "on-arrival")
+        super().__init__()
+        assert self.tiers.disk is not None
+        self.disk, self.view = self.tiers.disk, self.tiers.queue
         self.fetching: dict[str, Waiting] = {}
+
+    def make_disk(self, pool: HostPool) -> FakeIo:
+        self.io = FakeIo(pool, writes_wait=True, polls_per_step=8)
+        return self.io
 
     @rule(
         salt=st.sampled_from([None, "a"]),
@@ -155,7 +153,7 @@ class DiskMachine(TiersMachine):
     @invariant()
     def what_can_be_served_is_not_known_as_bad(self) -> None:
         ready = {node.slot for node in self.tiers.host.tree.nodes() if node.ready}
-        assert not ready & self.tiers._filing.bad_slots
+        assert not ready & self.tiers.host.damaged_slots
 
     def teardown(self) -> None:
         SEEN["loaded"] += self.disk.counters["disk_loaded_blocks"]

@@ -21,6 +21,8 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.identity import pack_tokens
 from support.lanes import LateLane
 from support.tiers import HIDDEN_BYTES, build, project
@@ -55,12 +57,14 @@ class TiersMachine(RuleBasedStateMachine):
 
     plan = LayerPlan(0, 1, 1)
     ring = 0
+    now = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane(),
-            frames=5, recomputer=self, ring=self.ring,
+            frames=5, recomputer=self, ring=self.ring, disk=self.make_disk,
+            clock=lambda: self.now,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -78,6 +82,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     def make_lane(self) -> object:
         return None
+
+    make_disk: Callable[[HostPool], BlockIo] | None = None
 
     @rule(
         salt=st.sampled_from(SALTS),
@@ -137,7 +143,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         """A scheduling pass: what waiting requests need is copied early."""
-        early = self.tiers.read_buffer
+        early = self.tiers.restorer.path.read_buffer
         assert early is not None
         early.look(list(self.waiting), self.waiting_of)
 
@@ -191,11 +197,11 @@ class TiersMachine(RuleBasedStateMachine):
         restoration = Restoration(
             nodes[: -(-usable // 64)], 0, usable, slots, self.recomputed(usable)
         )
-        self.tiers.queue_restore(restoration, lambda: released.append(True))
-        index = self.tiers.start_restores()
-        self.tiers.gate.set_consumer(index)
+        self.tiers.restorer.queue(restoration, lambda: released.append(True))
+        index = self.tiers.restorer.start()
+        self.tiers.restorer.gate.set_consumer(index)
         for layer in range(self.plan.num_layers):
-            self.tiers.gate.wait_until(layer)
+            self.tiers.restorer.gate.wait_until(layer)
             self.check_layer(req, layer, usable)
         self.tiers.after_pass((), 0)
         assert released == [True]
@@ -298,7 +304,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.check_integrity()
 
     def teardown(self) -> None:
-        early = self.tiers.read_buffer
+        early = self.tiers.restorer.path.read_buffer
         assert early is not None
         EARLY[type(self).__name__] += early.counters["early_used_layer_tokens"]
         early.look([], self.waiting_of)

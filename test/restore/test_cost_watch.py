@@ -19,7 +19,7 @@ from sglang_hc.restore.cost_watch import (
     WatchedPass,
     timer_for,
 )
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.restore_pass import Restoration, RestorePath
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool
@@ -110,9 +110,8 @@ def layers(gate: WatchedGate, clock: Clock, count: int = LAYERS) -> None:
 
 def gate_of() -> tuple[WatchedGate, Seen, Clock]:
     clock = Clock()
-    gate = WatchedGate(LAYERS)
-    gate.watch, costs = watch(HostTimer(clock))
-    return gate, costs, clock
+    seen, costs = watch(HostTimer(clock))
+    return WatchedGate(LAYERS, seen), costs, clock
 
 
 def test_a_prefill_is_timed_from_its_first_attention_to_its_last() -> None:
@@ -240,7 +239,8 @@ def watched(seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1) -> Wat
     # Two frames, of one block as KV each: not all of a restoration fits.
     ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, lane)
     span = Restoration(tuple(nodes), 0, tokens, torch.arange(tokens))
-    return WatchedPass(seen, False, layout, HostPool(layout, blocks), sink, lane, [span], ring)
+    path = RestorePath(HostPool(layout, blocks), sink, lane, ring)
+    return WatchedPass(seen, path, [span])
 
 
 def test_a_restoration_on_a_cpu_tells_projections_and_copies_apart() -> None:

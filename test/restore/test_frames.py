@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from sglang_hc.device.copy_stream import HostLane
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.restore.restore_pass import SIDE_LAYERS, LayerGate, Restoration, RestorePass
+from sglang_hc.restore.restore_pass import (
+    SIDE_LAYERS,
+    LayerGate,
+    Restoration,
+    RestorePass,
+    RestorePath,
+)
 from sglang_hc.restore.staging import (
     FEW_RUNS,
     HostSpan,
@@ -58,15 +64,8 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
             first += count
         passes.append(restorations)
     for restorations in passes:
-        restore = RestorePass(
-            pool.layout,
-            pool,
-            target,
-            lane,
-            restorations,
-            ring,
-            side=lane.side() if beside else None,
-        )
+        side = lane.side() if beside else None
+        restore = RestorePass(RestorePath(pool, target, lane, ring, side=side), restorations)
         for layer in range(plan.num_layers):
             restore.wait(layer)
             target.attend(layer)
@@ -91,7 +90,7 @@ def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
     target = StreamPool(device, count, plan.num_layers)
     restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
     ring = StagingRing(frames, FRAME, CPU, lane)
-    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring)
+    restore = RestorePass(RestorePath(pool, target, lane, ring), [restoration])
     return restore, target, device, pool, restoration
 
 
@@ -119,7 +118,7 @@ def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
     restore.wait(0)
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
     ring = restore._staging
-    RestorePass(pool.layout, pool, target, restore._lane, [other], ring)
+    RestorePass(RestorePath(pool, target, restore._lane, ring), [other])
     device.run()
     for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
         assert torch.equal(got, rows)
@@ -132,7 +131,7 @@ def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
     device.run()
     device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    RestorePass(pool.layout, pool, target, restore._lane, [other], restore._staging)
+    RestorePass(RestorePath(pool, target, restore._lane, restore._staging), [other])
     assert device.run_only(COPIES)
 
 
@@ -256,7 +255,8 @@ def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for(
     target.write_hidden = note  # type: ignore[method-assign]
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
     ring = StagingRing(2, FRAME, CPU, lane)
-    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    path = RestorePath(pool, target, lane, ring, side=lane.side())
+    restore = RestorePass(path, [restoration])
     assert written == list(range(SIDE_LAYERS))
     restore.wait(0)
     assert written == list(range(SIDE_LAYERS))
@@ -290,7 +290,7 @@ def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
     ring = StagingRing(2, FRAME, CPU, lane)
     recomputer = SlowRecomputer(device, 4)
-    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, recomputer)
+    restore = RestorePass(RestorePath(pool, target, lane, ring, recomputer), [restoration])
     assert lane.calls == 2
     restore.recompute()
     first, second, third = recomputer.copied
@@ -335,7 +335,8 @@ def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reade
         target.attend(layer)
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
     ring = StagingRing(2, FRAME, CPU, lane)
-    restore = RestorePass(pool.layout, pool, target, lane, [restoration], ring, side=lane.side())
+    path = RestorePath(pool, target, lane, ring, side=lane.side())
+    restore = RestorePass(path, [restoration])
     restore.finish()
     for layer in range(plan.num_layers):
         target.attend(layer)

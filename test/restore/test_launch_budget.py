@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.restore.restore_pass import Restoration, RestorePass
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
 from sglang_hc.restore.staging import CUDA_FRAMES, StagingRing
 from sglang_hc.store.host_pool import HostPool
 from support.lanes import FakeLane
@@ -101,7 +101,8 @@ def test_enqueueing_takes_at_most_half_the_time_of_the_link(
     sink = CountingSink(lane)
     ring = StagingRing(*CUDA_FRAMES, CPU, lane)  # type: ignore[arg-type]
     restoration = Restoration(nodes, 0, TOKENS, torch.arange(TOKENS))
-    restore = RestorePass(layout, pool, sink, lane, [restoration], ring)  # type: ignore[arg-type]
+    path = RestorePath(pool, sink, lane, ring)  # type: ignore[arg-type]
+    restore = RestorePass(path, [restoration])
     for layer in range(shape.num_layers):
         restore.wait(layer)
     restore.finish()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.restore.read_buffer import PIECES_PER_PASS, ReadBuffer
-from sglang_hc.restore.restore_pass import Restoration, RestorePass
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
 from sglang_hc.tree.identity import pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens
@@ -34,7 +34,7 @@ class Bench:
         self.target = StreamPool(self.device, 1000, PLAN.num_layers)
         self.ring = StagingRing(2, FRAME, CPU, self.lane)
         self.frames = StagingRing(frames, FRAME, CPU, self.lane)
-        self.early = ReadBuffer(self.pool.layout, self.host, self.pool, self.lane, self.frames)
+        self.early = ReadBuffer(self.host, self.pool, self.lane, self.frames)
         self.waiting: dict[str, Waiting] = {}
         self.looked = 0
 
@@ -59,10 +59,11 @@ class Bench:
         return Restoration(nodes, start, stop, torch.arange(at, at + stop - start))
 
     def restore(self, restorations: Sequence[Restoration], beside: bool = False) -> None:
-        restore = RestorePass(
-            self.pool.layout, self.pool, self.target, self.lane, restorations, self.ring,
-            read_buffer=self.early, side=self.lane.side() if beside else None,
-        )  # fmt: skip
+        side = self.lane.side() if beside else None
+        path = RestorePath(
+            self.pool, self.target, self.lane, self.ring, read_buffer=self.early, side=side
+        )
+        restore = RestorePass(path, restorations)
         for layer in LAYERS:
             restore.wait(layer)
             self.target.attend(layer)
@@ -238,7 +239,7 @@ def test_what_is_on_its_way_from_disk_is_waited_for() -> None:
     bench = Bench()
     fetching = {"r0"}
     bench.early = ReadBuffer(
-        bench.pool.layout, bench.host, bench.pool, bench.lane, bench.frames,
+        bench.host, bench.pool, bench.lane, bench.frames,
         fetching=fetching.__contains__,
     )  # fmt: skip
     rid = bench.wait(1)
@@ -258,7 +259,7 @@ def test_scattered_blocks_are_copied_in_one_call() -> None:
         node.slot = slot
     assert len(slots) > FEW_RUNS
     bench.frames = StagingRing(10, 8 * FRAME, CPU, bench.lane)
-    bench.early = ReadBuffer(bench.pool.layout, bench.host, bench.pool, bench.lane, bench.frames)
+    bench.early = ReadBuffer(bench.host, bench.pool, bench.lane, bench.frames)
     bench.look(bench.wait(0))
     plan = bench.pool.layout.plan
     assert bench.lane.calls == plan.hidden + 2 * plan.kv

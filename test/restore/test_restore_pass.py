@@ -61,7 +61,7 @@ class ToyRecomputer:
         before = [token(path, p) for p in range(restoration.start)]
         for layer in range(restoration.recompute):
             if layer < restoration.recompute - 1:
-                self.tiers.gate.wait_until(layer)
+                self.tiers.restorer.gate.wait_until(layer)
                 check(self.pool, layer, before, restoration.prefix_slots)
             rows = truth(layer, tokens.tolist())
             for part, wanted in zip(self.pool.rows(layer), rows, strict=True):
@@ -96,7 +96,7 @@ class Bench:
         self.released = 0
 
     def _store(self, path: int) -> tuple:
-        host, pool, plan = self.tiers.host, self.tiers._pool, self.plan
+        host, pool, plan = self.tiers.host, self.tiers.restorer.path.pool, self.plan
         nodes = keep(host, pack_tokens([token(path, p) for p in range(LENGTH)]))
         for node, first in zip(nodes, range(0, LENGTH, BLOCK_TOKENS), strict=True):
             tokens = [token(path, p) for p in range(first, first + node.num_tokens)]
@@ -124,7 +124,7 @@ class Bench:
             recompute,
             self.slots[path, :start],
         )
-        self.tiers.queue_restore(restoration, self.release)
+        self.tiers.restorer.queue(restoration, self.release)
 
     def release(self) -> None:
         self.released += 1
@@ -155,7 +155,7 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
     plan = LayerPlan(*counts)
     bench = Bench(plan)
     rate = data.draw(st.floats(0, 3))
-    bench.tiers.choice.kv_per_hidden = lambda tokens: rate
+    bench.tiers.restorer.planner.kv_per_hidden = lambda tokens: rate
     recompute = st.integers(plan.recompute, plan.num_layers)
     reach = [data.draw(st.integers(0, 90)) for _ in range(PATHS)]
     for path, stop in enumerate(reach):
@@ -170,10 +170,10 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
             reach[path] = stop
             count += 1
             recomputed += layers * (stop - start)
-    index = bench.tiers.start_restores()
-    bench.tiers.gate.set_consumer(index)
+    index = bench.tiers.restorer.start()
+    bench.tiers.restorer.gate.set_consumer(index)
     for layer in data.draw(st.lists(st.integers(0, plan.num_layers - 1), max_size=8)):
-        bench.tiers.gate.wait_until(layer)
+        bench.tiers.restorer.gate.wait_until(layer)
         for path, stop in enumerate(reach):
             check(
                 bench.pool, layer, [token(path, p) for p in range(stop)], bench.slots[path, :stop]
@@ -182,14 +182,14 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
     assert bench.released == count
     bench.check(reach)
     assert bench.recomputer.ran == recomputed
-    assert bench.tiers.counters["recomputed_layer_tokens"] == recomputed
+    assert bench.tiers.restorer.counters["recomputed_layer_tokens"] == recomputed
 
 
 @pytest.mark.parametrize("recompute", [1, 3])
 def test_a_restoration_outside_any_pass_recomputes_too(recompute: int) -> None:
     bench = Bench(LayerPlan(1, 1, 2))
     bench.queue(0, 0, 100, recompute)
-    bench.tiers.restore_now()
+    bench.tiers.restorer.run_now()
     assert bench.released == 1
     bench.check([100, 0])
 
@@ -200,9 +200,9 @@ def test_what_recomputation_raises_reaches_the_caller_and_nothing_is_released() 
     bench.recomputer.fail = True
     bench.queue(0, 0, 100, 1)
     with pytest.raises(RuntimeError, match="the model's layers failed"):
-        bench.tiers.start_restores()
+        bench.tiers.restorer.start()
     assert bench.released == 0
-    assert bench.tiers.gate.current == -1
+    assert bench.tiers.restorer.gate.current == -1
 
 
 def test_layers_that_are_not_stored_cannot_be_loaded() -> None:
@@ -214,8 +214,8 @@ def test_layers_that_are_not_stored_cannot_be_loaded() -> None:
 def test_copies_of_recomputed_layers_are_never_made() -> None:
     bench = Bench(LayerPlan(0, 2, 2))
     bench.queue(0, 0, 64, 3)
-    bench.tiers.restore_now()
-    lane = bench.tiers._lane
+    bench.tiers.restorer.run_now()
+    lane = bench.tiers.restorer.path.lane
     assert isinstance(lane, LateLane)
     assert lane.performed == len(PARTS)  # one span of the one loaded layer, per part
 
@@ -224,12 +224,12 @@ def test_an_index_whose_pass_is_over_costs_nothing() -> None:
     """It sticks to the batch: later passes of the same batch ask with it again."""
     bench = Bench(LayerPlan(0, 1, 1))
     bench.queue(0, 0, 64, 0)
-    index = bench.tiers.start_restores()
-    bench.tiers.gate.set_consumer(index)
+    index = bench.tiers.restorer.start()
+    bench.tiers.restorer.gate.set_consumer(index)
     bench.tiers.after_pass((), 0)
     for part in itertools.chain(*bench.pool.kv):
         part.fill_(UNTOUCHED)
-    bench.tiers.gate.set_consumer(index)
-    bench.tiers.gate.wait_until(0)
+    bench.tiers.restorer.gate.set_consumer(index)
+    bench.tiers.restorer.gate.wait_until(0)
     bench.tiers.after_pass((), 0)
     assert all(bool((part == UNTOUCHED).all()) for part in itertools.chain(*bench.pool.kv))

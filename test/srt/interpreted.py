@@ -105,7 +105,7 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     found["all_slots"] = chosen(10**4)
     found["alone"] = list(gathering.gathers(None))
     # What a commit calls: rows of some layers into the middle of its target.
-    rows.read = gathering.gathers(kernels)["kernel"]
+    rows = KvPoolRows(pool, None, read=gathering.gathers(kernels)["kernel"])
     target = [
         torch.full((len(layers), 9, width), 7, dtype=torch.uint8) for width in rows.part_bytes
     ]

@@ -16,11 +16,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.device_eviction import DeviceOrder
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities
-from support.tiers import build
+from support.tiers import NoScheduler, build
 
 
 class Allocator:
@@ -48,7 +49,8 @@ def ours(kept: Any = lambda _: True) -> tuple[HcRadixCache, LookAhead[str]]:
     window: LookAhead[str] = LookAhead()
     tiers, _, _ = build(LayerPlan(0, 0, 1), slots=2, device_slots=4)
     order = DeviceOrder(FINGERPRINT, window, kept)
-    return HcRadixCache(params(), tiers, None, order), window
+    compute = ComputeStream(torch.device("cpu"))
+    return HcRadixCache(params(), tiers, NoScheduler(), compute, order), window  # type: ignore[arg-type]
 
 
 def insert(cache: RadixCache, tokens: list[int], salt: str | None = None, at: int = 0) -> None:

@@ -14,10 +14,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tree.identity import pack_tokens
 from support.host import keep
-from support.tiers import build
+from support.tiers import NoScheduler, build
 
 SLOTS = 6
 COUNT = 4 * BLOCK_TOKENS
@@ -56,6 +57,8 @@ class Subject:
                 page_size=1,
             ),
             self.tiers,
+            NoScheduler(),  # type: ignore[arg-type]
+            ComputeStream(torch.device("cpu")),
             None,
         )
 

@@ -29,9 +29,7 @@ class Server:
     def __init__(self) -> None:
         window, _, _, view = host_queue(64, eviction="lru")
         view.finished("before", 1)  # one block per request: the window holds them all
-        tiers: Any = SimpleNamespace(queue=view, read_buffer=None, disk=None)
-        self.waiting = WaitingRequests(tiers, on_device=lambda key: 0)
-        self.waiting.scheduler = lambda: self
+        self.waiting = WaitingRequests(view, None, on_device=lambda key: 0)
         self.window = window
         self.waiting_queue: list[Any] = []
         self.running: list[Any] = []
@@ -75,7 +73,7 @@ class Server:
             self.waiting.finished(self.running.pop(at).rid, 1)
 
     def look(self, _: None) -> None:
-        self.waiting.on_schedule_step()
+        self.waiting.on_schedule_step(self.waiting_queue)
         self.window.check_integrity()
         names = [req.rid for req in self.waiting_queue if req.rid in self.known]
         assert list(self.window.order) == names

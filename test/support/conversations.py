@@ -33,7 +33,7 @@ def converse(core: Core, salt: str, evict: bool, spoil: bool = False) -> dict[st
             core.flood(random.Random(turn), 2 * POOL)
             if spoil:
                 core.tree.tiers.drain()
-                core.tree.tiers._pool.bytes[:] = 63
+                core.tree.tiers.restorer.path.pool.bytes[:] = 63
         reply = core.ask(history, 24, salt, top=TOP)
         if originals is not None:
             known = originals[0].shape[0]

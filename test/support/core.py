@@ -187,8 +187,8 @@ class Core:
     def believe_profile(self) -> None:
         """What is seen from now on corrects no cost, and nothing that the costs refuse is tried:
         for tests of decisions by stated costs."""
-        self.tree.tiers.costs.observe = lambda *_: None
-        choice = self.tree.tiers.choice
+        self.tree.tiers.restorer.watch.costs.observe = lambda *_: None
+        choice = self.tree.tiers.restorer.planner
         for tries in (choice._restore_tries, choice._hidden_tries, choice._fetch_tries):
             tries._left = 1 << 40
 

@@ -127,7 +127,7 @@ class GraphCore(Core):
             return self._attention(module, *args, **kwargs)
 
         mock.patch.object(RadixAttention, "forward", attention).start()
-        gate = self.tree.tiers.gate
+        gate = self.tree.tiers.restorer.gate
         waits = gate.wait_until
         gate.wait_until = lambda layer: (self.events.append(("wait", layer)), waits(layer))[1]
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.fetches import RestoreCosts
+from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
@@ -88,6 +89,7 @@ def host_queue(
     prefetch: str = "queue",
     clock: Callable[[], float] = time.monotonic,
     *,
+    costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
 ) -> HostQueue:
@@ -96,7 +98,9 @@ def host_queue(
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
     disk = DiskTier(io, host, clock) if io is not None else None
-    queue = queue_over(host, disk, window, prefetch, hint_disk=hint_disk, ready_first=ready_first)
+    queue = queue_over(
+        host, disk, window, prefetch, costs=costs, hint_disk=hint_disk, ready_first=ready_first
+    )
     return HostQueue(window, host, disk, queue)
 
 
@@ -106,6 +110,7 @@ def queue_over(
     window: LookAhead[str],
     prefetch: str = "queue",
     *,
+    costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
 ) -> QueueView:
@@ -113,7 +118,9 @@ def queue_over(
     sizes = (host.num_slots, disk.capacity if disk is not None else 0)
     priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
     mode = prefetch if disk is not None else "off"
-    return QueueView(host, disk, window, sizes, mode, priority, ready_first=ready_first)
+    return QueueView(
+        host, disk, window, sizes, mode, priority, costs=costs, ready_first=ready_first
+    )
 
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:

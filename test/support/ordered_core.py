@@ -124,13 +124,13 @@ class OrderedCore(Core):
         table = self.scheduler.req_to_token_pool.req_to_token
         watch.region("slot table", table, table.itemsize)
         for layer in range(tiers.layout.plan.num_layers):
-            for part, rows in enumerate(tiers._sink.rows(layer)):
+            for part, rows in enumerate(tiers.restorer.path.sink.rows(layer)):
                 watch.region(f"KV pool, layer {layer}, part {part}", rows, rows.shape[1])
-        if tiers._taps is not None:
-            watch.region("taps", tiers._taps.states)
+        if tiers.capture.taps is not None:
+            watch.region("taps", tiers.capture.taps.states)
         shape = tiers.layout.shape
         row = math.gcd(shape.hidden_bytes, *shape.kv_parts)
-        watch.region("host pool", torch.from_numpy(tiers._pool.bytes), row)
+        watch.region("host pool", torch.from_numpy(tiers.restorer.path.pool.bytes), row)
         buffers: dict[int, tuple[str, list[torch.Tensor]]] = {}
         for kind, path in (("hidden", tiers.capture._hidden), ("kv", tiers.capture._kv)):
             if path is None:
@@ -145,10 +145,10 @@ class OrderedCore(Core):
                 ):
                     watch.region(f"snapshot {staging.index}.{number} on the host", host)
                     watch.region(f"snapshot {staging.index}.{number} on the device", twin)
-        for frame, _ in tiers._staging._free:
+        for frame, _ in tiers.restorer.path.staging._free:
             watch.region("frame", frame)
-        executor = tiers._filing._executor
-        executor.submit = _noting(executor.submit, watch, tiers._pool, buffers)
+        executor = tiers.capture.filing._executor
+        executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, buffers)
 
 
 def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:

@@ -75,9 +75,8 @@ class ServerSubject:
         self._words: dict[bytes, str] = {}
         self.io = FakeIo(capacity=DISK_BLOCKS)
         _, self.host, self.disk, self.queue = host_queue(
-            host_slots, self.io, eviction, prefetch, lambda: self.now
+            host_slots, self.io, eviction, prefetch, lambda: self.now, costs=costs
         )
-        self.queue.use_costs(costs)
 
     @property
     def prefetcher(self) -> Prefetcher:

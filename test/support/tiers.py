@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.capture import Capture, DeviceState
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.capture.saving import save_path
+from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.copy_stream import HostLane, Lane
+from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.pins import RetentionPriority, SessionPins
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer
-from sglang_hc.restore.restore_pass import Recomputer
+from sglang_hc.restore.restore_pass import Recomputer, RestorePath
+from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from support.host import host_tier
+from support.host import host_tier, queue_over
 
 HIDDEN_BYTES = 8
 PARTS = (8, 8)
@@ -104,40 +114,63 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
     return [(mixed + part).to(torch.uint8) for part in range(len(PARTS))]
 
 
+class NoScheduler:
+    """A scheduler with nobody waiting, in place of `srt.scheduler.OwnScheduler`."""
+
+    exporter = None
+
+    def __init__(self) -> None:
+        self.waiting_queue: list[Any] = []
+
+
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     lane: Lane | None = None, recomputer: Recomputer | None = None, frames: int = 0, ring: int = 0,
+    disk: Callable[[HostPool], BlockIo] | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
     frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
     device's own memory, which rows are saved through, and KV never through snapshots; 0 for none.
+    disk: makes what lies below the host tier, whose requests are fetched as they arrive.
     """
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
-    tier = host_tier(slots, fingerprint=layout.fingerprint("toy"))
+    host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
     lane = lane or HostLane()
-    back = lane.opposite()
     hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
-    filing = Filing(executor)
-    memory = DeviceRing(ring, CPU) if ring else None
+    filing = Filing(executor, host.damaged_slots)
+    out = WayOut(pool, lane.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
     size = buffers * rows * plan.hidden * HIDDEN_BYTES
     twins = torch.empty(size, dtype=torch.uint8) if ring else None
-    hidden = kv = None
-    if plan.hidden:
-        hidden = save_path("hidden", hidden_buffers, 0, pool, back, filing, memory, twins)
-    if plan.kv:
-        kv_buffers = [] if ring else kv_buffers
-        kv = save_path("kv", kv_buffers, buffers, pool, back, filing, memory)
-    capture = Capture(layout, tier, filing, hidden, kv, device, clock=lambda: 0.0)
+    source = DeviceState(
+        device,
+        None,
+        out.hidden(hidden_buffers, twins) if plan.hidden else None,
+        out.kv([] if ring else kv_buffers, buffers) if plan.kv else None,
+    )
+    below = DiskTier(disk(pool), host, clock) if disk is not None else None
+    on_ready = below.spill if below is not None else lambda node: None
     early = None
     if frames:
-        staging = StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
-        early = ReadBuffer(layout, tier, pool, lane, staging)
+        early = ReadBuffer(
+            host, pool, lane, StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
+        )
+    staging = StagingRing.sized_for(layout, CPU, lane)
+    path = RestorePath(pool, device, lane, staging, recomputer, early)
+    counters: Counter[str] = Counter()
+    planner = RestoreChoice(None, plan, recomputer is not None, counters)
+    window: LookAhead[str] = LookAhead()
+    pins = SessionPins(slots, slots, 1.0)
     tiers = Tiers(
-        layout, tier, pool, capture, filing, device, lane, CPU, None, recomputer=recomputer,
-        read_buffer=early,
-    )  # fmt: skip
+        host,
+        below,
+        Capture(layout, host, filing, source, on_ready, clock=lambda: 0.0),
+        Restorer(host, path, planner, None, counters),
+        queue_over(host, below, window, "on-arrival"),
+        Retention(host, below, pins, RetentionPriority(window, pins)),
+        Exactness(True, 0.0),
+    )
     return tiers, device, executor

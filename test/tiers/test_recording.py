@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
-from sglang_hc.tiers.recording import Recorder, host_tier
+from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.recorded import replay_record
 from sglang_hc.tools.workloads.traces import TraceError
@@ -34,7 +35,10 @@ class Server:
         self.pins = SessionPins(3, 5, 60.0)
         ttl: TimeToLive[BlockNode] = TimeToLive(40.0)
         blocks = BlockTree(FINGERPRINT)
-        self.window, self.tier = host_tier(eviction, blocks, SLOTS, self.recorder, self.pins, ttl)
+        self.window = RecordingLookAhead(self.recorder)
+        policy = make_policy(eviction, self.window, pinned=self.pins)
+        self.tier = RecordingHostTier(self.recorder, blocks, SLOTS, policy, ttl)
+        self.recorder.watch(self.pins)
         self.waiting: dict[str, tuple[str | None, bytes]] = {}
         self.hits = 0
         self.names = 0

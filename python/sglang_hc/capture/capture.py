@@ -16,6 +16,7 @@ first one that found no place (counted with the reason), and whole blocks of the
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 
 from sglang_hc.capture.saving import PassRows, SavePath
 from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.gather_scatter import DevicePool, word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
@@ -58,6 +60,20 @@ class _Stage:
     missed: int = 0
 
 
+@dataclass(frozen=True)
+class DeviceState:
+    """Where a model's state is on the device, and the ways on which it leaves.
+
+    pool: its KV. taps: its hidden states; hidden: their ways. Both are None without hidden layers,
+    kv without KV layers.
+    """
+
+    pool: DevicePool
+    taps: TapBuffer | None
+    hidden: SavePath | None
+    kv: SavePath | None
+
+
 class Capture:
     """Stages of all running requests and their way into the host tier.
 
@@ -70,23 +86,22 @@ class Capture:
         layout: BlockLayout,
         tier: HostTier,
         filing: Filing,
-        hidden: SavePath | None,
-        kv: SavePath | None,
-        pool: DevicePool,
-        clock: Callable[[], float],
+        device: DeviceState,
+        on_ready: Callable[[BlockNode], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hidden` and `kv` are None when the layer plan has no such layers."""
+        """on_ready: told of every block whose bytes are in place."""
         self._layout = layout
         self._tier = tier
-        self._filing = filing
-        self._hidden = hidden
-        self._kv = kv
-        self._pool = pool
+        self.filing = filing
+        self.taps = device.taps
+        self._hidden = device.hidden
+        self._kv = device.kv
+        self._pool = device.pool
+        self._on_ready = on_ready
         self._clock = clock
         self._stages: dict[str, _Stage] = {}
         self.counters: Counter[str] = Counter()
-        self.on_ready: Callable[[BlockNode], None] = lambda node: None
-        """Told of every block whose bytes are in place."""
 
     @property
     def needs_taps(self) -> bool:
@@ -123,6 +138,12 @@ class Capture:
                 stage.end = 0
                 return
         stage.cut = False
+
+    def take_pass(self, segments: Sequence[Segment], rows: int) -> None:
+        """Stage what the taps hold of a forward pass of `rows` rows: of one with more rows than
+        they hold, the first."""
+        if self.taps is not None and segments:
+            self.take(segments, self.taps.bytes(min(rows, self.taps.rows)))
 
     def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
         """Stage the rows of one forward pass. `taps`: (hidden layers, rows, hidden_bytes) uint8,
@@ -202,7 +223,7 @@ class Capture:
         for rid in list(self._stages):
             self.drop(rid)
         self.flush()
-        self._filing.drain()
+        self.filing.drain()
         self._tier.clear()
 
     def staged_slots(self) -> int:
@@ -296,7 +317,7 @@ class Capture:
         copy = self._new_slot()
         if copy is not None:
             self._hidden.flush()  # the rows must be on their way before the copy is
-            self._filing.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
+            self.filing.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
         return copy
 
     def _gather_kv(
@@ -326,19 +347,19 @@ class Capture:
         Until then it is pinned: a slot that rows are on their way to must get no new owner. Another
         filing would come after them, but a read from disk would not.
         """
-        filed = self._filing.last()
+        filed = self.filing.last()
         self._tier.pin([node])
 
         def settle() -> None:
             self._tier.unpin([node])
             if node.parent is None or node.slot != slot:  # left the tier meanwhile
                 return
-            if slot in self._filing.bad_slots:
+            if slot in self._tier.damaged_slots:
                 self.counters["file_failed"] += 1
                 self._tier.drop_branch(node)
             else:
                 self._tier.mark_ready(node)
-                self.on_ready(node)
+                self._on_ready(node)
 
         if filed.done:
             settle()
@@ -356,14 +377,11 @@ class Capture:
 
     def _copy(self, source: BlockNode, target: int, rows: int) -> None:
         self._tier.pin([source])
-        filed = self._filing.submit(CopyRows(source.slot, target, rows))
+        filed = self.filing.submit(CopyRows(source.slot, target, rows))
         filed.on_done.append(lambda: self._tier.unpin([source]))
 
     def _new_slot(self) -> int | None:
-        slot = self._tier.stage(self._clock())
-        if slot is not None:
-            self._filing.bad_slots.discard(slot)
-        return slot
+        return self._tier.stage(self._clock())
 
     def _cut(self, stage: _Stage, reason: str) -> None:
         """Nothing behind the end of this stage is kept. Counted once, with the first reason."""
@@ -382,11 +400,11 @@ class Capture:
             for slot in slots:
                 self._tier.unstage(slot)
 
-        filed = self._filing.last()
+        filed = self.filing.last()
         if filed.done:
             unstage()
         else:
             filed.on_done.append(unstage)
 
 
-__all__ = ["Capture", "Segment"]
+__all__ = ["Capture", "DeviceState", "Segment"]

@@ -17,7 +17,7 @@ from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
 from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
 from sglang_hc.device.copy_stream import Lane
 from sglang_hc.store.executor import RowSpan
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
 
 STRAIGHT_ROWS = 16
 """Rows of one request in one pass from which on a copy of their own pays."""
@@ -114,27 +114,37 @@ class PassRows:
         return self._snapshots.room - (row - low)
 
 
-def save_path(
-    kind: str,
-    buffers: Sequence[SnapshotBuffer],
-    first_index: int,
-    pool: HostPool,
-    lane: Lane,
-    filing: Filing,
-    ring: DeviceRing | None = None,
-    twins: torch.Tensor | None = None,
-) -> SavePath:
-    """The ways for `kind`, "hidden" or "kv". `buffers` may be empty; `first_index`
-    numbers them for the executor. ring and twins (see `Snapshots`): for a device with memory of its
-    own."""
-    snapshots = None
-    if buffers:
-        snapshots = Snapshots(buffers, first_index, kind, twins, lane, filing)
-    slots = [pool.hidden] if kind == "hidden" else pool.kv
-    # Of a decode step there is one row for each of many requests: too few for copies of their own.
-    least = 2 if kind == "hidden" else 1
-    direct = DirectRows(slots, lane, filing, ring)
-    return SavePath(snapshots, direct, filing, ring is not None, least)
+@dataclass(frozen=True)
+class WayOut:
+    """What all state passes through on its way from the device into slots of the host pool.
+
+    ring: for a device with memory of its own; None elsewhere.
+    """
+
+    pool: HostPool
+    lane: Lane
+    filing: Filing
+    ring: DeviceRing | None = None
+
+    def hidden(
+        self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None = None
+    ) -> SavePath:
+        """The ways for hidden states. twins: see `Snapshots`; None without a ring."""
+        snapshots = Snapshots(buffers, 0, "hidden", twins, self.lane, self.filing)
+        # A decode step has one row of each of many requests: too few for copies of their own.
+        return self._path(snapshots, [self.pool.hidden], least=2)
+
+    def kv(self, buffers: Sequence[SnapshotBuffer], first_index: int) -> SavePath:
+        """The ways for KV. Without buffers all rows go straight; `first_index` numbers the buffers
+        for the executor."""
+        snapshots = None
+        if buffers:
+            snapshots = Snapshots(buffers, first_index, "kv", None, self.lane, self.filing)
+        return self._path(snapshots, self.pool.kv, least=1)
+
+    def _path(self, snapshots: Snapshots | None, slots: Sequence[Bytes], least: int) -> SavePath:
+        direct = DirectRows(slots, self.lane, self.filing, self.ring)
+        return SavePath(snapshots, direct, self.filing, self.ring is not None, least)
 
 
 def _later(fill: Fill, low: int) -> Fill:
@@ -142,4 +152,4 @@ def _later(fill: Fill, low: int) -> Fill:
     return lambda targets, at, first, count: fill(targets, at, low + first, count)
 
 
-__all__ = ["STRAIGHT_ROWS", "PassRows", "SavePath", "save_path"]
+__all__ = ["STRAIGHT_ROWS", "PassRows", "SavePath", "WayOut"]

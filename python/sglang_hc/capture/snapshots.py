@@ -31,19 +31,18 @@ class Filed:
 class Filing:
     """Operations on their way to the executor, in order. Belongs to the scheduler thread.
 
-    bad_slots: slots an operation failed to write. They must not be served; whoever gives such a
-    slot a new owner discards it from the set.
+    damaged: gets the slots that an operation failed to write (see `HostTier.damaged_slots`).
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, damaged: set[int]) -> None:
         self._executor = executor
+        self._damaged = damaged
         self._tickets = itertools.count(1)
         self._waiting: deque[tuple[Mark | None, Operation | None, Filed]] = deque()
         self._running: dict[int, tuple[Operation, Filed]] = {}
         self._passed: list[Filed] = []
         """Points that everything has passed, until the next poll says so."""
         self._last = Filed(done=True)
-        self.bad_slots: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._passed)
@@ -120,8 +119,8 @@ class Filing:
 
     def _complete(self, ticket: int, ok: bool) -> None:
         operation, filed = self._running.pop(ticket)
-        if not ok or (isinstance(operation, CopyRows) and operation.source in self.bad_slots):
-            self.bad_slots.update(_targets(operation))
+        if not ok or (isinstance(operation, CopyRows) and operation.source in self._damaged):
+            self._damaged.update(_targets(operation))
         _finish(filed)
 
 

@@ -36,6 +36,9 @@ class Waiting(NamedTuple):
 WaitingOf = Callable[[str], Waiting]
 
 
+UNKNOWN_COSTS = UnknownCosts()
+
+
 class QueueView:
     """Look-ahead over one scheduler's waiting queue.
 
@@ -53,16 +56,18 @@ class QueueView:
         prefetch: str,
         priority: RetentionPriority | None = None,
         *,
+        costs: RestoreCosts = UNKNOWN_COSTS,
         ready_first: bool = False,
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one). priority: told to
-        the disk; None leaves it to evict by age. ready_first: see `Admission.arrange`."""
+        the disk; None leaves it to evict by age. costs: what fetching and recomputing take on this
+        machine. ready_first: see `Admission.arrange`."""
         self._host = host
         self._disk = disk
         self.window = window
-        self._costs: RestoreCosts = UnknownCosts()
+        self._costs = costs
         mode = prefetch if disk is not None else "off"
-        self._prefetcher = Prefetcher(window, self, self._costs, slots, mode)
+        self._prefetcher = Prefetcher(window, self, costs, slots, mode)
         self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=ready_first)
@@ -73,10 +78,6 @@ class QueueView:
             disk.coming.on_lost = self._prefetcher.fail
             if priority is not None:
                 priority.subscribe(self._changed.add)
-
-    def use_costs(self, costs: RestoreCosts) -> None:
-        """What fetching and recomputing take on this machine; unknown until then."""
-        self._costs = self._prefetcher.costs = costs
 
     @property
     def counters(self) -> Counter[str]:
@@ -224,7 +225,7 @@ class QueueView:
         return self.requests[rid].path
 
     def _restore_cost(self, rid: str) -> float:
-        """Cost to restore what the request has in the tiers, in the units of `use_costs`."""
+        """Cost to restore what the request has in the tiers, in the units of `costs`."""
         record = self.requests[rid]
         if record.restore_seconds is None:
             waiting = self._of(rid)

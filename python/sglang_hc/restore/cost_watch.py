@@ -22,16 +22,22 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from sglang_hc.device.copy_stream import CudaLane, HostLane, Lane, Mark
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource, read_line
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.restore.restore_pass import LayerGate, RestorePass, RestoreSink
-from sglang_hc.store.host_pool import HostPool
+from sglang_hc.restore.restore_pass import (
+    LayerGate,
+    Restoration,
+    RestorePass,
+    RestorePath,
+    RestoreSink,
+)
 
 MIXED_SHARE = 0.2
 """Least share of a prediction for which an observation of several forms counts for one of them."""
@@ -222,15 +228,12 @@ class WatchedPass(RestorePass):
     def __init__(
         self,
         watch: CostWatch,
-        beside: bool,
-        layout: BlockLayout,
-        pool: HostPool,
-        sink: RestoreSink,
-        *others: Any,
+        path: RestorePath,
+        restorations: Sequence[Restoration],
+        kv_per_hidden: float = 0.0,
     ) -> None:
-        """beside: it is given a side stream. The others: what `RestorePass` takes."""
         self._watch = watch
-        self._timed = _TimedSink(sink, watch, beside)
+        self._timed = _TimedSink(path.sink, watch, beside=path.side is not None)
         self._rows: Counter[int] | None = None
         """Rows to be copied per layer; None until the first copies are about to be enqueued."""
         self._is_clean = False
@@ -238,7 +241,8 @@ class WatchedPass(RestorePass):
         self._depth = 0
         self._over = False
         begin = super().__init__
-        self._clocked(lambda: begin(layout, pool, self._timed, *others))
+        timed = replace(path, sink=self._timed)
+        self._clocked(lambda: begin(timed, restorations, kv_per_hidden))
 
     def wait(self, layer: int) -> None:
         wait = super().wait
@@ -301,10 +305,11 @@ def _rows(loads: Iterable[Any]) -> Counter[int]:
 class WatchedGate(LayerGate):
     """The layer gate; every attention passes it, so it sees how long a prefill's layers take."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, watch: CostWatch | None) -> None:
+        """watch: None where there are no costs to correct."""
         super().__init__()
         self._last = num_layers - 1
-        self.watch: CostWatch | None = None
+        self._watch = watch
         self._layer_seconds = 0.0
         self._begin: Any = None
 
@@ -313,10 +318,10 @@ class WatchedGate(LayerGate):
         else. Without this call a pass is not timed."""
         self.pass_ended()
         new = sum(count for count, _ in lengths)
-        if self.watch is None or not self._last or new < BLOCK_TOKENS:
+        if self._watch is None or not self._last or new < BLOCK_TOKENS:
             return
         pairs = sum(count * (context + 0.5 * count) for count, context in lengths)
-        prefill = self.watch.costs.measured.prefill
+        prefill = self._watch.costs.measured.prefill
         self._layer_seconds = prefill.seconds(new, pairs / new - 0.5 * new)
 
     def pass_ended(self) -> None:
@@ -329,13 +334,13 @@ class WatchedGate(LayerGate):
             self._time(layer)
 
     def _time(self, layer: int) -> None:
-        assert self.watch is not None
+        assert self._watch is not None
         if self._current is not None:  # a restoration runs between the layers
             self.pass_ended()
         elif layer == 0 and self._begin is None:
-            self._begin = self.watch.timer.compute()
+            self._begin = self._watch.timer.compute()
         elif layer == self._last and self._begin is not None:
             predicted = self._last * self._layer_seconds
-            end = self.watch.timer.compute()
-            self.watch.between((Resource.PREFILL,), predicted, self._begin, end)
+            end = self._watch.timer.compute()
+            self._watch.between((Resource.PREFILL,), predicted, self._begin, end)
             self.pass_ended()

@@ -21,7 +21,7 @@ from sglang_hc.device.copy_stream import Lane
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
 from sglang_hc.restore.measure_disk import disk_samples, spread
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestoreSink
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath, RestoreSink
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
@@ -252,7 +252,8 @@ class _Bench:
         span = Restoration(nodes, 0, tokens, self._slots[:tokens])
         self._wait()
         begin = self._clock()
-        restore = RestorePass(pool.layout, pool, sink, subject.lane, [span], self._staging)
+        path = RestorePath(pool, sink, subject.lane, self._staging)
+        restore = RestorePass(path, [span])
         restore.finish()
         self._wait()
         return (self._clock() - begin) / LAYERS

@@ -91,19 +91,18 @@ class ReadBuffer:
 
     def __init__(
         self,
-        layout: BlockLayout,
         host: HostTier,
         pool: HostPool,
         lane: Lane,
         frames: StagingRing,
         cost: CostModel | None = None,
-        fetching: Callable[[str], bool] | None = None,
+        fetching: Callable[[str], bool] = lambda rid: False,
     ) -> None:
         """cost: what is copied for a request is bounded by `early_bytes`; without it, by nothing.
         fetching: whether more of what a request needs is on its way to the host tier."""
-        self._layout = layout
+        self._layout = pool.layout
         self._host = host
-        self._source = LayerSource(layout, pool)
+        self._source = LayerSource(pool)
         self._lane = lane
         self._frames = frames
         self._cost = cost
@@ -125,7 +124,7 @@ class ReadBuffer:
             if not room or not self._frames.has_free:
                 return
             if rid not in self._wishes:
-                if self._fetching is not None and self._fetching(rid):
+                if self._fetching(rid):
                     continue
                 self._wishes[rid] = self._wish(rid, waiting_of)
             for layer, nodes in self._wishes[rid]:

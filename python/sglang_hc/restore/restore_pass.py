@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_hc.device.copy_stream import Lane, Mark, Side
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form
+from sglang_hc.forms import BLOCK_TOKENS, Form
 from sglang_hc.policy.copy_order import merged
 from sglang_hc.restore.read_buffer import Early, ReadBuffer
 from sglang_hc.restore.staging import (
@@ -107,6 +107,24 @@ class Recomputer(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class RestorePath:
+    """What restorations pass through on their way from the host tier into the KV pool.
+
+    recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
+    its request's turn. side: submit the work to a stream beside the compute stream, `SIDE_LAYERS`
+    layers ahead of the one that is waited for; None: when it is waited for, in the compute stream.
+    """
+
+    pool: HostPool
+    sink: RestoreSink
+    lane: Lane
+    staging: StagingRing
+    recomputer: Recomputer | None = None
+    read_buffer: ReadBuffer | None = None
+    side: Side | None = None
+
+
 SIDE_LAYERS = 4
 """Layers that are submitted beside the compute stream ahead of the one that is waited for. With
 all of them the batch's launch would wait for this thread to submit the whole restoration."""
@@ -138,32 +156,18 @@ class RestorePass:
     """
 
     def __init__(
-        self,
-        layout: BlockLayout,
-        pool: HostPool,
-        sink: RestoreSink,
-        lane: Lane,
-        restorations: Sequence[Restoration],
-        staging: StagingRing,
-        recomputer: Recomputer | None = None,
-        read_buffer: ReadBuffer | None = None,
-        kv_per_hidden: float = 0.0,
-        side: Side | None = None,
+        self, path: RestorePath, restorations: Sequence[Restoration], kv_per_hidden: float = 0.0
     ) -> None:
-        """`recomputer` may be left out where no restoration recomputes. kv_per_hidden: KV layers
-        that are copied between two HIDDEN layers (see `policy.order`).
-
-        side: submit the work to a stream beside the compute stream, `SIDE_LAYERS` layers ahead of
-        the one that is waited for; None: when it is waited for, in the compute stream.
-        """
+        """kv_per_hidden: KV layers that are copied between two HIDDEN layers (see
+        `policy.copy_order`)."""
         self.restorations = tuple(restorations)
-        self._plan = layout.plan
-        self._sink = sink
-        self._lane = lane
-        self._staging = staging
-        self._recomputer = recomputer
-        self._read_buffer = read_buffer
-        self._source = LayerSource(layout, pool)
+        self._plan = path.pool.layout.plan
+        self._sink = path.sink
+        self._lane = path.lane
+        self._staging = path.staging
+        self._recomputer = path.recomputer
+        self._read_buffer = path.read_buffer
+        self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
         self._slots = torch.cat([r.device_slots for r in self._ordered])
         device = self._slots.device
@@ -173,13 +177,13 @@ class RestorePass:
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
-        self._side = side
-        self._before_side = lane.computed() if side is not None else None
+        self._side = path.side
+        self._before_side = path.lane.computed() if path.side is not None else None
         """What the side has to wait for before it writes: the batch that runs now may still use
         the slots for the request that had them before. None once it was told to."""
         self._beside: dict[int, Mark] = {}
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
-        staging.claim(self.finish)
+        self._staging.claim(self.finish)
         self._run_ahead()
         self._submit_beside(min(self._open, default=0))
 

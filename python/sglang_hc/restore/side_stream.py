@@ -11,7 +11,13 @@ import torch
 from sglang_hc.device.autotune import Seconds, fastest
 from sglang_hc.device.copy_stream import Lane, Side
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.restore.restore_pass import SIDE_LAYERS, Restoration, RestorePass, RestoreSink
+from sglang_hc.restore.restore_pass import (
+    SIDE_LAYERS,
+    Restoration,
+    RestorePass,
+    RestorePath,
+    RestoreSink,
+)
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
@@ -55,7 +61,8 @@ def fastest_side(
     restoration = Restoration(tuple(nodes), 0, tokens, slots[:tokens])
 
     def run(way: Side | None) -> None:
-        restore = RestorePass(layout, pool, sink, lane, [restoration], ring, side=way)
+        path = RestorePath(pool, sink, lane, ring, side=way)
+        restore = RestorePass(path, [restoration])
         for layer in range(layers):
             restore.wait(layer)
             compute(layer)

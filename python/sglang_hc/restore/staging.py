@@ -101,7 +101,8 @@ def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
 class LayerSource:
     """Each layer's part of the host pool, whatever its form."""
 
-    def __init__(self, layout: BlockLayout, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool) -> None:
+        layout = pool.layout
         self._plan = layout.plan
         self._hidden = torch.from_numpy(pool.hidden)
         self._kv = [torch.from_numpy(part) for part in pool.kv]

@@ -21,18 +21,21 @@ class UnsupportedPool(ValueError):
 
 
 class KvPoolRows:
-    """Byte rows of each layer of a pool. Implements `transfer`'s DevicePool and RestoreSink.
+    """Byte rows of each layer of a pool, as DevicePool and RestoreSink."""
 
-    project: how K and V come from hidden states; `projection.choose` finds a faster way.
-    read: how rows of many layers are gathered; `gathering.choose` finds a faster way.
-    """
-
-    def __init__(self, pool: Any, adapters: Sequence[LayerAdapter] | None) -> None:
-        """`adapters` are needed for layers kept as hidden states only."""
+    def __init__(
+        self,
+        pool: Any,
+        adapters: Sequence[LayerAdapter] | None,
+        project: Projection = PROJECTIONS["sglang"],
+        read: Gather = gather,
+    ) -> None:
+        """adapters: needed for layers kept as hidden states only. project: how K and V come from
+        hidden states. read: how rows of many layers are gathered. Raises UnsupportedPool."""
         self.pool = pool
         self.adapters = adapters
-        self.project: Projection = PROJECTIONS["sglang"]
-        self.read: Gather = gather
+        self._project = project
+        self._read = read
         if type(pool) is MHATokenToKVPool:
             buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
@@ -47,18 +50,15 @@ class KvPoolRows:
             [part.view(part.shape[0], -1).view(torch.uint8) for part in layer] for layer in buffers
         ]
         self.device: torch.device = buffers[0][0].device
+        sizes = {tuple(part.shape[1] for part in layer) for layer in self._rows}
+        if len(sizes) != 1:
+            raise UnsupportedPool("the KV pool's layers differ in size")
+        self.part_bytes: tuple[int, ...] = sizes.pop()
+        """Bytes of one row of each part; all layers are alike."""
 
     @property
     def num_layers(self) -> int:
         return len(self._rows)
-
-    @property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Bytes of one row of each part; all layers are alike."""
-        sizes = {tuple(part.shape[1] for part in layer) for layer in self._rows}
-        if len(sizes) != 1:
-            raise UnsupportedPool("the KV pool's layers differ in size")
-        return sizes.pop()
 
     def rows(self, layer: int) -> list[torch.Tensor]:
         """One (slots, part bytes) uint8 view per part of a KV row."""
@@ -67,7 +67,7 @@ class KvPoolRows:
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
     ) -> None:
-        self.read(self, layers, slots, targets, at)
+        self._read(self, layers, slots, targets, at)
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -76,7 +76,7 @@ class KvPoolRows:
         adapter = self.adapters[layer]
         with torch.no_grad():
             states = hidden.view(adapter.qkv.weight.dtype)
-            self.project(self.pool, adapter, layer, states, positions, slots)
+            self._project(self.pool, adapter, layer, states, positions, slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         if self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 
 from sglang_hc.policy.pins import PinLimitError
-from sglang_hc.srt.runner import MODEL_STATE
+from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.tiers.retention import MAX_PIN_S, Retention
 from sglang_hc.tree.identity import pack_tokens
@@ -80,8 +80,7 @@ def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqI
     """AROUND Scheduler.handle_dumper_control: answer what is ours."""
     if not recv_req.method.startswith(PREFIX):
         return original(self, recv_req)
-    state = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
-    tree = None if state is None else state.tree
+    tree = getattr(self.tp_worker.model_runner, TREE, None)
     reply = answer(None if tree is None else tree.tiers.retention, recv_req.method, recv_req.body)
     output = DumperControlReqOutput(success=True, response=[reply])
     self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)

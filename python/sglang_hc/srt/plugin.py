@@ -34,7 +34,7 @@ def activate() -> None:
 
     if not torch.cuda.is_available():
         cpu.enable()
-    for target, kind, hook in hooks():
+    for target, kind, hook in all_hooks():
         HookRegistry.register(target, hook, kind)
     if BACKEND not in registered_radix_cache_backends():
         from sglang_hc.srt.build import build_tree_cache
@@ -43,16 +43,15 @@ def activate() -> None:
     _active = True
 
 
-def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
+def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
     from sglang_hc.srt import (
         chat_head,
         cpu_attention,
+        hooks,
         overflow,
         pins,
-        requests,
         runner,
-        schedule,
         server_args,
     )
 
@@ -71,22 +70,22 @@ def hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
         (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
         (f"{model_runner}.load_model", HookType.AFTER, runner.after_load_model),
-        (f"{model_runner}.forward", HookType.AROUND, runner.forward),
+        (f"{model_runner}.forward", HookType.AROUND, hooks.forward),
         (
             "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
             HookType.AFTER,
-            schedule.arrange,
+            hooks.arrange,
         ),
-        (f"{scheduler}.__init__", HookType.AROUND, runner.build_scheduler),
-        (f"{scheduler}.run_batch", HookType.AROUND, runner.run_batch),
-        (f"{scheduler}.get_internal_state", HookType.AFTER, runner.internal_state),
+        (f"{scheduler}.__init__", HookType.AROUND, hooks.build_scheduler),
+        (f"{scheduler}.run_batch", HookType.AROUND, hooks.run_batch),
+        (f"{scheduler}.get_internal_state", HookType.AFTER, hooks.internal_state),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, requests.check_input_ids),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
         (f"{chat}._convert_to_internal_request", HookType.AFTER, chat_head.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
-        *((f"{updates}.{name}", HookType.AFTER, runner.weights_changed) for name in UPDATES),
+        *((f"{updates}.{name}", HookType.AFTER, hooks.weights_changed) for name in UPDATES),
         *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
     ]
 
@@ -105,7 +104,7 @@ def missing() -> list[str]:
 
     if sglang.__version__ != SGLANG_VERSION:
         return [f"sglang=={SGLANG_VERSION} (found {sglang.__version__})"]
-    gone = [target for target, _, _ in hooks() if target not in HookRegistry._patched]
+    gone = [target for target, _, _ in all_hooks() if target not in HookRegistry._patched]
     if BACKEND not in registered_radix_cache_backends():
         gone.append(f"radix cache backend {BACKEND!r}")
     return gone

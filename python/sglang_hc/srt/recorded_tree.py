@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 
 from sglang_hc.config import ConfigError, HcConfig
-from sglang_hc.forms import BlockLayout
-from sglang_hc.srt.device_eviction import DeviceOrder
+from sglang_hc.srt.build import Kinds, TierSizes
 from sglang_hc.srt.replicas import replica_of
-from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.tiers.recording import Recorder, RecordingHostTier
+from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 
@@ -21,9 +20,10 @@ from sglang_hc.tree.identity import pack_tokens
 class RecordedRadixCache(HcRadixCache):
     """HcRadixCache with a note of every arrival, look-up, admission and end."""
 
-    def __init__(self, *args: Any, recorder: Recorder) -> None:
-        super().__init__(*args)
+    def __init__(self, recorder: Recorder, params: Any, tiers: Tiers, *others: Any) -> None:
+        super().__init__(params, tiers, *others)
         self.recorder = recorder
+        recorder.watch(tiers.retention.pins)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
@@ -72,43 +72,35 @@ class RecordedRadixCache(HcRadixCache):
         self.recorder.close()
 
 
-def tree_over(
-    params: Any, tiers: Tiers, compute: ComputeStream, order: DeviceOrder | None
-) -> HcRadixCache:
-    """The tree over these tiers: one that records, where they do."""
-    if isinstance(tiers.host, RecordingHostTier):
-        recorder = tiers.host.recorder
-        return RecordedRadixCache(params, tiers, compute, order, recorder=recorder)
-    return HcRadixCache(params, tiers, compute, order)
+def recording(config: HcConfig, runner: Any, sizes: TierSizes) -> Kinds:
+    """The kinds of a server that writes `--hc-trace`. Raises ConfigError.
 
-
-def recorder_for(
-    config: HcConfig, runner: Any, layout: BlockLayout, num_slots: int, fingerprint: bytes
-) -> Recorder | None:
-    """The recorder this process writes to; None without `--hc-trace`, and on other ranks than 0.
-
-    All ranks of a tensor-parallel group decide the same. Raises ConfigError.
+    One file for each replica; all ranks of a tensor-parallel group decide alike, so the first one
+    writes.
     """
-    place = runner.ps
-    if config.trace is None or place.tp_rank or place.pp_rank:
-        return None
+    assert config.trace is not None
     path = Path(config.trace)
     replica = replica_of(runner)
     if replica.count > 1:
         path = path.with_name(f"{path.name}.{replica.name}")
     header = {
-        "host_slots": num_slots,
-        "slot_bytes": layout.slot_bytes,
-        "layer_plan": str(layout.plan),
+        "host_slots": sizes.num_slots,
+        "slot_bytes": sizes.layout.slot_bytes,
+        "layer_plan": str(sizes.layout.plan),
         "page_size": runner.page_size,
         "eviction": config.eviction,
         "prefetch": config.prefetch,
     }
     try:
-        return Recorder(path, header, fingerprint)
+        recorder = Recorder(path, header, sizes.fingerprint)
     except FileExistsError:
         raise ConfigError(
             f"--hc-trace {path}: exists already; give another name or remove it"
         ) from None
     except OSError as error:
         raise ConfigError(f"--hc-trace {path}: cannot be made ({error.strerror})") from None
+    return Kinds(
+        partial(RecordingLookAhead, recorder),
+        partial(RecordingHostTier, recorder),
+        partial(RecordedRadixCache, recorder),
+    )

@@ -1,21 +1,13 @@
-"""Hooks around the model runner and the scheduler: taps, snapshots, the end of a restoration.
-
-Order of events in one scheduler process: `after_load_model` decides the layer plan and installs the
-taps, before any CUDA graph is captured; SGLang sizes the KV pool and captures; the tree factory
-(`factory.py`) builds the tiers and links them to the taps; batches run.
-"""
+"""What is settled when the model is loaded: costs, layer plan, self-check, taps."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import LayerPlan
-from sglang_hc.metrics import Exporter
 from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import calibrate
@@ -37,25 +29,20 @@ MODEL_STATE = "_hc_model"
 """Attribute of a ModelRunner that holds our `ModelState`."""
 
 
+@dataclass(frozen=True)
 class ModelState:
-    """What load_model settled: plan, costs (None: unknown), adapters, the device memory that
-    capture needs, what was measured of hidden form (None: not used). `tree` comes later."""
+    """What `after_load_model` settled for one model runner.
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        cost: CostModel | None,
-        layers: list[families.LayerAdapter] | None,
-        memory: CaptureMemory,
-        proof: HiddenProof | None,
-    ) -> None:
-        self.plan = plan
-        self.cost = cost
-        self.layers = layers
-        self.memory = memory
-        self.proof = proof
-        self.tree: Any = None
-        self.requests: list[Any] = []
+    cost: None where the machine could not be measured. layers: adapters of all layers, None where
+    the plan has no hidden layers. memory: what capture needs of the device. proof: what was
+    measured of hidden form, None where it is not used.
+    """
+
+    plan: LayerPlan
+    cost: CostModel | None
+    layers: list[families.LayerAdapter] | None
+    memory: CaptureMemory
+    proof: HiddenProof | None
 
 
 def after_load_model(result: Any, self: Any) -> None:
@@ -82,61 +69,6 @@ def after_load_model(result: Any, self: Any) -> None:
         assert layers is not None
         for index, layer in enumerate(plan.hidden_layers):
             memory.taps.install(index, layers[layer].qkv)
-
-
-def forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any):
-    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
-    state: ModelState | None = getattr(self, MODEL_STATE, None)
-    if state is None or state.tree is None:
-        return original(self, forward_batch, *args, **kwargs)
-    state.tree.before_forward(forward_batch)
-    output = original(self, forward_batch, *args, **kwargs)
-    state.tree.after_forward(forward_batch, state.requests)
-    return output
-
-
-def run_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any):
-    """AROUND Scheduler.run_batch: a forward batch knows request ids only; remember the requests."""
-    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
-    if state is None:
-        return original(self, batch, *args, **kwargs)
-    state.requests = list(batch.reqs)
-    try:
-        return original(self, batch, *args, **kwargs)
-    finally:
-        state.requests = []
-
-
-def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND Scheduler.__init__: what cannot be served is refused in one line, without the way that
-    led there; the tree looks at the waiting queue, and exports its numbers."""
-    try:
-        build(self, *args, **kwargs)
-    except ConfigError as error:
-        logger.error("sglang-hc: %s", error)
-        logger.debug("refused here", exc_info=True)
-        raise error.with_traceback(None) from None
-    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
-    if state is not None and state.tree is not None:
-        state.tree.waiting.scheduler = weakref.ref(self)
-        reporter = self.metrics_reporter
-        if reporter.current_scheduler_metrics_enabled:
-            state.tree.exporter = Exporter(reporter.metrics_collector.labels)
-
-
-def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info."""
-    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
-    if state is not None and state.tree is not None:
-        result.internal_state["hc"] = state.tree.stats()
-    return result
-
-
-def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
-    """AFTER each weight update: nothing saved under the old weights may be served."""
-    state: ModelState | None = getattr(self.tp_worker.model_runner, MODEL_STATE, None)
-    if state is not None and state.tree is not None:
-        state.tree.forget_saved()
 
 
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:

@@ -25,13 +25,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.metrics import Exporter
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.host_match import HostMatch
 from sglang_hc.srt.pins import pin_request_of
+from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
@@ -55,24 +55,27 @@ class HostPoolFacade:
 class HcRadixCache(RadixCache):
     """RadixCache whose evicted prefixes come back from the tiers.
 
-    Belongs to the scheduler thread. `tiers` is absent only while the base class is being built.
+    Belongs to the scheduler thread. running: the requests of the batch that is being run.
     """
 
-    tiers: Tiers | None = None
+    _is_built = False  # the base class's constructor calls `reset`
 
     def __init__(
         self,
         params: Any,
         tiers: Tiers,
-        compute: ComputeStream | None,
-        device_order: DeviceOrder | None = None,
+        scheduler: OwnScheduler,
+        compute: ComputeStream,
+        device_order: DeviceOrder | None,
     ) -> None:
-        """compute: where the model runs; None where all runs on the stream that is current.
-        device_order: which leaves of the device tree leave first; None for SGLang's order."""
+        """compute: where the model runs. device_order: which leaves of the device tree leave first;
+        None for SGLang's order."""
         super().__init__(params)
         self.tiers = tiers
+        self.running: list[Any] = []
+        self._scheduler = scheduler
+        self._compute = compute
         self._device_order = device_order
-        self._compute = compute or ComputeStream(self.device)
         self.token_to_kv_pool_host = HostPoolFacade(tiers)
         # SGLang reads the sizes of these to know whether anything is under way.
         self.ongoing_write_through: dict[int, Any] = {}
@@ -84,17 +87,13 @@ class HcRadixCache(RadixCache):
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self._host = HostMatch(tiers)
-        self.waiting = WaitingRequests(tiers, self._on_device)
-        self.exporter: Exporter | None = None
+        buffer = tiers.restorer.path.read_buffer
+        self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
+        self._is_built = True
 
     @property
     def ongoing_load_back(self) -> range:
-        return range(self._live.restoring)
-
-    @property
-    def _live(self) -> Tiers:
-        assert self.tiers is not None
-        return self.tiers
+        return range(self.tiers.restorer.under_way)
 
     # -- look up ---------------------------------------------------------------------------------
 
@@ -122,14 +121,14 @@ class HcRadixCache(RadixCache):
         Returns what was promised, or the part of it that is worth restoring, or nothing: the rest
         is recomputed.
         """
-        req, live = params.req, self._live
+        req, restorer = params.req, self.tiers.restorer
         start, hit = len(req.prefix_indices), params.host_hit_length
         blocks = self._host.blocks(req, start + hit)
         if blocks is None:
             return self._refuse(req, "blocks_gone")
         tokens = req.full_untruncated_fill_ids
         new = max(1, len(tokens) - start - hit)
-        choice = live.choice.choose([Span(SourceTier.HOST, hit)], start, new)
+        choice = restorer.planner.choose([Span(SourceTier.HOST, hit)], start, new)
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
             return self._refuse(req, choice.reason)
@@ -151,8 +150,8 @@ class HcRadixCache(RadixCache):
             req.prefix_indices,
         )
         self._compute.will_read(slots, req.prefix_indices)
-        live.choice.take(choice)
-        live.queue_restore(restoration, release=lambda: self.dec_lock_ref(node))
+        restorer.planner.take(choice)
+        restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         req.host_hit_length = count
         return slots, node
 
@@ -168,7 +167,7 @@ class HcRadixCache(RadixCache):
 
     def _refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
-        self._live.choice.refuse(reason)
+        self.tiers.restorer.planner.refuse(reason)
         req.host_hit_length = 0
         return self._empty_match_result.device_indices, req.last_node
 
@@ -201,18 +200,18 @@ class HcRadixCache(RadixCache):
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
         with self._compute.entered():
-            return self._live.start_restores()
+            return self.tiers.restorer.start()
 
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
-        tiers = self._live
+        tiers, exporter = self.tiers, self._scheduler.exporter
         tiers.poll()
-        if self.exporter is not None and self.exporter.due(time.monotonic()):
-            self.exporter.publish(tiers.levels(), tiers.counts())
-        self.waiting.on_schedule_step()
-        if tiers.has_queued:
+        if exporter is not None and exporter.due(time.monotonic()):
+            exporter.publish(tiers.levels(), tiers.counts())
+        self.waiting.on_schedule_step(self._scheduler.waiting_queue)
+        if tiers.restorer.has_queued:
             with self._compute.entered():
-                tiers.restore_now()
+                tiers.restorer.run_now()
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -242,12 +241,12 @@ class HcRadixCache(RadixCache):
 
     def clear_storage_backend(self) -> bool:
         """Delete what is on disk, for all namespaces of this model."""
-        return self._live.disk is not None and self._live.disk.forget()
+        return self.tiers.disk is not None and self.tiers.disk.forget()
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
         with self._compute.entered():
-            self._live.close()
+            self.tiers.close()
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -255,11 +254,12 @@ class HcRadixCache(RadixCache):
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
             new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-            self._live.before_prefill(list(zip(map(int, new), map(int, before), strict=True)))
+            lengths = zip(map(int, new), map(int, before), strict=True)
+            self.tiers.restorer.prefill_begins(list(lengths))
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
-        tiers = self._live
+        tiers = self.tiers
         if not tiers.capture.needs_taps:
             tiers.after_pass((), 0)
             return
@@ -298,7 +298,7 @@ class HcRadixCache(RadixCache):
     ) -> None:
         """A request is over. Without insertion (abort, retraction) keep only what the tree has."""
         if self.disable or not _keeps(req):
-            self._live.capture.drop(req.rid)
+            self.tiers.capture.drop(req.rid)
         else:
             keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
             keep = max(keep, req.cache_protected_len)
@@ -310,10 +310,10 @@ class HcRadixCache(RadixCache):
 
     def _leave(self, req: Any, tokens: bytes) -> None:
         """A request is over; packed `tokens` are what it leaves behind."""
-        tiers = self._live
+        tiers = self.tiers
         tiers.used(req.extra_key, tokens)
         pin = pin_request_of(req)
-        if pin is not None and tiers.retention is not None:
+        if pin is not None:
             session = pin.session or str(req.rid)
             tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.seconds)
 
@@ -324,14 +324,14 @@ class HcRadixCache(RadixCache):
         slots = row.to(torch.int64, copy=True)
         self._compute.will_read(slots)
         with self._compute.entered():
-            self._live.capture.commit(req.rid, req.extra_key, packed, slots, final=final)
+            self.tiers.capture.commit(req.rid, req.extra_key, packed, slots, final=final)
         return packed
 
     # -- upkeep ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
-        if self.tiers is not None:
+        if self._is_built:
             with self._compute.entered():
                 self.tiers.clear()
         super().reset()
@@ -339,17 +339,17 @@ class HcRadixCache(RadixCache):
     def forget_saved(self) -> None:
         """The weights changed: nothing saved is valid. Requests may be running."""
         with self._compute.entered():
-            self._live.clear()
-        if self._live.disk is not None:
-            self._live.disk.disown()
+            self.tiers.clear()
+        if self.tiers.disk is not None:
+            self.tiers.disk.disown()
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
-        return self._live.stats()
+        return self.tiers.stats()
 
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
-        self._live.check_integrity()
+        self.tiers.check_integrity()
 
 
 def _keeps(req: Any) -> bool:

@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import QueueView, Waiting
 from sglang_hc.queue.requests import departed, without
+from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.overflow import dropped_of
-from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
 
 
@@ -27,9 +27,15 @@ class WaitingRequests:
     with what the device and the host have.
     """
 
-    def __init__(self, tiers: Tiers, on_device: Callable[[RadixKey], int]) -> None:
+    def __init__(
+        self,
+        queue: QueueView,
+        read_buffer: ReadBuffer | None,
+        on_device: Callable[[RadixKey], int],
+    ) -> None:
         """on_device: tokens of a key that the device has now."""
-        self._tiers = tiers
+        self._view = queue
+        self._read_buffer = read_buffer
         self._on_device = on_device
         self._arranged = False
         self._queue: list[Any] = []
@@ -37,28 +43,23 @@ class WaitingRequests:
         """Names of the known requests of `_queue`, the queue at the last look, in its order."""
         self.last_matched: Any = None
         """The request of the last match; SGLang matches a request just before it queues it."""
-        self.scheduler: Callable[[], Any] = lambda: None
-        """The scheduler whose queue this is, held weakly; set once it exists."""
 
     @property
     def admission(self) -> Admission[str]:
         """Who is overtaken, and the order of ready-first."""
         return self._view.admission
 
-    def on_schedule_step(self) -> None:
-        """Top of a scheduling pass: what the queue needs is kept, fetched and copied early."""
-        scheduler = self.scheduler()
-        if scheduler is None:
-            return
-        queue = scheduler.waiting_queue
+    def on_schedule_step(self, queue: list[Any]) -> None:
+        """Top of a scheduling pass over SGLang's waiting requests: what they need is kept, fetched
+        and copied early."""
         if self._arranged:  # as it was before
             self._arranged = False
             arrival = self._view.requests.arrival
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(req.rid))
         self._update(queue)
         self._view.on_schedule_step(self._order, self._waiting_of)
-        if self._tiers.read_buffer is not None:
-            self._tiers.read_buffer.look(self._order, self._waiting_of)
+        if self._read_buffer is not None:
+            self._read_buffer.look(self._order, self._waiting_of)
 
     def arrange(self, queue: list[Any]) -> None:
         """Put the first ARRANGED of the queue in ready-first's order, until the next `look`."""
@@ -119,12 +120,6 @@ class WaitingRequests:
         """A known request leaves. Another of its name may still be in the queue, unknown now."""
         if rid in self._view.requests:
             self._queue, self._order = [], []
-
-    @property
-    def _view(self) -> QueueView:
-        queue = self._tiers.queue
-        assert queue is not None
-        return queue
 
     def _waiting_of(self, rid: str) -> Waiting:
         req = self._view.requests[rid].source

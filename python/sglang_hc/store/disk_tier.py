@@ -75,20 +75,16 @@ class ReadWatch:
 
 
 class DiskTier:
-    """Spills blocks of one host tier, and fetches them again.
-
-    coming: the blocks on their way. on_staged: told of every slot that is given to a read: what it
-    was before is over. on_read: told of (blocks, seconds) that an idle disk took.
-    """
+    """Spills blocks of one host tier, and fetches them again. coming: the blocks on their way."""
 
     def __init__(
         self,
         io: BlockIo,
         host: HostTier,
         clock: Callable[[], float] = time.monotonic,
-        on_staged: Callable[[int], None] = lambda slot: None,
         on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
     ) -> None:
+        """on_read: told of (blocks, seconds) that an idle disk took."""
         self._io = io
         self._host = host
         self.now = clock
@@ -98,9 +94,7 @@ class DiskTier:
         self._reads: dict[int, Promotion] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters: Counter[str] = Counter()
-        self.on_staged = on_staged
-        self.on_read = on_read
-        self._watch = ReadWatch(self._observed)
+        self._watch = ReadWatch(on_read)
 
     @property
     def name(self) -> str:
@@ -157,7 +151,6 @@ class DiskTier:
         now = self.now()
         promotions = self.coming.begin(namespace, tokens, path, first, count, now, is_protected)
         for promotion in promotions:
-            self.on_staged(promotion.slot)
             ticket = next(self._tickets)
             self._io.read(ticket, promotion.block_id, promotion.slot, now + READ_DEADLINE_S)
             self._reads[ticket] = promotion
@@ -236,9 +229,6 @@ class DiskTier:
         """Finish writes under way and close the store."""
         self.drain()
         self._io.close()
-
-    def _observed(self, blocks: int, seconds: float) -> None:
-        self.on_read(blocks, seconds)
 
     def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.eviction import PinnedBlocks, make_policy
-from sglang_hc.policy.pins import TimeToLive
+from sglang_hc.policy.pins import SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
 from sglang_hc.tiers.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
@@ -59,6 +58,10 @@ class Recorder:
             self._lost = 0
         self._writer.queue.append((op, time.monotonic() - self._started, *fields))
         self.events += 1
+
+    def watch(self, pins: SessionPins) -> None:
+        """Note which blocks sessions begin and cease to pin."""
+        pins.subscribe(lambda block_id: self.note("hold", block_id, pins.is_pinned(block_id)))
 
     # Requests
 
@@ -116,10 +119,10 @@ class RecordingHostTier(HostTier):
 
     def __init__(
         self,
+        recorder: Recorder,
         tree: BlockTree,
         num_slots: int,
         policy: EvictionPolicy,
-        recorder: Recorder,
         ttl: TimeToLive[BlockNode] | None = None,
     ) -> None:
         super().__init__(tree, num_slots, policy, ttl)
@@ -241,25 +244,3 @@ def _noting(is_protected: IsProtected | None, protected: list[int]) -> IsProtect
         return answer
 
     return asked
-
-
-def host_tier(
-    eviction: str,
-    blocks: BlockTree,
-    num_slots: int,
-    recorder: Recorder | None,
-    pinned: PinnedBlocks | None = None,
-    ttl: TimeToLive[BlockNode] | None = None,
-) -> tuple[LookAhead[str], HostTier]:
-    """The look-ahead window and the host tier under the policy that asks it."""
-    if recorder is None:
-        window = LookAhead[str]()
-        return window, HostTier(
-            blocks, num_slots, make_policy(eviction, window, pinned=pinned), ttl
-        )
-    note = recorder.note
-    window = RecordingLookAhead(recorder)
-    policy: EvictionPolicy = make_policy(eviction, window, pinned=pinned)
-    if pinned is not None:
-        pinned.subscribe(lambda block_id: note("hold", block_id, pinned.is_pinned(block_id)))
-    return window, RecordingHostTier(blocks, num_slots, policy, recorder, ttl)

@@ -65,6 +65,8 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         self._staged: set[int] = set()
         self._detached: set[BlockNode] = set()
+        self.damaged_slots: set[int] = set()
+        """Slots whose bytes could not be filed: they are not served until they are staged anew."""
         self.evicted_blocks = 0
         self.expired_blocks = 0
 
@@ -90,6 +92,7 @@ class HostTier:
             return None
         slot = self._free.pop()
         self._staged.add(slot)
+        self.damaged_slots.discard(slot)
         return slot
 
     def unstage(self, slot: int) -> None:

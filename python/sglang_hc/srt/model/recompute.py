@@ -28,6 +28,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.config import HcConfig
+from sglang_hc.errors import ConfigError
+from sglang_hc.forms import LayerPlan
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.families import FAMILIES
@@ -258,3 +261,40 @@ def _batch(tokens: torch.Tensor, slots: torch.Tensor, start: int, algorithm: Any
         extend_logprob_start_lens_cpu=[new],
         num_token_non_padded_cpu=new,
     )
+
+
+def recomputer_for(
+    config: HcConfig,
+    runner: Any,
+    pool: KvPoolRows,
+    allocator: Any,
+    plan: LayerPlan,
+    taps: TapBuffer | None,
+) -> tuple[LayerRecomputer | None, Pieces | None]:
+    """Runs the model's first layers, and what was measured of it; None where it cannot, or where
+    --hc-exact demands more than was proven, and no layer of the plan asks for it."""
+    planned = bool(plan.recompute)
+    reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
+    if reason is None:
+        recomputer = LayerRecomputer(runner, taps)
+        count = 2 * max(allocator.page_size, 16)
+        slots = allocator.alloc(count)
+        if slots is None:
+            reason = f"the KV pool holds fewer than the {count} tokens of the self-check"
+        else:
+            layers = pool.num_layers if config.exact else min(2, pool.num_layers)
+            pieces = compare_pieces(recomputer, pool, slots, runner.kv_cache_dtype, layers)
+            allocator.free(slots)
+            reason = pieces.wrong
+            if reason is None and config.exact and not pieces.bit:
+                why = f"a prefill and decode steps differ by {pieces.difference:.1e}"
+                if planned:
+                    raise ConfigError(not_exact(config.forms, "recomputed layers", why))
+                logger.info("sglang-hc: --hc-exact: no layer is recomputed: %s", why)
+                return None, None
+            if reason is None:
+                return recomputer, pieces
+        logger.error("sglang-hc: self-check failed, no layer is recomputed: %s", reason)
+    if planned:
+        raise ConfigError(cannot_recompute(config.forms, reason))
+    return None, None

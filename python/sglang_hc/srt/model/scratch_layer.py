@@ -37,7 +37,7 @@ from sglang_hc.restore.staging import frames_of
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.families import LayerAdapter
-from sglang_hc.srt.model.projection import projection_for
+from sglang_hc.srt.model.projection import PROJECTIONS, projection_for
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +97,13 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
     adapter = layers[len(layers) // 2]
     device = adapter.qkv.weight.device
     pool = scratch_pool(adapter, rows, kv_dtype(runner))
-    sink = KvPoolRows(pool, [adapter])
+    project = PROJECTIONS["sglang"]
     if hidden and device.type == "cuda":
         # What is measured is what serves: the way is chosen again on the whole pool, by the same
         # rules and on a layer of the same size.
         slots = torch.arange(rows, dtype=torch.int64, device=device)
-        sink.project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
+        project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
+    sink = KvPoolRows(pool, [adapter], project)
     width = adapter.qkv.weight.shape[1]
     layer = _decoder_layer(runner.model, adapter.attention)
     try:

@@ -1,0 +1,141 @@
+"""The restorations of one model, from admission until their blocks may leave the host tier.
+
+    queue      at admission: the blocks are pinned, the device slots are promised
+    start      before the next batch: recomputed layers are submitted, copies run ahead
+    pass_ended the batch's forward pass was submitted: what it did not ask for is done, too
+    poll       the copies are over: the blocks are unpinned
+
+Belongs to the scheduler thread, on the compute stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from sglang_hc.device.copy_stream import Mark
+from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
+from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
+from sglang_hc.tree.host_tier import HostTier
+
+
+class Restorer:
+    """gate: what the KV pool asks before a layer's attention reads. planner: which part of a host
+    hit is restored. counters: shared with the planner."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        path: RestorePath,
+        planner: RestoreChoice,
+        watch: CostWatch | None,
+        counters: Counter[str],
+    ) -> None:
+        """watch: sees what restorations and prefills take; None where there are no costs to
+        correct."""
+        self.path = path
+        self.planner = planner
+        self.watch = watch
+        self.counters = counters
+        self.gate = WatchedGate(path.pool.layout.plan.num_layers, watch)
+        self._host = host
+        self._queued: list[tuple[Restoration, Callable[[], None]]] = []
+        self._running: dict[int, list[Callable[[], None]]] = {}
+        self._releasing: deque[tuple[Mark, tuple[Restoration, ...]]] = deque()
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queued)
+
+    @property
+    def under_way(self) -> int:
+        """Restorations queued or running."""
+        return len(self._queued) + sum(len(done) for done in self._running.values())
+
+    def queue(self, restoration: Restoration, release: Callable[[], None]) -> None:
+        """Restore in the next pass; `release` is called when its device slots hold the state."""
+        stored_from = self.path.pool.layout.plan.recompute
+        assert restoration.recompute >= stored_from, "layers that are not stored"
+        self._host.pin(restoration.nodes)
+        self._host.access(restoration.nodes, time.monotonic())
+        self._queued.append((restoration, release))
+        tokens = restoration.stop - restoration.start
+        self.counters["restored_tokens"] += tokens
+        self.counters["recomputed_layer_tokens"] += tokens * restoration.recompute
+        self.counters["restorations"] += 1
+
+    def start(self) -> int:
+        """Begin what is queued; returns the consumer index for the next batch, -1 for nothing.
+
+        Layers that are recomputed are submitted here, before the batch is put together. What that
+        raises ends the scheduler, as the same error in a forward pass does: the slots were
+        promised, and nothing may read them.
+        """
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, []
+        restorations = [restoration for restoration, _ in queued]
+        rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
+        if self.watch is None:
+            restore = RestorePass(self.path, restorations, rate)
+        else:
+            restore = WatchedPass(self.watch, self.path, restorations, rate)
+        index = self.gate.produce(restore)
+        self._running[index] = [release for _, release in queued]
+        self.gate.recompute(index)
+        return index
+
+    def run_now(self) -> None:
+        """Run queued restorations outside any pass: the batch they were queued for did not come."""
+        index = self.start()
+        if index >= 0:
+            self.gate.set_consumer(index)
+            self._finish_pass()
+            self.poll()
+
+    def prefill_begins(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """The next forward pass prefills (new, context) tokens per request and does nothing else:
+        what it takes is compared with what the costs say."""
+        self.gate.prefill_begins(lengths)
+
+    def pass_ended(self) -> bool:
+        """A forward pass was submitted: its restorations are complete behind it. Returns whether
+        there were any."""
+        self.gate.pass_ended()
+        return self._finish_pass()
+
+    def poll(self) -> None:
+        """Take in what is over by now. Never waits."""
+        if self.watch is not None:
+            self.watch.poll()
+        if self.path.read_buffer is not None:
+            self.path.read_buffer.poll()
+        while self._releasing and self._releasing[0][0].done():
+            _, restorations = self._releasing.popleft()
+            for restoration in restorations:
+                self._host.unpin(restoration.nodes)
+
+    def clear(self) -> None:
+        """Wait for the copies under way, and forget what was copied early."""
+        if self.path.read_buffer is not None:
+            self.path.read_buffer.clear()
+        while self._releasing:
+            self._releasing[0][0].wait()
+            self.poll()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        if self.path.read_buffer is not None:
+            self.path.read_buffer.check_integrity()
+
+    def _finish_pass(self) -> bool:
+        index = self.gate.current
+        restorations = self.gate.finish()
+        if not restorations:
+            return False
+        for release in self._running.pop(index):
+            release()
+        self._releasing.append((self.path.lane.mark(), restorations))
+        return True

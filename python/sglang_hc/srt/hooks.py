@@ -1,0 +1,112 @@
+"""Hooks around SGLang's scheduler, model runner and tokenizer that belong to no one feature.
+
+`plugin.all_hooks` lists every hook. Order of events in one scheduler process: `after_load_model`
+(`runner.py`) decides the layer plan and installs the taps, before any CUDA graph is captured;
+SGLang sizes the KV pool and captures; the tree factory (`build.py`) builds the tiers; batches run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.tree_backend import HcRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND Scheduler.__init__: the tree factory learns whose tree it builds, and what cannot be
+    served is refused in one line, without the stack that led there."""
+    token = BUILDING.set(OwnScheduler(self))
+    try:
+        build(self, *args, **kwargs)
+    except ConfigError as error:
+        logger.error("sglang-hc: %s", error)
+        logger.debug("refused here", exc_info=True)
+        raise error.with_traceback(None) from None
+    finally:
+        BUILDING.reset(token)
+
+
+def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+    """AFTER SchedulePolicy.calc_priority: with `--hc-schedule ready-first` the requests at the head
+    of SGLang's order are put into ours, in place.
+
+    The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
+    restored at the top of each pass (`WaitingRequests.look`).
+    """
+    if isinstance(self.tree_cache, HcRadixCache):
+        self.tree_cache.waiting.arrange(waiting_queue)
+
+
+def run_batch(
+    original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND Scheduler.run_batch: a forward batch knows request ids only; the tree is told which
+    requests they belong to."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None:
+        return original(self, batch, *args, **kwargs)
+    tree.running = list(batch.reqs)
+    try:
+        return original(self, batch, *args, **kwargs)
+    finally:
+        tree.running = []
+
+
+def forward(
+    original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
+    tree = tree_of(self)
+    if tree is None:
+        return original(self, forward_batch, *args, **kwargs)
+    tree.before_forward(forward_batch)
+    output = original(self, forward_batch, *args, **kwargs)
+    tree.after_forward(forward_batch, tree.running)
+    return output
+
+
+def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is not None:
+        result.internal_state["hc"] = tree.stats()
+    return result
+
+
+def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
+    """AFTER each weight update: nothing saved under the old weights may be served."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is not None:
+        tree.forget_saved()
+
+
+def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """BEFORE TokenizerManager._validate_one_request: token ids must be in the vocabulary.
+
+    SGLang looks an id up in the embedding unchecked, which ends the scheduler process. ValueError
+    becomes HTTP status 400.
+    """
+    if not input_ids or getattr(obj, "input_embeds", None) is not None:
+        return
+    if not isinstance(input_ids[0], int):
+        return  # embeddings or pairs: not token ids
+    vocabulary = self.model_config.vocab_size
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or (high >= vocabulary and not getattr(obj, "contains_mm_input", bool)()):
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"input_ids contains the token id {wrong}, which is not in the model's vocabulary; "
+            f"valid ids are 0 to {vocabulary - 1}"
+        )
+
+
+def tree_of(runner: Any) -> HcRadixCache | None:
+    """The tree of a model runner's scheduler; None where the tiers are off, or not built yet."""
+    tree: HcRadixCache | None = getattr(runner, TREE, None)
+    return tree

@@ -1,0 +1,39 @@
+"""The scheduler that a tree belongs to, as far as the tree asks it."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from functools import cached_property
+from typing import Any
+
+from sglang_hc.metrics import Exporter
+
+
+class OwnScheduler:
+    """SGLang's scheduler. It builds its tree before it is complete itself; what is asked here
+    exists by the first scheduling pass. Held weakly, because the scheduler holds the tree."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = weakref.ref(scheduler)
+
+    @property
+    def waiting_queue(self) -> list[Any]:
+        """The waiting requests; SGLang makes a new list in most passes."""
+        queue: list[Any] = self._scheduler().waiting_queue  # type: ignore[union-attr]
+        return queue
+
+    @cached_property
+    def exporter(self) -> Exporter | None:
+        """Where the tiers' numbers go with --enable-metrics, labelled as SGLang's own are."""
+        reporter = self._scheduler().metrics_reporter  # type: ignore[union-attr]
+        if not reporter.current_scheduler_metrics_enabled:
+            return None
+        return Exporter(reporter.metrics_collector.labels)
+
+
+TREE = "_hc_tree"
+"""Attribute of a ModelRunner that holds the tree of its scheduler."""
+
+BUILDING: contextvars.ContextVar[OwnScheduler] = contextvars.ContextVar("hc_scheduler")
+"""The scheduler that is being built in this process: SGLang's tree factories are not given it."""
