@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc import config, memory, option_checks
+from sglang_hc import config, memory
 from sglang_hc.config import GIB, ConfigError, HcConfig
 
 
@@ -123,9 +123,9 @@ def test_options_of_a_remote_store_may_come_from_a_file(machine: Path) -> None:
     file = machine / "remote.json"
     file.write_text('{"dir": "/a"}')
     found = parse("--hc-remote", "file", "--hc-remote-config", str(file))
-    assert option_checks.read_remote_config(found.remote_config) == {"dir": "/a"}
-    assert option_checks.read_remote_config('{"dir": "/a"}') == {"dir": "/a"}
-    assert option_checks.read_remote_config(None) == {}
+    assert config.read_remote_config(found.remote_config) == {"dir": "/a"}
+    assert config.read_remote_config('{"dir": "/a"}') == {"dir": "/a"}
+    assert config.read_remote_config(None) == {}
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="Expected `object`, got `array`"):
         HcConfig(remote="file", remote_config=str(file))

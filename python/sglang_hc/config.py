@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from sglang_hc.errors import ConfigError, decode_json
-from sglang_hc.memory import GIB, available_memory
-from sglang_hc.option_checks import (
-    check_disk,
-    check_drop,
-    check_forms,
-    check_host_size,
-    check_keep_first,
-    check_profile,
-    check_read_buffer,
-    check_remote_config,
-    check_reserve,
-    check_scrub,
-    check_trace,
-    check_ttl,
-)
+from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.memory import GIB, available_memory, total_memory
+from sglang_hc.profile_file import read_profile
+from sglang_hc.store.disk import DirectoryError, DirectorySpec
 
 CONFIG_ENV = "SGLANG_HC_CONFIG"
 """JSON object with the fields of `HcConfig`; the channel for `sgl.Engine`, which has no flags."""
@@ -110,6 +100,75 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {n: list(v) if isinstance(v, tuple) else v for n, v in plain.items()}
 
 
+# Checks of single values. None of them names its option; `Flag.verify` does.
+
+
+def _between(low: float, high: float, what: str) -> Callable[[float], None]:
+    """A check that a number is finite and lies in [low, high]; `what` says so to the user."""
+
+    def check(value: float) -> None:
+        if not low <= value <= high or value == float("inf"):
+            raise ConfigError(f"must be {what}, got {value:g}")
+
+    return check
+
+
+def _check_host_size(gib: float) -> None:
+    """Raise ConfigError unless `gib` is a size that this machine's memory can hold."""
+    if not 0 < gib < float("inf"):
+        raise ConfigError(f"must be above 0 GiB, got {gib:g}")
+    total = total_memory()
+    if gib * GIB > total:
+        raise ConfigError(
+            f"{gib:g} GiB is larger than this machine's memory "
+            f"({total / GIB:.1f} GiB); give at most what is free "
+            f"({available_memory() / GIB:.1f} GiB now)"
+        )
+
+
+def _check_forms(text: str) -> None:
+    """Raise ConfigError unless `text` reads as a plan; whether it fits is known with the model."""
+    if text in ("auto", "kv", "hidden"):
+        return
+    counts = [part.rpartition(":")[2] for part in text.split(",")]
+    try:
+        LayerPlan.parse(text, sum(int(count) for count in counts if count.isdecimal()))
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_disk(text: str) -> None:
+    """Raise ConfigError unless `text` reads as DIR or DIR:SIZE_GB."""
+    try:
+        DirectorySpec.parse(text)
+    except DirectoryError as error:
+        raise ConfigError(str(error).removeprefix("--hc-disk ")) from None
+
+
+def _check_trace(text: str) -> None:
+    """Raise ConfigError unless a file can be made there. Whether it exists is seen at the start."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise ConfigError(f"{text!r}: {what}; give a file to make")
+
+
+def read_remote_config(text: str | None) -> dict[str, object]:
+    """The options of the remote store: a JSON object, or the path of a file that holds one."""
+    if text is None:
+        return {}
+    where = "the text"
+    if not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(text).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"{where!r} is neither a JSON object nor a file that can be read ({error.strerror})"
+            ) from None
+    return decode_json(text, dict[str, object], where)
+
+
 class Flag(NamedTuple):
     """How one field of HcConfig appears on the command line.
 
@@ -119,7 +178,7 @@ class Flag(NamedTuple):
     help: str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], object] | None = None
 
     def verify(self, name: str, value: object) -> None:
         """Raise ConfigError that names the field and the flag."""
@@ -136,12 +195,12 @@ FLAGS: dict[str, Flag] = {
     "host_size_gb": Flag(
         f"host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
         metavar="GIB",
-        check=check_host_size,
+        check=_check_host_size,
     ),
     "forms": Flag(
         "auto, kv, hidden, or counts per form such as recompute:2,hidden:24,kv:6",
         metavar="PLAN",
-        check=check_forms,
+        check=_check_forms,
     ),
     "disable": Flag("plain SGLang without the tiers, for comparison"),
     "disk": Flag(
@@ -160,13 +219,13 @@ FLAGS: dict[str, Flag] = {
     "trace": Flag(
         "record what the tiers do in this file, for `sglang-hc replay`",
         metavar="FILE",
-        check=check_trace,
+        check=_check_trace,
     ),
     "read_buffer_gb": Flag(
         "device memory in GiB for chunks of waiting requests, copied before their turn; 0 is off "
         f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
         metavar="GIB",
-        check=check_read_buffer,
+        check=_between(0, float("inf"), "0 (off) or a number of GiB"),
     ),
     "remote": Flag(
         "keep blocks in a store that other servers share; one of SGLang's storage back ends",
@@ -175,13 +234,13 @@ FLAGS: dict[str, Flag] = {
     "remote_config": Flag(
         "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
         metavar="JSON|FILE",
-        check=check_remote_config,
+        check=read_remote_config,
     ),
     "profile": Flag(
         "what moving and computing cost here, a file of sglang-hc profile (default: measured at "
         "the first start, then cached)",
         metavar="FILE",
-        check=check_profile,
+        check=read_profile,
     ),
     "restore": Flag(
         "what is restored: what is faster than recomputing it by the measured costs, or every hit",
@@ -190,7 +249,7 @@ FLAGS: dict[str, Flag] = {
     "ttl": Flag(
         "blocks not used for so long leave the host tier and the disk (default: never)",
         metavar="SECONDS",
-        check=check_ttl,
+        check=_between(0, float("inf"), "seconds, or 0 for never"),
     ),
     "io": Flag(
         "what files snapshots and reads and writes disks: a process of its own, or threads of the "
@@ -204,7 +263,7 @@ FLAGS: dict[str, Flag] = {
     "scrub_mb_s": Flag(
         "how much of what is on disk is read and verified in the background; 0 for nothing",
         metavar="MB_PER_S",
-        check=check_scrub,
+        check=_between(0, float("inf"), "0 or more MB per second"),
     ),
     "overflow": Flag(
         "a prompt longer than the context window: SGLang's own answer, or its head and its end are "
@@ -214,17 +273,17 @@ FLAGS: dict[str, Flag] = {
     "overflow_keep_first": Flag(
         "tokens at the start of a prompt that are never cut; at least a block",
         metavar="TOKENS",
-        check=check_keep_first,
+        check=_between(0, float("inf"), "0 or more tokens"),
     ),
     "overflow_drop": Flag(
         "share of the window that one cut drops",
         metavar="SHARE",
-        check=check_drop,
+        check=_between(0.05, 0.95, "a share from 0.05 to 0.95"),
     ),
     "overflow_reserve": Flag(
         "tokens of the window that a cut leaves for the answer at least",
         metavar="TOKENS",
-        check=check_reserve,
+        check=_between(1, float("inf"), "1 or more tokens"),
     ),
     "exact": Flag(
         "restore only what comes back bit by bit: KV form, and what a check at start proves"
@@ -258,7 +317,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {float: float, float | None: float, 
 
 
 def _reader(
-    check: Callable[[Any], None] | None, parse: Callable[[str], Any]
+    check: Callable[[Any], object] | None, parse: Callable[[str], Any]
 ) -> Callable[[str], Any]:
     """An argparse type that reports a failed check in argparse's own way."""
 

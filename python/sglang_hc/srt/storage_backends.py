@@ -20,9 +20,8 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from sglang_hc.config import HcConfig
+from sglang_hc.config import HcConfig, read_remote_config
 from sglang_hc.errors import ConfigError
-from sglang_hc.option_checks import read_remote_config
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import Frames, RemoteBackend, behind

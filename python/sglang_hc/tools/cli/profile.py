@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from sglang_hc import profile_file
+from sglang_hc.config import check_disk
 from sglang_hc.errors import ConfigError
-from sglang_hc.option_checks import check_disk
 from sglang_hc.tools.cli.main import UsageError
 
 
