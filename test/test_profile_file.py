@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.hardware import load_hardware
 from sglang_hc.policy.line_fit import Line, Quadratic
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from support.profiles import FREE_LOADING, cost_model, write
 
 HERE = "llama 1234, H200"
@@ -29,7 +29,7 @@ SHAPE = ModelShape.from_config(
         intermediate_size=11008, torch_dtype="float16",
     )
 )  # fmt: skip
-SHEET = CostModel.from_datasheet(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
+SHEET = datasheet_costs(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ from settings import CONTEXT, SHAPES, make_shape, rehearsal
 
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.queue.lookahead import Waiting

@@ -30,8 +30,8 @@ import torch
 from sglang_hc.device.copy_stream import HostLane, Lane
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
-from sglang_hc.policy.auto_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
 from sglang_hc.restore.measure import Subject, measure
 from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath

@@ -22,8 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sglang_hc.policy.capacity import full_capacity
 from sglang_hc.tools.simulator import workloads
+from sglang_hc.tools.simulator.capacity import full_capacity
 from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.traces import Timing, read_trace

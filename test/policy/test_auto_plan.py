@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.policy.auto_plan import HISTORIES, NEW_TOKENS, auto_plan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.layer_plan import HISTORIES, NEW_TOKENS, auto_plan
 from sglang_hc.policy.makespan import makespan
 from support.profiles import cost_model
 

@@ -5,10 +5,10 @@ import pytest
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form
 from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier
-from sglang_hc.policy.hardware import load_hardware
 from sglang_hc.policy.line_fit import FitError
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 
 SHAPE = ModelShape.from_config(
     dict(
@@ -17,7 +17,7 @@ SHAPE = ModelShape.from_config(
     )
 )  # fmt: skip
 A100 = load_hardware("A100-40G")
-SHEET = CostModel.from_datasheet(A100, SHAPE, 26e9, 6.9e9)
+SHEET = datasheet_costs(A100, SHAPE, 26e9, 6.9e9)
 SIZES = (64, 512, 4096)
 
 
@@ -45,7 +45,7 @@ def test_datasheet_costs_are_bytes_and_flops_over_rates():
 
 
 def test_disk_is_no_faster_than_the_link_behind_it():
-    model = CostModel.from_datasheet(A100, SHAPE, 10e9, 40e9)
+    model = datasheet_costs(A100, SHAPE, 10e9, 40e9)
     assert model.copy_kv(SourceTier.DISK, 64) == model.copy_kv(SourceTier.HOST, 64)
 
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.hardware import load_hardware
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 
 PIECES = 16
 """1024 history tokens in the paper's chunks of 64: hidden states stream into the projection."""
@@ -195,7 +195,7 @@ def restoration(config: dict, gpu: str, tokens: int, gbps: float | None = None):
     hardware = load_hardware(gpu)
     shape = ModelShape.from_config(config)
     link = 1e9 * (gbps or hardware.link_gbps.value)
-    t = CostModel.from_datasheet(hardware, shape, link).layer_times(SourceTier.HOST, tokens)
+    t = datasheet_costs(hardware, shape, link).layer_times(SourceTier.HOST, tokens)
     return t, best_layer_plan(t, shape.state_shape()), shape.num_layers
 
 

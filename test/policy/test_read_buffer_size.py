@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.line_fit import Line, Quadratic
-from sglang_hc.policy.read_buffer_size import early_bytes
 
 TOKEN = 8192
 """Bytes of a token in one layer of KV."""

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.hardware import load_hardware
 from sglang_hc.policy.line_fit import Line, Quadratic
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.model_shape import ModelShape
@@ -19,6 +18,7 @@ from sglang_hc.policy.restore_plan import (
     best_prefix,
     plan_restore,
 )
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 
 LAYERS = 32
 SHAPE = ModelShape.from_config(
@@ -27,7 +27,7 @@ SHAPE = ModelShape.from_config(
         intermediate_size=11008, torch_dtype="float16",
     )
 )  # fmt: skip
-A100 = CostModel.from_datasheet(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
+A100 = datasheet_costs(load_hardware("A100-40G"), SHAPE, 26e9, 6.9e9)
 PAPER_PLAN = LayerPlan(0, 31, 1)
 
 

@@ -15,8 +15,8 @@ import torch
 
 from sglang_hc.device.copy_stream import HostLane, Lane
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
-from sglang_hc.policy.auto_plan import auto_plan
 from sglang_hc.policy.cost_model import NOISY, CostModel, SourceTier
+from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.restore.measure import (
     ATTEMPTS,
     BUDGET_S,

@@ -1,7 +1,7 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
-A cost model is fitted to samples measured on the device, or derived from data sheets.
-`profile_file` keeps it in a file, which docs/planner.md describes.
+A cost model is fitted to samples measured on the device; `tools.datasheet` derives one from data
+sheets. `profile_file` keeps it in a file, which docs/planner.md describes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import TypeVar
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form
-from sglang_hc.policy.hardware import Hardware
 from sglang_hc.policy.line_fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
 from sglang_hc.policy.makespan import LayerTimes
-from sglang_hc.policy.model_shape import ModelShape
 
 S = TypeVar("S")
 F = TypeVar("F")
@@ -177,45 +175,6 @@ class CostModel:
             overlap=samples.overlap,
             ahead=samples.ahead,
             noise=samples.noise,
-        )
-
-    @classmethod
-    def from_datasheet(
-        cls, hardware: Hardware, shape: ModelShape, link: float, disk: float | None = None
-    ) -> CostModel:
-        """Costs from FLOP counts and bandwidths; nothing measured, no fixed costs.
-
-        link: bytes/s from host memory to the device. disk: bytes/s of all disks together; chunks
-        from disk stream through host memory, so that copy runs at the slower of the two. Compute
-        runs at `hardware.flops`, but no faster than the layer's weights can be read once.
-        """
-        state = shape.state_shape()
-
-        def copy(bandwidth: float) -> TierCopy:
-            return TierCopy(
-                kv=Line(0.0, state.kv_bytes / bandwidth),
-                hidden=Line(0.0, state.hidden_bytes / bandwidth),
-            )
-
-        copies = {SourceTier.HOST: copy(link)}
-        if disk is not None:
-            copies[SourceTier.DISK] = copy(min(link, disk))
-        weight_seconds = shape.element_bytes / hardware.memory_bandwidth
-        return cls(
-            fingerprint=f"data sheet: {hardware.name}, {shape.describe()}",
-            origin="data sheet",
-            copies=copies,
-            project=Line(
-                0.0,
-                2 * shape.kv_projection_params / hardware.flops,
-                floor=shape.kv_projection_params * weight_seconds,
-            ),
-            prefill=Quadratic(
-                0.0,
-                2 * shape.layer_params / hardware.flops,
-                shape.attention_flops_per_pair / hardware.flops,
-                floor=shape.layer_params * weight_seconds,
-            ),
         )
 
     def _tier(self, tier: SourceTier) -> TierCopy:

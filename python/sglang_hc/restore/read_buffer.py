@@ -26,8 +26,8 @@ import torch
 
 from sglang_hc.device.copy_stream import Lane, Mark
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.read_buffer_size import early_bytes
 from sglang_hc.queue.lookahead import WaitingOf
 from sglang_hc.restore.staging import (
     HostSpan,

@@ -8,8 +8,8 @@ from typing import Any
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.auto_plan import AutoPlan, auto_plan
 from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
 from sglang_hc.srt import calibrate
 from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model import families

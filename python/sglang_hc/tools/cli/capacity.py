@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_hc.policy.capacity import CapacityPoint, geometric_steps, smallest_reaching
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.tools.cli.load import (
     add_load_options,
@@ -21,6 +20,7 @@ from sglang_hc.tools.cli.load import (
     turns_bar,
 )
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.simulator.capacity import CapacityPoint, geometric_steps, smallest_reaching
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.workloads import Workload
 

@@ -12,11 +12,11 @@ from typing import Any
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.hardware import Hardware, load_hardware
 from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64
@@ -79,9 +79,7 @@ def run(args: argparse.Namespace) -> int:
     disk = None if args.disk_gbps is None else _number("--disk-gbps", args.disk_gbps, MAX_GBPS)
     context = _count("--context", args.context)
     new = _count("--new-tokens", args.new_tokens)
-    cost = CostModel.from_datasheet(
-        hardware, shape, link * 1e9, None if disk is None else disk * 1e9
-    )
+    cost = datasheet_costs(hardware, shape, link * 1e9, None if disk is None else disk * 1e9)
     reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
     setting = {
         "model": shape.describe(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.capacity import CapacityPoint
+from sglang_hc.tools.simulator.capacity import CapacityPoint
 from sglang_hc.tools.simulator.run import Result
 
 

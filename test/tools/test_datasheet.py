@@ -3,7 +3,7 @@ import json
 import pytest
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.policy.hardware import known_gpus, load_hardware
+from sglang_hc.tools.datasheet import known_gpus, load_hardware
 
 TABLE_2 = {"A100-40G": (312, 40, 32), "A30": (165, 24, 32), "4090": (330, 24, 32),
            "L20": (120, 48, 32), "H800": (990, 80, 64)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""GPU profiles: what the planner needs to know of a device, and where each number comes from."""
+"""Costs from data sheets: GPU profiles, where each number comes from, and the cost model of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.model_shape import ModelShape
 
 
 class Quantity(Struct, frozen=True):
@@ -57,7 +60,7 @@ class Hardware(Struct, frozen=True):
 
 def known_gpus() -> dict[str, str]:
     """Name of every shipped profile, with the text of its file."""
-    folder = resources.files("sglang_hc.policy") / "data"
+    folder = resources.files("sglang_hc.tools") / "gpus"
     texts = [entry.read_text() for entry in folder.iterdir() if entry.name.endswith(".json")]
     named = {parse_hardware(text, "shipped profile").name: text for text in texts}
     return dict(sorted(named.items()))
@@ -90,3 +93,42 @@ def parse_hardware(text: str, where: str) -> Hardware:
     if hardware.flop_fraction.value > 1:
         raise ConfigError(f"{where}: flop_fraction.value must be at most 1")
     return hardware
+
+
+def datasheet_costs(
+    hardware: Hardware, shape: ModelShape, link: float, disk: float | None = None
+) -> CostModel:
+    """Costs from FLOP counts and bandwidths; nothing measured, no fixed costs.
+
+    link: bytes/s from host memory to the device. disk: bytes/s of all disks together; chunks
+    from disk stream through host memory, so that copy runs at the slower of the two. Compute
+    runs at `hardware.flops`, but no faster than the layer's weights can be read once.
+    """
+    state = shape.state_shape()
+
+    def copy(bandwidth: float) -> TierCopy:
+        return TierCopy(
+            kv=Line(0.0, state.kv_bytes / bandwidth),
+            hidden=Line(0.0, state.hidden_bytes / bandwidth),
+        )
+
+    copies = {SourceTier.HOST: copy(link)}
+    if disk is not None:
+        copies[SourceTier.DISK] = copy(min(link, disk))
+    weight_seconds = shape.element_bytes / hardware.memory_bandwidth
+    return CostModel(
+        fingerprint=f"data sheet: {hardware.name}, {shape.describe()}",
+        origin="data sheet",
+        copies=copies,
+        project=Line(
+            0.0,
+            2 * shape.kv_projection_params / hardware.flops,
+            floor=shape.kv_projection_params * weight_seconds,
+        ),
+        prefill=Quadratic(
+            0.0,
+            2 * shape.layer_params / hardware.flops,
+            shape.attention_flops_per_pair / hardware.flops,
+            floor=shape.layer_params * weight_seconds,
+        ),
+    )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.policy.capacity import full_capacity, geometric_steps, smallest_reaching
+from sglang_hc.tools.simulator.capacity import full_capacity, geometric_steps, smallest_reaching
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 1))
