@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import pytest
+
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,12 +84,12 @@ def run_script(path: str, words: Sequence[str]) -> list[str]:
 
     Returns one line for each engine or server, and one with `!` in front for what went wrong.
     """
-    with _unchanged():
+    with _unchanged() as patch:
         seen: list[str] = []
         _engines(seen)
         _servers(seen)
-        _cases(seen)
-        _main(path, words, seen)
+        _cases(patch, seen)
+        _main(patch, path, words, seen)
         return seen
 
 
@@ -104,7 +106,7 @@ def run_tool(words: Sequence[str]) -> list[str]:
 
 def parse_only(path: str | None, words: Sequence[str]) -> list[str]:
     """Only the parser of a script, or of `sglang-hc`; `!` and its words when it refuses them."""
-    with _unchanged():
+    with _unchanged() as patch:
         seen: list[str] = []
         _parsers()
         if path is None:
@@ -112,12 +114,12 @@ def parse_only(path: str | None, words: Sequence[str]) -> list[str]:
 
             _note(seen, "sglang-hc", lambda: main(list(words)))
         else:
-            _main(path, words, seen)
+            _main(patch, path, words, seen)
         return seen
 
 
 @contextmanager
-def _unchanged() -> Iterator[None]:
+def _unchanged() -> Iterator[pytest.MonkeyPatch]:
     """What commands and these functions change is as before afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -127,19 +129,17 @@ def _unchanged() -> Iterator[None]:
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
         (Scheduler, "__init__"), (suite.Suite, "run"),
     ]  # fmt: skip
-    before = [(place, name, getattr(place, name)) for place, name in places]
-    paths, environment, folder = list(sys.path), dict(os.environ), os.getcwd()
-    modules = set(sys.modules)
-    os.chdir(ROOT)
+    environment, modules = dict(os.environ), set(sys.modules)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for place, name in places:
+                patch.setattr(place, name, getattr(place, name))
+            patch.syspath_prepend(str(ROOT / "benchmark" / "gpu"))
+            patch.chdir(ROOT)
+            yield patch
     finally:
-        for place, name, value in before:
-            setattr(place, name, value)
-        sys.path[:] = paths
         os.environ.clear()
         os.environ.update(environment)
-        os.chdir(folder)
         for name in set(sys.modules) - modules:  # scripts' own modules have equal names
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmark")):
                 del sys.modules[name]
@@ -163,9 +163,9 @@ def _parsers() -> None:
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
 
 
-def _main(path: str, words: Sequence[str], seen: list[str]) -> None:
+def _main(patch: pytest.MonkeyPatch, path: str, words: Sequence[str], seen: list[str]) -> None:
     script = ROOT / path
-    sys.path[:0] = [str(script.parent), str(ROOT / "benchmark" / "gpu")]
+    patch.syspath_prepend(str(script.parent))
     sys.argv = [str(script), *words]
     _note(seen, path, lambda: runpy.run_path(str(script), run_name="__main__"))
 
@@ -217,7 +217,7 @@ def _servers(seen: list[str]) -> None:
     suite.Suite.run = run  # type: ignore[method-assign]
 
 
-def _cases(seen: list[str]) -> None:
+def _cases(patch: pytest.MonkeyPatch, seen: list[str]) -> None:
     """Processes of benchmark/restore: the same script in this one."""
     original = subprocess.run
 
@@ -226,7 +226,7 @@ def _cases(seen: list[str]) -> None:
             return original(words, *args, **kwargs)
         at = words.index("--case")
         before = list(sys.argv)
-        _main(os.path.relpath(words[at - 1], ROOT), words[at:], seen)
+        _main(patch, os.path.relpath(words[at - 1], ROOT), words[at:], seen)
         sys.argv = before
         return SimpleNamespace(returncode=1, stdout="", stderr="a dry run measures nothing")
 

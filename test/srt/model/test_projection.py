@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "interpreted.py"
+ROOT = Path(__file__).resolve().parents[3]
+PATHS = [str(ROOT / name) for name in ("python", "test", "sgl-kernel-ext/python")]
 
 
 @pytest.mark.parametrize("model", ["qwen3", "phi"])
@@ -20,7 +21,8 @@ def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
 ) -> None:
     """qwen3 has a K norm and full rotation, phi biases and a partial one; Triton's interpreter."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), model], env=os.environ | {"TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "support.interpreted", model],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_sglang import FakeServer, serve
+from support.fake_sglang import FakeServer, serve
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 

@@ -41,8 +41,8 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def own_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arms start the fake instead of a real launcher."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(arms, "HC_MODULE", "fake_sglang")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: False)
 
 
@@ -120,7 +120,7 @@ def test_arms_are_started_and_stopped(
 def test_with_a_gpu_stock_and_hicache_are_sglang_as_it_comes(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arms, "SGLANG_MODULE", "fake_sglang")
+    monkeypatch.setattr(arms, "SGLANG_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: True)
     names = "stock,hicache,hicache-direct,auto"
     words = ["--model", model, "--arms", names, "--arm-args", "hicache=--page-size 64"]
@@ -130,7 +130,7 @@ def test_with_a_gpu_stock_and_hicache_are_sglang_as_it_comes(
     assert bench("multi-turn", *words, *CHAT, "--output", str(tmp_path)) == 0
     result = result_of(tmp_path)
     commands = {arm["name"]: arm["command"] for arm in result["arms"]}
-    plain = "SGLANG_PLUGINS=none python -m fake_sglang"
+    plain = "SGLANG_PLUGINS=none python -m support.fake_sglang"
     hicache = "--enable-hierarchical-cache --hicache-size 9 --hicache-write-policy write_through"
     assert commands["stock"].startswith(plain) and "--hc" not in commands["stock"]
     assert commands["hicache"].startswith(plain) and hicache in commands["hicache"]

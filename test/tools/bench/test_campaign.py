@@ -17,12 +17,15 @@ import pytest
 
 import sglang_hc
 from sglang_hc.tools.bench.cells import latest, read
+from support import campaign_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = ROOT / "benchmark" / "gpu"
-DRIVER = Path(__file__).with_name("campaign_steps.py")
+DRIVER = Path(campaign_steps.__file__)
+PATHS = {"PYTHONPATH": os.pathsep.join((str(GPU), str(ROOT / "python")))}
+"""What a script of the campaign imports from."""
 MODULES = ("campaign", "runner", "install", "steps", "settings", "summary", "tables", "published",
-           "goals", "campaign_steps")  # fmt: skip
+           "goals")  # fmt: skip
 KEYS = {
     *(f"fake/one/{n}" for n in range(4)), *(f"fake/two/{n}" for n in range(3)),
     *(f"fake/three/{n}" for n in range(5)), "step one", "step two", "step three",
@@ -32,7 +35,7 @@ KEYS = {
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports one of the campaign's modules."""
-    monkeypatch.syspath_prepend(str(DRIVER.parent))
+    monkeypatch.syspath_prepend(str(GPU.with_name("restore")))
     monkeypatch.syspath_prepend(str(GPU))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -44,12 +47,14 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def call(modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a campaign of (name, cells, minutes) steps in this process; returns its exit status."""
-    campaign, fake, runner = modules("campaign"), modules("campaign_steps"), modules("runner")
+    campaign, runner = modules("campaign"), modules("runner")
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*kinds: tuple[str, int, float], words: tuple[str, ...] = ()) -> int:
-        status: int = campaign.main(["--output", str(tmp_path), *words], fake.steps(*kinds))
+        status: int = campaign.main(
+            ["--output", str(tmp_path), *words], campaign_steps.steps(*kinds)
+        )
         return status
 
     return run
@@ -81,7 +86,7 @@ def test_a_failed_step_is_tried_again_after_the_others(
 ) -> None:
     kinds = (("fails", 2, 0.01), ("one", 1, 0.01))
     assert call(kinds[0]) == 1
-    steps = modules("campaign_steps").steps(*kinds)
+    steps = campaign_steps.steps(*kinds)
     order = modules("runner").in_order(steps, tmp_path / "cells.jsonl")
     assert [step.name for step in order] == ["one", "fails"]
     # The second call skips the cell that is there, fails at the next one, and a third is through.
@@ -154,7 +159,7 @@ def test_killed_at_any_moment_and_called_again_it_ends_with_the_same_cells(
     seed: int, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    environment = {**os.environ, **PATHS}
     done, output = [], tmp_path
     for attempt in range(3):
         output = tmp_path / str(attempt)
@@ -208,12 +213,11 @@ def test_a_bundle_is_sourced_where_sglang_is_missing(tmp_path: Path) -> None:
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("")
     (tmp_path / "env.sh").write_text(
-        f'export PYTHONPATH="{tmp_path}/site"\nSGL_FLAGS="--attention-backend triton"\n'
+        f'export PYTHONPATH="{tmp_path}/site:$PYTHONPATH"\nSGL_FLAGS="--attention-backend triton"\n'
     )
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        f"sys.path[:0] = [{str(GPU)!r}, {str(ROOT / 'python')!r}]\n"
         "from pathlib import Path\nimport install\n"
         "problem = install.ensure(Path(sys.argv[1]), [sys.argv[0], sys.argv[1]])\n"
         "print(problem or f'flags {install.server_args()}')\n"
@@ -222,7 +226,7 @@ def test_a_bundle_is_sourced_where_sglang_is_missing(tmp_path: Path) -> None:
     def run(bundle: str) -> str:
         # -S: no site-packages. The second interpreter, behind env.sh, has them, and the fake.
         words = [sys.executable, "-S", str(script), str(tmp_path / bundle)]
-        environment = {"PATH": os.environ["PATH"]}
+        environment = {"PATH": os.environ["PATH"], **PATHS}
         return subprocess.run(
             words, env=environment, capture_output=True, text=True, timeout=60, check=True
         ).stdout
@@ -259,7 +263,6 @@ def test_the_entry_point_is_the_one_that_pip_installs(modules: Any, tmp_path: Pa
 
 
 def test_results_are_what_make_tables_reads(modules: Any, tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "benchmark" / "restore"))
     row = {
         **{"shape": "llama-2-7b", "slots": "adjacent", "history": 1024, "source": "host"},
         **{"arm": "kv", "seconds": 0.01, "of_bound": 0.9, "runs_as": "kv:32"},

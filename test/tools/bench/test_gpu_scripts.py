@@ -32,9 +32,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def script(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Script:
     """Runs one script with its words; arms start the fake instead of a real launcher."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(arms, "HC_MODULE", "fake_sglang")
-    monkeypatch.setattr(arms, "SGLANG_MODULE", "fake_sglang")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
+    monkeypatch.setattr(arms, "SGLANG_MODULE", "support.fake_sglang")
 
     def run(name: str, *words: str, gpu: bool) -> int:
         monkeypatch.setattr(arms.machine, "has_gpu", lambda: gpu)

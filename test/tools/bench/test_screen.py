@@ -86,8 +86,8 @@ def test_the_demos_print_one_screen(
 ) -> None:
     """All that `make demo` prints, progress lines included, with servers that answer at once."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(arms, "HC_MODULE", "fake_sglang")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
     monkeypatch.setattr(arms.machine, "has_gpu", lambda: False)
     words = [which, "--model", str(tiny_tokenizer), "--output", str(tmp_path)]
     assert demo.main(words) == 0

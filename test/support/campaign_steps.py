@@ -1,4 +1,5 @@
-"""A campaign of cheap steps, run as `python campaign_steps.py [flags of the campaign]`.
+"""A campaign of cheap steps, run as `python campaign_steps.py [flags of the campaign]` with
+`python` and `benchmark/gpu` in PYTHONPATH.
 
 Also the step itself: `campaign_steps.py step NAME COUNT --cells FILE` measures COUNT cells, slowly
 enough to be killed between and inside them. NAME `fails` ends with status 3 after the first one,
@@ -11,9 +12,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "gpu")]
 
 SELF = str(Path(__file__).resolve())
 PAUSE_S = 0.03

@@ -1,6 +1,7 @@
 """Runs a model's projections with the kernels in Triton's interpreter; a process of its own.
 
-    TRITON_INTERPRET=1 python test/srt/interpreted.py MODEL
+    PYTHONPATH=python:test:sgl-kernel-ext/python TRITON_INTERPRET=1 \
+        python -m support.interpreted MODEL
 
 The interpreter must be chosen before Triton is imported. Prints JSON: which ways there are, which
 agree with the model's own, and which are left when a kernel is wrong.
@@ -11,12 +12,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / p) for p in ("python", "test", "sgl-kernel-ext/python")]
 
 
 def interpreted() -> SimpleNamespace:
