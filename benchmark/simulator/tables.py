@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -173,9 +174,12 @@ def render(page: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 if stale")
+    args = parser.parse_args()
     page = PAGE.read_text()
     made = render(page)
-    if "--check" in sys.argv[1:]:
+    if args.check:
         return int(made != page)
     PAGE.write_text(made)
     return 0

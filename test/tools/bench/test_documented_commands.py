@@ -33,7 +33,7 @@ COMMAND = re.compile(
 )
 PLACES = {
     "MODEL": "models/llama-mha", "M": "models/llama-mha", "FOLDER": "models/llama-mha",
-    "FOLDER_OR_CONFIG": "models/llama-mha", "SIZE": "1", "SHAPE": "llama-2-7b",
+    "FOLDER_OR_CONFIG": "models/llama-mha", "SIZE": "1", "SHAPE": "llama-2-7b", "PART": "capacity",
 }  # fmt: skip
 
 
