@@ -193,67 +193,70 @@ class Flag(NamedTuple):
 
 FLAGS: dict[str, Flag] = {
     "host_size_gb": Flag(
-        f"host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
+        f"size of the host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
         metavar="GIB",
         check=_check_host_size,
     ),
     "forms": Flag(
-        "auto, kv, hidden, or counts per form such as recompute:2,hidden:24,kv:6",
+        "form of each layer off the device: auto, kv, hidden, or counts such as "
+        "recompute:2,hidden:24,kv:6",
         metavar="PLAN",
         check=_check_forms,
     ),
-    "disable": Flag("plain SGLang without the tiers, for comparison"),
+    "disable": Flag("serve with plain SGLang, for comparison"),
     "disk": Flag(
-        "keep blocks in this directory too; repeat for several SSDs",
+        "keep full blocks in this directory too; repeat the flag for several SSDs (default size: "
+        "80% of what is free)",
         metavar="DIR[:SIZE_GB]",
         check=check_disk,
     ),
     "eviction": Flag(
-        "what leaves first: what no waiting request needs, or by age or use",
+        "what leaves a tier first: queue evicts what no waiting request needs, the others are for "
+        "comparison",
         choices=("queue", "lru", "fifo", "lfu"),
     ),
     "prefetch": Flag(
-        "when blocks are read from disk: ahead of a request's turn, when it arrives, never",
+        "when blocks are read from disk: before a request's turn (queue), when it arrives, never",
         choices=("queue", "on-arrival", "off"),
     ),
     "trace": Flag(
-        "record what the tiers do in this file, for `sglang-hc replay`",
+        "record what the tiers do in this file; `sglang-hc replay` reads it",
         metavar="FILE",
         check=_check_trace,
     ),
     "read_buffer_gb": Flag(
-        "device memory in GiB for chunks of waiting requests, copied before their turn; 0 is off "
+        "device memory in GiB that holds chunks of waiting requests; 0 is off "
         f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
         metavar="GIB",
         check=_between(0, float("inf"), "0 (off) or a number of GiB"),
     ),
     "remote": Flag(
-        "keep blocks in a store that other servers share; one of SGLang's storage back ends",
+        "keep full blocks in a store that servers share: one of SGLang's storage back ends",
         choices=REMOTES,
     ),
     "remote_config": Flag(
-        "options of the remote store, as SGLang's --hicache-storage-backend-extra-config",
+        "options of the remote store, as JSON or in a file",
         metavar="JSON|FILE",
         check=read_remote_config,
     ),
     "profile": Flag(
-        "what moving and computing cost here, a file of sglang-hc profile (default: measured at "
-        "the first start, then cached)",
+        "costs of this machine, as `sglang-hc profile` writes them (default: measured at the "
+        "first start, then cached)",
         metavar="FILE",
         check=read_profile,
     ),
     "restore": Flag(
-        "what is restored: what is faster than recomputing it by the measured costs, or every hit",
+        "cost restores what is faster than recomputing it, always restores every hit",
         choices=("cost", "always"),
     ),
     "ttl": Flag(
-        "blocks not used for so long leave the host tier and the disk (default: never)",
+        "remove blocks that nobody used for so long from host memory and disk (default: never)",
         metavar="SECONDS",
         check=_between(0, float("inf"), "seconds, or 0 for never"),
     ),
     "io": Flag(
-        "what files snapshots and reads and writes disks: a process of its own, or threads of the "
-        "scheduler's",
+        "where disks are read and written and snapshots scattered: in a process of its own, or in "
+        "threads of the scheduler",
         choices=("process", "thread"),
     ),
     "schedule": Flag(
@@ -261,17 +264,17 @@ FLAGS: dict[str, Flag] = {
         choices=("off", "ready-first"),
     ),
     "scrub_mb_s": Flag(
-        "how much of what is on disk is read and verified in the background; 0 for nothing",
+        "pace at which what is on disk is verified in the background; 0 is off",
         metavar="MB_PER_S",
         check=_between(0, float("inf"), "0 or more MB per second"),
     ),
     "overflow": Flag(
-        "a prompt longer than the context window: SGLang's own answer, or its head and its end are "
-        "kept, cut so that later turns find what earlier ones left",
+        "what happens to a prompt longer than the context window: off is SGLang's own answer, "
+        "recompute keeps its head and its end",
         choices=("off", "recompute"),
     ),
     "overflow_keep_first": Flag(
-        "tokens at the start of a prompt that are never cut; at least a block",
+        "tokens at the start of a prompt that are never cut, at least a block",
         metavar="TOKENS",
         check=_between(0, float("inf"), "0 or more tokens"),
     ),
@@ -281,7 +284,7 @@ FLAGS: dict[str, Flag] = {
         check=_between(0.05, 0.95, "a share from 0.05 to 0.95"),
     ),
     "overflow_reserve": Flag(
-        "tokens of the window that a cut leaves for the answer at least",
+        "tokens of the window that a cut leaves free for the answer, at least",
         metavar="TOKENS",
         check=_between(1, float("inf"), "1 or more tokens"),
     ),
@@ -310,6 +313,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             option["type"] = _reader(flag.check, _PARSERS.get(field.type, str))
             if field.default == ():
                 option |= {"action": "append", "default": []}
+            elif field.default is not None:
+                option["help"] += " (default: %(default)s)"
         group.add_argument(flag_of(field.name), **option)
 
 
