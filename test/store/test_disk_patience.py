@@ -203,9 +203,8 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
     model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
     costs = CorrectedCosts(model)
     choice = RestoreChoice(costs, LayerPlan(0, 0, 1), False, Counter())
-    subject = ServerSubject("lru", "queue", 8, choice)
     watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostLane())
-    subject.disk.on_read = watch.read
+    subject = ServerSubject("lru", "queue", 8, choice, watch.read)
     words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]
     for word in words:
         subject.serve(word)

@@ -92,12 +92,13 @@ def host_queue(
     costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
+    on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
     told which blocks waiting requests need."""
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
-    disk = DiskTier(io, host, clock) if io is not None else None
+    disk = DiskTier(io, host, clock, on_read) if io is not None else None
     queue = queue_over(
         host, disk, window, prefetch, costs=costs, hint_disk=hint_disk, ready_first=ready_first
     )

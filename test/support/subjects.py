@@ -67,6 +67,7 @@ class ServerSubject:
         prefetch: str,
         host_slots: int,
         costs: RestoreCosts = NOTHING_KNOWN,
+        on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0
@@ -75,7 +76,7 @@ class ServerSubject:
         self._words: dict[bytes, str] = {}
         self.io = FakeIo(capacity=DISK_BLOCKS)
         _, self.host, self.disk, self.queue = host_queue(
-            host_slots, self.io, eviction, prefetch, lambda: self.now, costs=costs
+            host_slots, self.io, eviction, prefetch, lambda: self.now, costs=costs, on_read=on_read
         )
 
     @property

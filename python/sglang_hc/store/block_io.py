@@ -10,11 +10,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 
 WRITE_QUEUE = 256
 """Blocks that may wait to be written, shared by the directories; a write beyond it is refused."""
+
+
+class Write(msgspec.Struct, array_like=True, tag=True):
+    """See `BlockIo.write`."""
+
+    ticket: int
+    block: Block
+    slot: int
+    deadline: float
+
+
+class Read(msgspec.Struct, array_like=True, tag=True):
+    """See `BlockIo.read`."""
+
+    ticket: int
+    block_id: bytes
+    slot: int
+    deadline: float
 
 
 class BlockDone(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, Read, Write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, CopyRows
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
@@ -61,9 +61,9 @@ class FakeLink:
             request = self._unanswered.popleft()
             if isinstance(request, wire.Execute):
                 filed.append(Completion(request.ticket, True))
-            elif isinstance(request, (wire.Read, wire.Write)):
+            elif isinstance(request, (Read, Write)):
                 blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
-        self.replies.append(wire.Answers(filed, blocks, [], False, 1, None))
+        self.replies.append(wire.Answers(filed, blocks, [], False, 1, {}))
 
 
 class Run:

@@ -7,9 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Read, Write
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.reader import RUN_BYTES
 from sglang_hc.store.disk.store import DiskStore
@@ -42,20 +41,6 @@ _COUNTED = (
 """Counters of the store that no answer tells."""
 
 
-class _Read(NamedTuple):
-    ticket: int
-    block_id: bytes
-    slot: int
-    deadline: float
-
-
-class _Write(NamedTuple):
-    ticket: int
-    block: Block
-    slot: int
-    deadline: float
-
-
 class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks.
@@ -74,8 +59,8 @@ class DiskThreads:
         self._done: deque[BlockDone] = deque()
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
-        self._reads: dict[Directory, Workers[_Read]] = {}
-        self._writes: dict[Directory, Workers[_Write]] = {}
+        self._reads: dict[Directory, Workers[Read]] = {}
+        self._writes: dict[Directory, Workers[Write]] = {}
         for directory in store.directories:
             write = partial(self._write, directory)
             self._reads[directory] = Workers("hc-read", self._read, run, READ_THREADS)
@@ -95,18 +80,26 @@ class DiskThreads:
         return not self._store.contains((block_id,))
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        return self.submit_write(Write(ticket, block, slot, deadline))
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.submit_read(Read(ticket, block_id, slot, deadline))
+
+    def submit_write(self, write: Write) -> bool:
+        """As `write`."""
         for directory in self._store.order():
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
-                self._writes[directory].submit(_Write(ticket, block, slot, deadline))
+                self._writes[directory].submit(write)
                 return True
         return False
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        directory = self._store.directory_of(block_id)
+    def submit_read(self, read: Read) -> None:
+        """As `read`."""
+        directory = self._store.directory_of(read.block_id)
         if directory is None:
-            self._answer(ticket, self._store.absence(block_id))
+            self._answer(read.ticket, self._store.absence(read.block_id))
         else:
-            self._reads[directory].submit(_Read(ticket, block_id, slot, deadline))
+            self._reads[directory].submit(read)
 
     def flush(self) -> None:
         """Threads begin at once."""
@@ -143,7 +136,7 @@ class DiskThreads:
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
         self._on_done()
 
-    def _read(self, batch: list[_Read]) -> None:
+    def _read(self, batch: list[Read]) -> None:
         wanted = [(move.block_id, self._pool.slot(move.slot), move.deadline) for move in batch]
         try:
             outcomes = self._store.read_many(wanted)
@@ -153,7 +146,7 @@ class DiskThreads:
         for move, outcome in zip(batch, outcomes, strict=True):
             self._answer(move.ticket, outcome)
 
-    def _write(self, directory: Directory, batch: list[_Write]) -> None:
+    def _write(self, directory: Directory, batch: list[Write]) -> None:
         now = time.monotonic()
         for move in batch:
             if move.deadline <= now:

@@ -10,10 +10,9 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, Read, Write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
@@ -113,14 +112,6 @@ class ProcessExecutor:
             self._held.popleft()
 
 
-class _Move(NamedTuple):
-    """An operation under way. written: whether it is a write."""
-
-    deadline: float
-    block_id: bytes
-    written: bool
-
-
 class ProcessBlocks:
     """BlockIo whose store is in the I/O process; which blocks it has is mirrored here.
 
@@ -135,14 +126,13 @@ class ProcessBlocks:
         self._known: dict[bytes, None] = {}
         """A dict and no set: the garbage collector visits every element of a set, but passes over a
         dict of plain bytes."""
-        self._moves: dict[int, _Move] = {}
+        self._under_way: dict[int, Read | Write] = {}
         self._writing = 0
         self._done: list[BlockDone] = []
         self._directories = 1
         """In use, as the process said last; one until it says so."""
         self._clearing = False
-        self._counts: dict[str, int] = {}
-        self._counts_before: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         supervisor.clients.append(self)
 
     @property
@@ -167,17 +157,19 @@ class ProcessBlocks:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if not self._open or self._writing >= block_io.WRITE_QUEUE:
             return False
-        self._supervisor.send(wire.Write(ticket, block, slot, deadline))
-        self._moves[ticket] = _Move(deadline, block.block_id, True)
+        self._send(Write(ticket, block, slot, deadline))
         self._writing += 1
         return True
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         if self._open:
-            self._supervisor.send(wire.Read(ticket, block_id, slot, deadline))
-            self._moves[ticket] = _Move(deadline, block_id, False)
+            self._send(Read(ticket, block_id, slot, deadline))
         else:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
+
+    def _send(self, operation: Read | Write) -> None:
+        self._supervisor.send(operation)
+        self._under_way[operation.ticket] = operation
 
     def flush(self) -> None:
         self._supervisor.flush()
@@ -207,7 +199,7 @@ class ProcessBlocks:
         return {"disk_blocks": len(self._known), "disk_directories": directories}
 
     def counts(self) -> Counter[str]:
-        return self._counts_before + Counter(self._counts)
+        return self._counts
 
     def close(self) -> None:
         self._supervisor.close()
@@ -218,15 +210,14 @@ class ProcessBlocks:
                 self._known.update(dict.fromkeys(reply.block_ids))
             return
         for done in reply.blocks:
-            if done.ticket in self._moves:
+            if done.ticket in self._under_way:
                 self._end(done)
         for block_id in reply.removed:
             self._known.pop(block_id, None)
         if reply.cleared:
             self._clearing = False
         self._directories = reply.directories
-        if reply.counts is not None:
-            self._counts = reply.counts
+        self._counts.update(reply.counts)
 
     def up(self) -> None:
         self._directories = 1
@@ -234,22 +225,22 @@ class ProcessBlocks:
             self._supervisor.send(wire.Clear())
 
     def lost(self) -> int:
-        lost = list(self._moves)
+        lost = list(self._under_way)
         for ticket in lost:
             self._end(BlockDone(ticket, Outcome.LOST, "disk"))
-        self._counts_before += Counter(self._counts)
-        self._counts = {}
         return len(lost)
 
     def earliest_deadline(self) -> float:
-        return min((move.deadline for move in self._moves.values()), default=float("inf"))
+        deadlines = (operation.deadline for operation in self._under_way.values())
+        return min(deadlines, default=float("inf"))
 
     def _end(self, done: BlockDone) -> None:
-        move = self._moves.pop(done.ticket)
-        self._writing -= move.written
+        operation = self._under_way.pop(done.ticket)
+        self._writing -= isinstance(operation, Write)
+        name = operation.block_id if isinstance(operation, Read) else operation.block.block_id
         if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
             if not self._clearing:
-                self._known[move.block_id] = None
+                self._known[name] = None
         elif done.outcome is Outcome.MISSING:
-            self._known.pop(move.block_id, None)
+            self._known.pop(name, None)
         self._done.append(done)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_hc.forms import BlockLayout
-from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.block_io import BlockDone, Read, Write
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.host_memory import MemorySpec
 
@@ -58,20 +58,6 @@ class Execute(_Message, tag=True):
 
     ticket: int
     operation: Operation
-
-
-class Write(_Message, tag=True):
-    ticket: int
-    block: Block
-    slot: int
-    deadline: float
-
-
-class Read(_Message, tag=True):
-    ticket: int
-    block_id: bytes
-    slot: int
-    deadline: float
 
 
 class Touch(_Message, tag=True):
@@ -118,8 +104,8 @@ class Answers(_Message, tag=True):
 
     removed: at most IDS_PER_MESSAGE identities of blocks that cannot be read any more, because they
     left the disk or their directory is out of use; a block that was stored and left again since is
-    in both. cleared: a `Clear` is done. directories: how many may be asked now. counts: of the
-    store, since it was opened; None while they are as they were.
+    in both. cleared: a `Clear` is done. directories: how many may be asked now. counts: by how
+    much the store's counters have grown.
     """
 
     filed: list[Completion]
@@ -127,7 +113,7 @@ class Answers(_Message, tag=True):
     removed: list[bytes]
     cleared: bool
     directories: int
-    counts: dict[str, int] | None
+    counts: dict[str, int]
 
 
 Request = Execute | Write | Read | Touch | Expect | Clear | Close

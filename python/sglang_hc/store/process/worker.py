@@ -15,11 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 
 import zmq
 
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, Read, Write
 from sglang_hc.store.disk import DirectoryError, DiskStore
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
@@ -49,7 +49,7 @@ class Worker:
         self._dropped: list[BlockDone] = []
         """Writes that every directory in use had too many of."""
         self._cleared = threading.Event()
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.buffers, self._notify)
@@ -67,13 +67,12 @@ class Worker:
         """Begin what is asked for. False: it was the last request, and everything is done."""
         if isinstance(request, wire.Execute):
             self._executor.submit(request.ticket, request.operation)
-        elif isinstance(request, wire.Write):
-            ticket, block = request.ticket, request.block
-            if not self._disk.write(ticket, block, request.slot, request.deadline):
-                self._dropped.append(BlockDone(ticket, Outcome.DROPPED, "disk"))
+        elif isinstance(request, Write):
+            if not self._disk.submit_write(request):
+                self._dropped.append(BlockDone(request.ticket, Outcome.DROPPED, "disk"))
                 self._notify()
-        elif isinstance(request, wire.Read):
-            self._disk.read(request.ticket, request.block_id, request.slot, request.deadline)
+        elif isinstance(request, Read):
+            self._disk.submit_read(request)
         elif isinstance(request, wire.Touch):
             self._disk.touch(request.block_ids)
         elif isinstance(request, wire.Expect):
@@ -110,14 +109,12 @@ class Worker:
         if cleared:
             self._cleared.clear()
         if self._store is None:
-            return wire.Answers(filed, [], [], cleared, 0, None)
+            return wire.Answers(filed, [], [], cleared, 0, {})
         blocks, self._dropped = self._disk.poll() + self._dropped, []
         removed = self._take_removed(self._store)
-        counts = dict(self._disk.counts())
-        news = counts if counts != self._counts else None
-        self._counts = counts
+        before, self._counts = self._counts, self._disk.counts()
         directories = len(self._store.in_use())
-        return wire.Answers(filed, blocks, removed, cleared, directories, news)
+        return wire.Answers(filed, blocks, removed, cleared, directories, self._counts - before)
 
     def _take_removed(self, store: DiskStore) -> list[bytes]:
         """The next identities that cannot be read any more; names those that can be read again.
