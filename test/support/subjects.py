@@ -6,6 +6,7 @@ the calls that the scheduler, or the simulator's engine, would make.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
