@@ -25,7 +25,7 @@ import numpy as np
 import settings  # noqa: F401  puts this tree on the path
 import torch
 
-from sglang_hc.device.copy_stream import Lane, lane_for
+from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
 from sglang_hc.device.ranges import Ranges
 from sglang_hc.store.host_memory import page_setting
 from sglang_hc.tools.bench import machine
@@ -48,7 +48,7 @@ class Bench:
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
         self.size = size
-        self.lane: Lane = lane_for(self.device)
+        self.copy_stream: CopyStream = copy_stream_for(self.device)
         self.pageable = torch.ones(size, dtype=torch.uint8)
         self.pinned = self._pinned()
         self.on_device = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -58,7 +58,7 @@ class Bench:
         buffer = mmap.mmap(-1, self.size)
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
         tensor.fill_(1)
-        self.lane.pin(buffer)
+        self.copy_stream.pin(buffer)
         return tensor
 
     def wait(self) -> None:
@@ -88,8 +88,8 @@ class Bench:
 
 
 def to_device(bench: Bench) -> dict[str, Any]:
-    """Pinned memory to the device, one long copy by the lane."""
-    return bench.rate(lambda: bench.lane.copy(bench.on_device, bench.pinned), bench.size, 1)
+    """Pinned memory to the device, one long copy by the copy stream."""
+    return bench.rate(lambda: bench.copy_stream.copy(bench.on_device, bench.pinned), bench.size, 1)
 
 
 def to_device_pageable(bench: Bench) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def to_device_pageable(bench: Bench) -> dict[str, Any]:
 
 
 def to_host(bench: Bench) -> dict[str, Any]:
-    return bench.rate(lambda: bench.lane.copy(bench.pinned, bench.on_device), bench.size, 1)
+    return bench.rate(lambda: bench.copy_stream.copy(bench.pinned, bench.on_device), bench.size, 1)
 
 
 def to_host_pageable(bench: Bench) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def to_host_pageable(bench: Bench) -> dict[str, Any]:
 
 def both_ways(bench: Bench) -> dict[str, Any]:
     """Half of the pinned memory each way at once, as a restoration beside a snapshot."""
-    half, back = bench.size // 2, bench.lane.opposite()
+    half, back = bench.size // 2, bench.copy_stream.opposite()
 
     def work() -> None:
-        bench.lane.copy(bench.on_device[:half], bench.pinned[:half])
+        bench.copy_stream.copy(bench.on_device[:half], bench.pinned[:half])
         back.copy(bench.pinned[half:], bench.other[half:])
 
     return bench.rate(work, 2 * half, 2)
@@ -125,7 +125,7 @@ def rows_of(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 def two_dimensional(bench: Bench) -> dict[str, Any]:
     """Adjacent slots: one copy of rows that lie apart."""
     target, source = rows_of(bench)
-    return bench.rate(lambda: bench.lane.copy(target, source), source.numel(), 1)
+    return bench.rate(lambda: bench.copy_stream.copy(target, source), source.numel(), 1)
 
 
 def block_by_block(bench: Bench) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def block_by_block(bench: Bench) -> dict[str, Any]:
 
     def work() -> None:
         for at, block in enumerate(order):
-            bench.lane.copy(target[at], source[block])
+            bench.copy_stream.copy(target[at], source[block])
 
     return bench.rate(work, source.numel(), len(order))
 
@@ -147,7 +147,9 @@ def batched(bench: Bench) -> dict[str, Any]:
     order = np.random.default_rng(0).permutation(count)
     sizes = np.full(count, width)
     ranges = Ranges(order * source.stride(0), np.arange(count) * width, sizes)
-    return bench.rate(lambda: bench.lane.copy_ranges(target, source, ranges), source.numel(), 1)
+    return bench.rate(
+        lambda: bench.copy_stream.copy_ranges(target, source, ranges), source.numel(), 1
+    )
 
 
 def on_the_device(bench: Bench) -> dict[str, Any]:
@@ -164,10 +166,10 @@ def products(bench: Bench) -> dict[str, Any]:
 
 def pin(gib: float) -> dict[str, Any]:
     """Take and pin memory as a host pool does: the time that a server's start waits for it."""
-    lane = lane_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    copy_stream = copy_stream_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     buffer = mmap.mmap(-1, int(gib * GIB))
     begin = time.perf_counter()
-    lane.pin(buffer)
+    copy_stream.pin(buffer)
     seconds = time.perf_counter() - begin
     return {"gib": gib, "seconds": seconds, "gib_per_s": gib / seconds}
 

@@ -15,7 +15,7 @@ from sglang_hc.capture.capture import Capture, DeviceState
 from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.capture.taps import TapBuffer
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy, make_policy
@@ -58,14 +58,14 @@ def tiers_of(
     pool = HostPool(layout, slots)
     buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
     filing = Filing(ThreadExecutor(pool, buffers), host.damaged_slots)
-    lane = HostLane()
+    copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    source = DeviceState(device, taps, WayOut(pool, lane, filing).hidden(buffers), None)
+    source = DeviceState(device, taps, WayOut(pool, copy_stream, filing).hidden(buffers), None)
     capture = Capture(layout, host, filing, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, False, counters)
-    path = RestorePath(pool, device, lane, StagingRing.sized_for(layout, CPU, lane))
+    path = RestorePath(pool, device, copy_stream, StagingRing.sized_for(layout, CPU, copy_stream))
     restorer = Restorer(host, path, planner, None, counters)
     sizes = (slots, disk.capacity if disk is not None else 0)
     queue = QueueView(

@@ -18,15 +18,17 @@ REPEATS = 5
 
 
 def copy_bandwidth(engine: Engine) -> float:
-    """Bytes a second of one long copy from pinned host memory by the lane."""
+    """Bytes a second of one long copy from pinned host memory by the copy stream."""
     size = (2 << 30) if engine.device.type == "cuda" else (128 << 20)
     buffer = mmap.mmap(-1, size)
     source = torch.frombuffer(buffer, dtype=torch.uint8)
     source.fill_(1)
-    engine.lane.pin(buffer)
+    engine.copy_stream.pin(buffer)
     target = torch.empty(size, dtype=torch.uint8, device=engine.device)
-    engine.lane.copy(target, source)
-    times = [engine.seconds(lambda: engine.lane.copy(target, source)) for _ in range(REPEATS)]
+    engine.copy_stream.copy(target, source)
+    times = [
+        engine.seconds(lambda: engine.copy_stream.copy(target, source)) for _ in range(REPEATS)
+    ]
     return size / min(times)
 
 

@@ -39,8 +39,8 @@ PATTERN = 1 << 20
 
 class Engine:
     """The parts that a restoration uses, for one model, as the server's factory put them together:
-    projection and stream chosen here, lane, pool, recomputation, measured costs. Everything runs
-    on the current stream."""
+    projection and streams chosen here, pool, recomputation, measured costs. Everything runs on the
+    current stream."""
 
     def __init__(self, folder: Path, tokens: int, flags: list[str]) -> None:
         """tokens: the longest history; at most the positions of the model."""
@@ -61,7 +61,10 @@ class Engine:
         assert self.cost is not None, "the server could not measure its costs; its log says why"
         assert self.shape.hidden_bytes, "the model's hidden states cannot be restored"
         self.sink = tiers.restorer.path.sink
-        self.lane, self.side = tiers.restorer.path.lane, tiers.restorer.path.side
+        self.copy_stream, self.side_stream = (
+            tiers.restorer.path.copy_stream,
+            tiers.restorer.path.side_stream,
+        )
         self.recomputer = tiers.restorer.path.recomputer
         self.device: torch.device = self.sink.device
         self.dtype: torch.dtype = self.runner.dtype
@@ -107,11 +110,11 @@ class Stored:
         self.io = open_io("process", spec, self._directory(disk) if disk else None)
         self.pool = self.io.memory.pool
         _fill(self.pool, engine.dtype)
-        engine.lane.pin(self.pool.buffer, self.layout.slot_bytes)
+        engine.copy_stream.pin(self.pool.buffer, self.layout.slot_bytes)
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(engine.vocabulary, (tokens,), generator=generator).tolist()
         self._histories: dict[str, History] = {}
-        self.ring = StagingRing.sized_for(self.layout, engine.device, engine.lane)
+        self.ring = StagingRing.sized_for(self.layout, engine.device, engine.copy_stream)
 
     def _directory(self, path: str) -> DiskSpec:
         size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
@@ -149,7 +152,13 @@ class Stored:
         whole = engine.slots[:tokens]
         restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
         path = RestorePath(
-            self.pool, engine.sink, engine.lane, self.ring, engine.recomputer, early, engine.side
+            self.pool,
+            engine.sink,
+            engine.copy_stream,
+            self.ring,
+            engine.recomputer,
+            early,
+            engine.side_stream,
         )
         restore = RestorePass(path, [restoration], kv_per_hidden)
         with torch.no_grad():

@@ -74,9 +74,9 @@ class Early:
     def __init__(self, engine: Engine, stored: Stored, slots: str) -> None:
         self._engine, self._stored = engine, stored
         size = READ_BUFFER[engine.device.type]
-        frames = frames_for(size, stored.layout, engine.device, engine.lane)
+        frames = frames_for(size, stored.layout, engine.device, engine.copy_stream)
         host = stored.history(slots).host
-        self.buffer = ReadBuffer(host, stored.pool, engine.lane, frames)
+        self.buffer = ReadBuffer(host, stored.pool, engine.copy_stream, frames)
 
     def fill(self, history: int) -> None:
         self.buffer.clear()
@@ -132,7 +132,7 @@ class Measurement:
             "gemm_operations_per_second": self.rate,
             "layer_plan": str(self.planned.plan),
             "explanation": self.planned.explanation,
-            "beside_the_compute_stream": self.engine.side is not None,
+            "beside_the_compute_stream": self.engine.side_stream is not None,
             "cost_model": json.loads(profile_file.encode(cost)),
             "complaints": list(cost.complaints()),
         }

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang_hc.device.copy_stream import HostLane, Lane
+from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
@@ -39,7 +39,7 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockNode
-from support.throttled import ThrottledLane
+from support.throttled import ThrottledCopyStream
 
 TURN_S = 0.4
 
@@ -78,7 +78,7 @@ class Restorer:
             node.slot = slot
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
-        self.staging = StagingRing(*subject.frames, subject.device, subject.lane)
+        self.staging = StagingRing(*subject.frames, subject.device, subject.copy_stream)
         self.kv_per_hidden = copy_order.kv_per_hidden(cost, tokens)
 
     def run(self) -> float:
@@ -86,7 +86,7 @@ class Restorer:
         subject = self.subject
         begin = time.perf_counter()
         if self.recompute < self.layers:
-            path = RestorePath(self.pool, OneLayer(subject), subject.lane, self.staging)
+            path = RestorePath(self.pool, OneLayer(subject), subject.copy_stream, self.staging)
             restore = RestorePass(path, [self.restoration], self.kv_per_hidden)
         for _ in range(self.recompute):
             subject.prefill(self.tokens, 0)
@@ -137,15 +137,15 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
     }
 
 
-def sources(subject: Subject) -> dict[str, Callable[[], Lane]]:
+def sources(subject: Subject) -> dict[str, Callable[[], CopyStream]]:
     """Host memory, and buckets around the rate at which hidden states arrive as they project."""
     cost = measured(subject)
     balance = subject.shape.hidden_bytes * 1024 / cost.project_kv(1024)
     rates = {"four times the balance": 4.0, "the balance": 1.0, "a quarter of it": 0.25}
-    found: dict[str, Callable[[], Lane]] = {"host memory": HostLane}
+    found: dict[str, Callable[[], CopyStream]] = {"host memory": HostCopyStream}
     for name, factor in rates.items():
         rate = factor * balance
-        found[f"{name}, {rate / 1e9:.3f} GB/s"] = lambda rate=rate: ThrottledLane(rate)
+        found[f"{name}, {rate / 1e9:.3f} GB/s"] = lambda rate=rate: ThrottledCopyStream(rate)
     return found
 
 
@@ -165,9 +165,9 @@ def main() -> int:
     with torch.no_grad():
         subject = subject_of(loaded.runner, loaded.layers, loaded.hidden)
         result: dict[str, Any] = {}
-        for name, lane in sources(subject).items():
-            here = replace(subject, lane=lane())
-            if isinstance(here.lane, ThrottledLane):
+        for name, copy_stream in sources(subject).items():
+            here = replace(subject, copy_stream=copy_stream())
+            if isinstance(here.copy_stream, ThrottledCopyStream):
                 # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
                 frame = options.tokens * subject.shape.kv_bytes // 2
                 here = replace(here, frames=(8, frame))

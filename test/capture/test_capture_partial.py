@@ -11,7 +11,7 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
-from support.lanes import LateLane
+from support.copy_streams import LateCopyStream
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build
 
 HIDDEN = LayerPlan(0, 2, 0)
@@ -170,7 +170,9 @@ def test_a_step_that_is_computed_again_closes_the_gap() -> None:
 def test_a_step_that_is_computed_again_overwrites_what_filing_has_yet_to_write(ring: int) -> None:
     """Ten rows wait in a snapshot. The same positions come again with many more behind them, which
     on their own would go straight; the last writer wins."""
-    tiers, _, _ = build(HIDDEN, slots=40, device_slots=3000, lane=LateLane(), ring=ring)
+    tiers, _, _ = build(
+        HIDDEN, slots=40, device_slots=3000, copy_stream=LateCopyStream(), ring=ring
+    )
     tiers.capture.open("1", None, b"")
     wrong = torch.zeros((2, 10, HIDDEN_BYTES), dtype=torch.uint8)
     tiers.capture.take([Segment("1", 0, 0, 10)], wrong)
@@ -190,7 +192,8 @@ def test_whatever_the_room_a_right_prefix_is_published(
     tiers, pool, executor = build(
         plan, slots=draw(st.integers(1, 12)), device_slots=4000,
         rows=draw(st.integers(1, 70)), buffers=draw(st.integers(1, 3)),
-        lane=LateLane() if draw(st.booleans()) else None, ring=draw(st.sampled_from([0, 64, 3000])),
+        copy_stream=LateCopyStream() if draw(st.booleans()) else None,
+        ring=draw(st.sampled_from([0, 64, 3000])),
     )  # fmt: skip
     fill_pool(pool)
     computed = {seed: 0 for seed in (1, 2, 3)}

@@ -7,11 +7,11 @@ import torch
 
 from sglang_hc.capture.snapshots import Filing, Snapshots
 from sglang_hc.capture.taps import TapBuffer
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from support.streams import BACK, COMPUTE, COPIES, StreamDevice, StreamLane
+from support.streams import BACK, COMPUTE, COPIES, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, StepExecutor
 
 LAYERS, WIDTH = 2, 8
@@ -23,14 +23,14 @@ class Bench:
 
     def __init__(
         self, rows: int = 4, buffers: int = 2, device: StreamDevice | None = None,
-        lane: StreamLane | None = None,
+        copy_stream: SimulatedCopyStream | None = None,
     ) -> None:  # fmt: skip
         self.pool = HostPool(LAYOUT, 8)
         self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
         self.executor = StepExecutor(self.pool, self.buffers)
         self.damaged: set[int] = set()
         self.filing = Filing(self.executor, self.damaged)
-        used = lane or (StreamLane(device) if device else HostLane())
+        used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
         twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
         self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.filing)
@@ -90,15 +90,15 @@ def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() 
     """Each direction has a stream of its own: the copies of a restoration that was asked for after
     the snapshot are over while the pass that fills the snapshot still runs."""
     device = StreamDevice(0)
-    lane = StreamLane(device)
-    bench = Bench(lane=lane.opposite())
+    copy_stream = SimulatedCopyStream(device)
+    bench = Bench(copy_stream=copy_stream.opposite())
     device.submit(COMPUTE, None, after=(COMPUTE, 10**9))  # a pass that does not end
     bench.add(1, 4, slot=0)
     device.run_only(BACK)
     source, target = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    lane.copy(target, source)
-    mark = lane.mark()
-    assert device.run_only(COPIES) and mark.done() and bool(target.all())
+    copy_stream.copy(target, source)
+    event = copy_stream.record()
+    assert device.run_only(COPIES) and event.done() and bool(target.all())
     assert not device.run_only(BACK)
     bench.filing.poll()
     bench.executor.step()
@@ -108,9 +108,9 @@ def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() 
 def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> None:
     device = StreamDevice(0)
     bench = Bench(device=device)
-    lane = StreamLane(device)
-    lane.copy(torch.zeros(1), torch.ones(1))
-    first = bench.filing.submit(CopyRows(0, 1, 4), after=lane.mark())
+    copy_stream = SimulatedCopyStream(device)
+    copy_stream.copy(torch.zeros(1), torch.ones(1))
+    first = bench.filing.submit(CopyRows(0, 1, 4), after=copy_stream.record())
     second = bench.filing.submit(CopyRows(1, 2, 4))
     for _ in range(3):
         bench.executor.step()

@@ -1,4 +1,4 @@
-"""Lanes: what is enqueued, in which order, and when it is over."""
+"""Copy streams: what is enqueued, in which order, and when it is over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from sglang_hc.device import copy_stream, cuda_copies, pinning
 from support.cuda import STREAM, HostRuntime, fake_cuda
-from support.streams import COMPUTE, StreamDevice, StreamLane
+from support.streams import COMPUTE, SimulatedCopyStream, StreamDevice
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -47,35 +47,35 @@ def test_what_is_not_rows_of_one_shape_is_refused(
         cuda_copies.copy_2d(HostRuntime(), target, source, STREAM)
 
 
-def test_a_host_lane_is_never_late() -> None:
-    lane = copy_stream.lane_for(torch.device("cpu"))
+def test_copies_of_a_host_are_never_late() -> None:
+    copies = copy_stream.copy_stream_for(torch.device("cpu"))
     target = torch.zeros(2, 3, dtype=torch.uint8)
-    lane.after(lane.computed())
-    lane.copy(target, torch.ones(2, 3, dtype=torch.uint8))
-    mark = lane.mark()
-    assert mark.done() and bool(target.all())
-    mark.wait()
-    lane.before_compute(mark)
-    lane.pin(bytearray(1), 1)
-    assert not lane.own_memory and lane.opposite() is lane
-    lane.close()
+    copies.after(copies.computed())
+    copies.copy(target, torch.ones(2, 3, dtype=torch.uint8))
+    event = copies.record()
+    assert event.done() and bool(target.all())
+    event.wait()
+    copies.before_compute(event)
+    copies.pin(bytearray(1), 1)
+    assert not copies.own_memory and copies.opposite() is copies
+    copies.close()
 
 
 def test_the_late_device_keeps_the_order_that_fences_ask_for() -> None:
     """The tests of this folder rest on it."""
     for seed in range(20):
         device = StreamDevice(seed)
-        lane = StreamLane(device)
+        copies = SimulatedCopyStream(device)
         first, second, third = (torch.full((1, 1), n, dtype=torch.uint8) for n in (1, 2, 3))
         device.submit(COMPUTE, lambda t=first: t.fill_(9))
-        lane.after(lane.computed())
-        lane.copy(second, first)
-        mark = lane.mark()
-        assert not mark.done()
-        lane.before_compute(mark)
+        copies.after(copies.computed())
+        copies.copy(second, first)
+        event = copies.record()
+        assert not event.done()
+        copies.before_compute(event)
         device.submit(COMPUTE, lambda t=third, s=second: t.copy_(s))
-        mark.wait()
-        assert mark.done() and second.item() == 9
+        event.wait()
+        assert event.done() and second.item() == 9
         device.run()
         assert third.item() == 9
 
@@ -117,26 +117,28 @@ def test_both_directions_the_side_and_the_model_have_a_stream_each(
     handles = itertools.chain([9, 1, 9, 10, 10, 9, 11, 1, 11], itertools.count(12))
     fake_cuda(monkeypatch, HostRuntime(), lambda: next(handles))
     forward = SimpleNamespace(cuda_stream=10)
-    lane = copy_stream.lane_for(torch.device("cuda"), [forward])
-    back = lane.opposite()
-    assert isinstance(lane, copy_stream.CudaLane) and isinstance(back, copy_stream.CudaLane)
-    assert back.opposite() is lane and lane.opposite() is back
-    side = lane.side()
+    copies = copy_stream.copy_stream_for(torch.device("cuda"), [forward])
+    back = copies.opposite()
+    assert isinstance(copies, copy_stream.CudaCopyStream) and isinstance(
+        back, copy_stream.CudaCopyStream
+    )
+    assert back.opposite() is copies and copies.opposite() is back
+    side = copies.side_stream()
     assert side is not None
-    streams = [lane._stream, back._stream, side.args[0], back.side().args[0]]  # type: ignore[attr-defined, union-attr]
+    streams = [copies._stream, back._stream, side.args[0], back.side_stream().args[0]]  # type: ignore[attr-defined, union-attr]
     assert [stream.cuda_stream for stream in streams] == [9, 11, 12, 13]
 
 
 def test_copies_across_registrations_are_cut_and_pages_given_back_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both lanes of a device know what is registered, whichever was asked to."""
+    """Both copy streams of a device know what is registered, whichever was asked to."""
     runtime = HostRuntime()
     fake_cuda(monkeypatch, runtime)
     shared = copy_stream.CudaDevice(torch.device("cuda"), [])
-    lane = copy_stream.CudaLane(shared)
+    copies = copy_stream.CudaCopyStream(shared)
     monkeypatch.setattr(copy_stream, "distinct_stream", lambda draw, taken: draw())
-    back = lane.opposite()
+    back = copies.opposite()
     page = mmap.PAGESIZE
     monkeypatch.setattr(pinning, "PIECE_BYTES", 2 * page)
     buffer = mmap.mmap(-1, 6 * page)
@@ -145,40 +147,40 @@ def test_copies_across_registrations_are_cut_and_pages_given_back_at_the_end(
     pool = torch.frombuffer(buffer, dtype=torch.uint8).view(6, page)
     pool.copy_(torch.randint(0, 256, pool.shape, dtype=torch.uint8))
     target = torch.zeros(4, 100, dtype=torch.uint8)
-    lane.copy(target, pool[1:5, 8:108])
+    copies.copy(target, pool[1:5, 8:108])
     assert runtime.calls == ["2d"]  # rows 2 and 3; a single row before and after is contiguous
     assert torch.equal(target, pool[1:5, 8:108])
-    assert lane.batches
+    assert copies.batches
     ranges = cuda_copies.Ranges(*(np.array(n) for n in ([5 * page, 0], [0, 200], [200, 200])))
-    lane.copy_ranges(target, pool, ranges)
+    copies.copy_ranges(target, pool, ranges)
     assert runtime.calls[1:] == ["batch"]
     assert torch.equal(target.view(2, 200), pool[[5, 0], :200])
-    lane.close()
+    copies.close()
     assert not runtime.registered
-    lane.close()
+    copies.close()
 
 
 @needs_cuda
 def test_cuda_copies_of_strided_rows_between_pinned_host_and_device() -> None:
     device = torch.device("cuda")
-    lane = copy_stream.lane_for(device)
+    copies = copy_stream.copy_stream_for(device)
     buffer = bytearray(64 * 4096)
-    lane.pin(buffer)
+    copies.pin(buffer)
     host = torch.frombuffer(buffer, dtype=torch.uint8).view(64, 4096)
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     target = torch.zeros(32, 1000, dtype=torch.uint8, device=device)
-    lane.copy(target, host[::2, 8:1008])
-    mark = lane.mark()
-    lane.before_compute(mark)
+    copies.copy(target, host[::2, 8:1008])
+    event = copies.record()
+    copies.before_compute(event)
     doubled = target.clone()  # compute work behind the fence
-    mark.wait()
-    assert mark.done()
+    event.wait()
+    assert event.done()
     assert torch.equal(doubled.cpu(), host[::2, 8:1008])
     target += 1
-    lane.after(lane.computed())
-    lane.copy(host[::2, 8:1008], target)
-    mark = lane.mark()
-    mark.wait()
+    copies.after(copies.computed())
+    copies.copy(host[::2, 8:1008], target)
+    event = copies.record()
+    event.wait()
     assert torch.equal(target.cpu(), host[::2, 8:1008])
 
 
@@ -189,10 +191,10 @@ def test_cuda_copies_of_scattered_ranges_by_every_way_and_across_registrations(
     device = torch.device("cuda")
     page = mmap.PAGESIZE
     monkeypatch.setattr(pinning, "PIECE_BYTES", 16 * page)
-    lane = copy_stream.lane_for(device)
-    assert isinstance(lane, copy_stream.CudaLane)
+    copies = copy_stream.copy_stream_for(device)
+    assert isinstance(copies, copy_stream.CudaCopyStream)
     buffer = mmap.mmap(-1, 64 * page)
-    lane.pin(buffer, page)
+    copies.pin(buffer, page)
     host = torch.frombuffer(buffer, dtype=torch.uint8).view(64, page)
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     order = np.random.default_rng(0).permutation(64)[:40]
@@ -200,20 +202,20 @@ def test_cuda_copies_of_scattered_ranges_by_every_way_and_across_registrations(
     ranges = cuda_copies.Ranges(order * page + 24, np.arange(40) * 1000, sizes)
     wanted = host[torch.from_numpy(order), 24:1024]
     runtime, major = cuda_copies.cuda_runtime(), cuda_copies.cuda_major()
-    stream = lane._stream.cuda_stream
+    stream = copies._stream.cuda_stream
     for name, way in cuda_copies.range_copies(runtime, major).items():
         target = torch.zeros(40, 1000, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()
         way(target, host, ranges, stream)
-        lane.mark().wait()
+        copies.record().wait()
         assert torch.equal(target.cpu(), wanted), name
     target = torch.zeros(64, 1000, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
-    lane.copy(target, host[:, 24:1024])
-    lane.mark().wait()
+    copies.copy(target, host[:, 24:1024])
+    copies.record().wait()
     assert torch.equal(target.cpu(), host[:, 24:1024])
-    back = lane.opposite()
+    back = copies.opposite()
     back.copy(host[:, 2024:3024], target)
-    back.mark().wait()
+    back.record().wait()
     assert torch.equal(host[:, 2024:3024], host[:, 24:1024])
-    lane.close()
+    copies.close()

@@ -17,8 +17,8 @@ from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import pack_tokens
+from support.copy_streams import LateCopyStream
 from support.fake_io import FakeIo
-from support.lanes import LateLane
 
 from .test_tiers_machine import PROFILE, TiersMachine
 
@@ -165,8 +165,8 @@ class DiskMachine(TiersMachine):
 class LateDiskMachine(DiskMachine):
     plan = LayerPlan(0, 2, 1)
 
-    def make_lane(self) -> object:
-        return LateLane()
+    def make_copy_stream(self) -> object:
+        return LateCopyStream()
 
 
 for machine in (DiskMachine, LateDiskMachine):

@@ -24,7 +24,7 @@ from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.identity import pack_tokens
-from support.lanes import LateLane
+from support.copy_streams import LateCopyStream
 from support.tiers import HIDDEN_BYTES, build, project
 
 SALTS = [None, "", "a"]
@@ -62,9 +62,9 @@ class TiersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
-            self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128, lane=self.make_lane(),
-            frames=5, recomputer=self, ring=self.ring, disk=self.make_disk,
-            clock=lambda: self.now,
+            self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
+            copy_stream=self.make_copy_stream(), frames=5, recomputer=self, ring=self.ring,
+            disk=self.make_disk, clock=lambda: self.now,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -80,7 +80,7 @@ class TiersMachine(RuleBasedStateMachine):
             rows = torch.stack([state(layer, salt, tokens, int(p)) for p in positions])
             self.pool.write_hidden(layer, rows, positions, restoration.device_slots)
 
-    def make_lane(self) -> object:
+    def make_copy_stream(self) -> object:
         return None
 
     make_disk: Callable[[HostPool], BlockIo] | None = None
@@ -338,8 +338,8 @@ class LateMachine(TiersMachine):
     plan = LayerPlan(0, 4, 2)
     ring = 8192
 
-    def make_lane(self) -> object:
-        return LateLane()
+    def make_copy_stream(self) -> object:
+        return LateCopyStream()
 
 
 class RecomputeMachine(TiersMachine):

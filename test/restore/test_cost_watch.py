@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.restore.cost_watch import (
@@ -25,7 +25,7 @@ from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
-from support.lanes import LateLane, LateMark
+from support.copy_streams import LateCopyStream, LateEvent
 from support.profiles import cost_model
 from support.tiers import CPU, HIDDEN_BYTES, PARTS, ToyPool
 
@@ -65,12 +65,12 @@ class LateTimer:
 
 def watch(timer: Any, plan: LayerPlan | None = None) -> tuple[CostWatch, Seen]:
     costs = Seen()
-    return CostWatch(costs, plan or LayerPlan(0, 0, LAYERS), timer, HostLane()), costs
+    return CostWatch(costs, plan or LayerPlan(0, 0, LAYERS), timer, HostCopyStream()), costs
 
 
 def test_a_lane_that_cannot_be_timed_is_not() -> None:
-    assert isinstance(timer_for(HostLane()), HostTimer)
-    assert timer_for(LateLane()) is None  # type: ignore[arg-type]
+    assert isinstance(timer_for(HostCopyStream()), HostTimer)
+    assert timer_for(LateCopyStream()) is None  # type: ignore[arg-type]
 
 
 def test_what_the_device_has_not_reached_is_taken_in_later_and_in_order() -> None:
@@ -235,11 +235,11 @@ def watched(seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1) -> Wat
         node = BlockNode(None, b"", bytes(4 * BLOCK_TOKENS), None)
         node.slot = slot
         nodes.append(node)
-    lane, tokens = HostLane(), blocks * BLOCK_TOKENS
+    copy_stream, tokens = HostCopyStream(), blocks * BLOCK_TOKENS
     # Two frames, of one block as KV each: not all of a restoration fits.
-    ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, lane)
+    ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, copy_stream)
     span = Restoration(tuple(nodes), 0, tokens, torch.arange(tokens))
-    path = RestorePath(HostPool(layout, blocks), sink, lane, ring)
+    path = RestorePath(HostPool(layout, blocks), sink, copy_stream, ring)
     return WatchedPass(seen, path, [span])
 
 
@@ -285,9 +285,9 @@ def test_on_a_device_the_copies_into_free_frames_and_one_projection_are_timed() 
 def test_while_another_restoration_is_under_way_no_copies_are_timed() -> None:
     plan, timer = LayerPlan(0, 0, LAYERS), LateTimer()
     seen, _ = watch(timer, plan)
-    under_way = LateLane()
+    under_way = LateCopyStream()
     under_way.enqueued = 1
-    seen._restored = LateMark(under_way, 1)
+    seen._restored = LateEvent(under_way, 1)
     watched(seen, plan, ToyPool(BLOCK_TOKENS, LAYERS)).finish()
     assert timer.made == 0
     under_way.performed = 1

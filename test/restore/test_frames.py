@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.restore.restore_pass import (
     SIDE_LAYERS,
@@ -31,7 +31,7 @@ from sglang_hc.restore.staging import (
 )
 from sglang_hc.store.host_pool import HostPool
 from support.restores import FRAME, expected, filled_pool, nodes_in
-from support.streams import COMPUTE, COPIES, SIDE, StreamDevice, StreamLane, StreamPool
+from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, project
 
 SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
@@ -51,8 +51,8 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
     plan = LayerPlan(0, 3, 2)
     pool = filled_pool(plan, 12)
     device = StreamDevice(seed, bias)
-    lane = StreamLane(device)
-    ring = StagingRing(frames, FRAME, CPU, lane)
+    copy_stream = SimulatedCopyStream(device)
+    ring = StagingRing(frames, FRAME, CPU, copy_stream)
     target = StreamPool(device, 2 * sum(count for _, count in spans), plan.num_layers)
     first = 0
     passes: list[list[Restoration]] = []
@@ -64,8 +64,10 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
             first += count
         passes.append(restorations)
     for restorations in passes:
-        side = lane.side() if beside else None
-        restore = RestorePass(RestorePath(pool, target, lane, ring, side=side), restorations)
+        side = copy_stream.side_stream() if beside else None
+        restore = RestorePass(
+            RestorePath(pool, target, copy_stream, ring, side_stream=side), restorations
+        )
         for layer in range(plan.num_layers):
             restore.wait(layer)
             target.attend(layer)
@@ -86,11 +88,11 @@ def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
     plan = plan or LayerPlan(0, 3, 2)
     pool = filled_pool(plan, -(-count // BLOCK_TOKENS))
     device = StreamDevice(1)
-    lane = StreamLane(device)
+    copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, count, plan.num_layers)
     restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
-    ring = StagingRing(frames, FRAME, CPU, lane)
-    restore = RestorePass(RestorePath(pool, target, lane, ring), [restoration])
+    ring = StagingRing(frames, FRAME, CPU, copy_stream)
+    restore = RestorePass(RestorePath(pool, target, copy_stream, ring), [restoration])
     return restore, target, device, pool, restoration
 
 
@@ -118,7 +120,7 @@ def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
     restore.wait(0)
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
     ring = restore._staging
-    RestorePass(RestorePath(pool, target, restore._lane, ring), [other])
+    RestorePass(RestorePath(pool, target, restore._copy_stream, ring), [other])
     device.run()
     for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
         assert torch.equal(got, rows)
@@ -131,7 +133,7 @@ def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
     device.run()
     device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    RestorePass(RestorePath(pool, target, restore._lane, restore._staging), [other])
+    RestorePass(RestorePath(pool, target, restore._copy_stream, restore._staging), [other])
     assert device.run_only(COPIES)
 
 
@@ -182,7 +184,7 @@ def test_a_piece_as_ranges_is_the_same_rows(slots: list[int], start: int, tail: 
     target = torch.zeros((piece.rows, 5), dtype=torch.uint8)
     ranges = piece.ranges(source.stride(0), 5)
     assert len(ranges.sizes) == len(spans)
-    HostLane().copy_ranges(target, source, ranges)
+    HostCopyStream().copy_ranges(target, source, ranges)
     assert torch.equal(target, torch.cat([source[s, row : row + n] for s, row, n in spans]))
 
 
@@ -194,13 +196,13 @@ def test_many_runs_are_one_batch_and_few_are_a_copy_each(gaps: int, calls: int) 
     wanted = source[slots].reshape(-1, 4)
     for batches in (True, False):
         device = StreamDevice(0)
-        lane = StreamLane(device)
-        lane.batches = batches
+        copy_stream = SimulatedCopyStream(device)
+        copy_stream.batches = batches
         target = torch.zeros((piece.rows, 4), dtype=torch.uint8)
-        copy_piece(lane, piece, source, target)
+        copy_piece(copy_stream, piece, source, target)
         device.run()
         assert torch.equal(target, wanted)
-        assert lane.calls == (calls if batches else len(piece.runs))
+        assert copy_stream.calls == (calls if batches else len(piece.runs))
 
 
 def test_a_limit_below_a_block_is_refused() -> None:
@@ -242,7 +244,7 @@ def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for(
     plan = LayerPlan(0, layers, 0)
     pool = filled_pool(plan, 2)
     device = StreamDevice(0)
-    lane = StreamLane(device)
+    copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, 128, layers)
     written: list[int] = []
     write = target.write_hidden
@@ -254,8 +256,8 @@ def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for(
 
     target.write_hidden = note  # type: ignore[method-assign]
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
-    ring = StagingRing(2, FRAME, CPU, lane)
-    path = RestorePath(pool, target, lane, ring, side=lane.side())
+    ring = StagingRing(2, FRAME, CPU, copy_stream)
+    path = RestorePath(pool, target, copy_stream, ring, side_stream=copy_stream.side_stream())
     restore = RestorePass(path, [restoration])
     assert written == list(range(SIDE_LAYERS))
     restore.wait(0)
@@ -285,16 +287,16 @@ def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
     plan = LayerPlan(1, 6, 0)
     pool = filled_pool(plan, 2)
     device = StreamDevice(0)
-    lane = StreamLane(device)
+    copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, 128, plan.num_layers)
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
-    ring = StagingRing(2, FRAME, CPU, lane)
+    ring = StagingRing(2, FRAME, CPU, copy_stream)
     recomputer = SlowRecomputer(device, 4)
-    restore = RestorePass(RestorePath(pool, target, lane, ring, recomputer), [restoration])
-    assert lane.calls == 2
+    restore = RestorePass(RestorePath(pool, target, copy_stream, ring, recomputer), [restoration])
+    assert copy_stream.calls == 2
     restore.recompute()
     first, second, third = recomputer.copied
-    assert first < second <= third and lane.calls == 6
+    assert first < second <= third and copy_stream.calls == 6
     restore.finish()
     device.run()
     for layer in range(1, 7):
@@ -329,13 +331,13 @@ def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reade
     plan = LayerPlan(0, 2, 1)
     pool = filled_pool(plan, 2)
     device = StreamDevice(seed, bias=0.05)
-    lane = StreamLane(device)
+    copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, 128, plan.num_layers)
     for layer in range(plan.num_layers):
         target.attend(layer)
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
-    ring = StagingRing(2, FRAME, CPU, lane)
-    path = RestorePath(pool, target, lane, ring, side=lane.side())
+    ring = StagingRing(2, FRAME, CPU, copy_stream)
+    path = RestorePath(pool, target, copy_stream, ring, side_stream=copy_stream.side_stream())
     restore = RestorePass(path, [restoration])
     restore.finish()
     for layer in range(plan.num_layers):

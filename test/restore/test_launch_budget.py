@@ -19,7 +19,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
 from sglang_hc.restore.staging import CUDA_FRAMES, StagingRing
 from sglang_hc.store.host_pool import HostPool
-from support.lanes import FakeLane
+from support.copy_streams import FakeCopyStream
 from support.restores import nodes_in
 from support.tiers import CPU
 
@@ -36,7 +36,7 @@ SCATTER_LAUNCHES = 1
 """`KvPoolRows.write_kv_by_sglang`: K and V in one launch."""
 
 
-class CountingLane(FakeLane):
+class CountingCopyStream(FakeCopyStream):
     """Copies nothing; counts every call that reaches the driver."""
 
     def __init__(self) -> None:
@@ -45,22 +45,22 @@ class CountingLane(FakeLane):
     def _count(self, *_: Any) -> None:
         self.calls += 1
 
-    computed = after = copy = copy_ranges = mark = before_compute = _count
+    computed = after = copy = copy_ranges = record = before_compute = _count
 
 
 class CountingSink:
-    def __init__(self, lane: CountingLane) -> None:
-        self.lane = lane
+    def __init__(self, copy_stream: CountingCopyStream) -> None:
+        self.copy_stream = copy_stream
         self.rows = 0
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self.lane.calls += PROJECTION_LAUNCHES
+        self.copy_stream.calls += PROJECTION_LAUNCHES
         self.rows += len(hidden)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        self.lane.calls += SCATTER_LAUNCHES
+        self.copy_stream.calls += SCATTER_LAUNCHES
         self.rows += len(parts[0])
 
 
@@ -97,15 +97,15 @@ def test_enqueueing_takes_at_most_half_the_time_of_the_link(
     nodes = nodes_in([0] * blocks)
     for node, slot in zip(nodes, slots, strict=True):
         node.slot = int(slot)
-    lane = CountingLane()
-    sink = CountingSink(lane)
-    ring = StagingRing(*CUDA_FRAMES, CPU, lane)  # type: ignore[arg-type]
+    copy_stream = CountingCopyStream()
+    sink = CountingSink(copy_stream)
+    ring = StagingRing(*CUDA_FRAMES, CPU, copy_stream)  # type: ignore[arg-type]
     restoration = Restoration(nodes, 0, TOKENS, torch.arange(TOKENS))
-    path = RestorePath(pool, sink, lane, ring)  # type: ignore[arg-type]
+    path = RestorePath(pool, sink, copy_stream, ring)  # type: ignore[arg-type]
     restore = RestorePass(path, [restoration])
     for layer in range(shape.num_layers):
         restore.wait(layer)
     restore.finish()
     assert sink.rows == shape.num_layers * TOKENS
     size = TOKENS * (hidden * shape.hidden_bytes + kv * shape.kv_bytes)
-    assert lane.calls * CALL_S <= SHARE * size / LINK_BYTES_S
+    assert copy_stream.calls * CALL_S <= SHARE * size / LINK_BYTES_S

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.device.copy_stream import HostLane, Lane
+from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, CostModel, SourceTier
 from sglang_hc.policy.layer_plan import auto_plan
@@ -33,7 +33,7 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
-from support.throttled import ThrottledLane
+from support.throttled import ThrottledCopyStream
 
 CPU = torch.device("cpu")
 SHAPE = StateShape(1, 8, (16, 16), "uint8")
@@ -44,7 +44,7 @@ PROJECT_S = 3e-6
 TOKEN_S, PAIR_S = 2e-5, 1e-9
 
 
-class SlowLane(HostLane):
+class SlowCopyStream(HostCopyStream):
     """Copies on the calling thread, at one speed."""
 
     def __init__(self, clock: Clock) -> None:
@@ -55,9 +55,9 @@ class SlowLane(HostLane):
         self.clock.now += source.numel() * BYTE_S
 
 
-def throttled(clock: Clock) -> ThrottledLane:
+def throttled(clock: Clock) -> ThrottledCopyStream:
     """Copies at the same speed, but beside the compute."""
-    return ThrottledLane(1 / BYTE_S, clock, clock.pass_time)
+    return ThrottledCopyStream(1 / BYTE_S, clock, clock.pass_time)
 
 
 class Sink:
@@ -77,15 +77,17 @@ class Sink:
         self.clock.now += len(slots) * PROJECT_S
 
 
-def subject(clock: Clock, lane: Lane, hidden: bool = True, slow: float = 1.0) -> Subject:
+def subject(
+    clock: Clock, copy_stream: CopyStream, hidden: bool = True, slow: float = 1.0
+) -> Subject:
     def prefill(new: int, context: int) -> None:
         clock.now += slow * new * (TOKEN_S + PAIR_S * (context + new / 2))
 
-    return Subject(SHAPE, CPU, lane, Sink(clock), prefill, ROWS, hidden, FRAMES)
+    return Subject(SHAPE, CPU, copy_stream, Sink(clock), prefill, ROWS, hidden, FRAMES)
 
 
-@pytest.mark.parametrize("kind", [SlowLane, throttled])
-def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], Lane]) -> None:
+@pytest.mark.parametrize("kind", [SlowCopyStream, throttled])
+def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], CopyStream]) -> None:
     clock = Clock()
     samples = measure(subject(clock, kind(clock)), clock=clock)
     cost = CostModel.from_samples(samples, "here")
@@ -103,7 +105,7 @@ def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], Lane]) 
 
 def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
     clock = Clock()
-    samples = measure(subject(clock, SlowLane(clock), hidden=False), clock=clock)
+    samples = measure(subject(clock, SlowCopyStream(clock), hidden=False), clock=clock)
     assert set(samples.copies) == {(SourceTier.HOST, Form.KV)}
     assert CostModel.from_samples(samples, "here").project is None
 
@@ -112,7 +114,7 @@ def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
 def test_a_slow_machine_is_measured_within_the_budget(slow: float) -> None:
     clock = Clock()
     began = clock.now
-    samples = measure(subject(clock, SlowLane(clock), slow=slow), clock=clock)
+    samples = measure(subject(clock, SlowCopyStream(clock), slow=slow), clock=clock)
     assert clock.now - began <= BUDGET_S
     assert 3 <= len(samples.prefill) <= len(PREFILLS)
     assert CostModel.from_samples(samples, "here").prefill.per_token == pytest.approx(
@@ -185,9 +187,11 @@ def test_what_is_noisy_is_measured_again_as_long_as_there_is_time(
 
 def test_the_noisiest_part_makes_the_profile_noisy() -> None:
     clock = Clock()
-    cost = CostModel.from_samples(measure(subject(clock, SlowLane(clock)), clock=clock), "here")
+    cost = CostModel.from_samples(
+        measure(subject(clock, SlowCopyStream(clock)), clock=clock), "here"
+    )
     assert cost.noise == 1.0 and not cost.is_noisy
-    slow = subject(clock, SlowLane(clock))
+    slow = subject(clock, SlowCopyStream(clock))
     rng = random.Random(1)
 
     def prefill(new: int, context: int) -> None:
@@ -214,7 +218,7 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     monkeypatch.setattr(DiskStore, "read", slow_read)
     monkeypatch.setattr("sglang_hc.restore.measure_disk.READ_THREADS", 1)
     disks = (f"{tmp_path / 'a'}:1", str(tmp_path / "b"))
-    samples = measure(subject(clock, SlowLane(clock)), disks, clock=clock)
+    samples = measure(subject(clock, SlowCopyStream(clock)), disks, clock=clock)
     assert len(set(read)) == 32
     from_disk = dict(samples.copies[SourceTier.DISK, Form.KV])
     from_host = dict(samples.copies[SourceTier.HOST, Form.KV])
@@ -242,8 +246,8 @@ def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
     state = replace(SHAPE, num_layers=8)
     for rate in (1e9, 9e6, 1e6):
         clock = Clock()
-        lane = ThrottledLane(rate, clock, clock.pass_time)
-        cost = CostModel.from_samples(measure(subject(clock, lane), clock=clock), "here")
+        copy_stream = ThrottledCopyStream(rate, clock, clock.pass_time)
+        cost = CostModel.from_samples(measure(subject(clock, copy_stream), clock=clock), "here")
         host = (SourceTier.HOST,)
         found = auto_plan(cost, state, host, allow_hidden=True, allow_recompute=False)
         plans[rate] = found.plan
@@ -263,7 +267,7 @@ def test_nothing_of_a_measurement_is_left_when_it_is_over(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("sglang_hc.restore.measure.StagingRing", Ring)
     clock = Clock()
-    measured = subject(clock, HostLane())
+    measured = subject(clock, HostCopyStream())
     left += [weakref.ref(measured.sink), weakref.ref(measured.sink.parts[0])]  # type: ignore[attr-defined]
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
 from sglang_hc.tree.identity import pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens
-from support.streams import COPIES, StreamDevice, StreamLane, StreamPool
+from support.streams import COPIES, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU
 
 PLAN = LayerPlan(0, 3, 2)
@@ -30,11 +30,11 @@ class Bench:
     def __init__(self, frames: int = 40, seed: int = 0, bias: float = 0.5) -> None:
         self.host, self.pool = host_with(PLAN, LENGTHS, slots=16)
         self.device = StreamDevice(seed, bias)
-        self.lane = StreamLane(self.device)
+        self.copy_stream = SimulatedCopyStream(self.device)
         self.target = StreamPool(self.device, 1000, PLAN.num_layers)
-        self.ring = StagingRing(2, FRAME, CPU, self.lane)
-        self.frames = StagingRing(frames, FRAME, CPU, self.lane)
-        self.early = ReadBuffer(self.host, self.pool, self.lane, self.frames)
+        self.ring = StagingRing(2, FRAME, CPU, self.copy_stream)
+        self.frames = StagingRing(frames, FRAME, CPU, self.copy_stream)
+        self.early = ReadBuffer(self.host, self.pool, self.copy_stream, self.frames)
         self.waiting: dict[str, Waiting] = {}
         self.looked = 0
 
@@ -59,9 +59,14 @@ class Bench:
         return Restoration(nodes, start, stop, torch.arange(at, at + stop - start))
 
     def restore(self, restorations: Sequence[Restoration], beside: bool = False) -> None:
-        side = self.lane.side() if beside else None
+        side = self.copy_stream.side_stream() if beside else None
         path = RestorePath(
-            self.pool, self.target, self.lane, self.ring, read_buffer=self.early, side=side
+            self.pool,
+            self.target,
+            self.copy_stream,
+            self.ring,
+            read_buffer=self.early,
+            side_stream=side,
         )
         restore = RestorePass(path, restorations)
         for layer in LAYERS:
@@ -239,7 +244,7 @@ def test_what_is_on_its_way_from_disk_is_waited_for() -> None:
     bench = Bench()
     fetching = {"r0"}
     bench.early = ReadBuffer(
-        bench.host, bench.pool, bench.lane, bench.frames,
+        bench.host, bench.pool, bench.copy_stream, bench.frames,
         fetching=fetching.__contains__,
     )  # fmt: skip
     rid = bench.wait(1)
@@ -258,11 +263,11 @@ def test_scattered_blocks_are_copied_in_one_call() -> None:
     for node, slot in zip(nodes, [slots[i] for i in (4, 2, 0, 3, 1)], strict=True):
         node.slot = slot
     assert len(slots) > FEW_RUNS
-    bench.frames = StagingRing(10, 8 * FRAME, CPU, bench.lane)
-    bench.early = ReadBuffer(bench.host, bench.pool, bench.lane, bench.frames)
+    bench.frames = StagingRing(10, 8 * FRAME, CPU, bench.copy_stream)
+    bench.early = ReadBuffer(bench.host, bench.pool, bench.copy_stream, bench.frames)
     bench.look(bench.wait(0))
     plan = bench.pool.layout.plan
-    assert bench.lane.calls == plan.hidden + 2 * plan.kv
+    assert bench.copy_stream.calls == plan.hidden + 2 * plan.kv
     restoration = bench.restoration(0, 0, 300)
     bench.restore([restoration])
     assert bench.used == 300 * len(LAYERS)

@@ -1,6 +1,6 @@
 """Restorations against the states they restore: any plan, any mix of loaded and recomputed layers.
 
-Copies happen as late as the fences allow (`LateLane`), so a missing wait shows as a wrong row.
+Copies happen as late as the fences allow (`LateCopyStream`): a missing wait shows as a wrong row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import pack_tokens
+from support.copy_streams import LateCopyStream
 from support.host import keep
-from support.lanes import LateLane
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
 
 PATHS = 2
@@ -85,7 +85,11 @@ class Bench:
         self.plan = plan
         self.recomputer = ToyRecomputer()
         self.tiers, self.pool, _ = build(
-            plan, slots=8, device_slots=DEVICE_SLOTS, lane=LateLane(), recomputer=self.recomputer
+            plan,
+            slots=8,
+            device_slots=DEVICE_SLOTS,
+            copy_stream=LateCopyStream(),
+            recomputer=self.recomputer,
         )
         self.recomputer.tiers, self.recomputer.pool = self.tiers, self.pool
         for part in itertools.chain(*self.pool.kv):
@@ -215,9 +219,9 @@ def test_copies_of_recomputed_layers_are_never_made() -> None:
     bench = Bench(LayerPlan(0, 2, 2))
     bench.queue(0, 0, 64, 3)
     bench.tiers.restorer.run_now()
-    lane = bench.tiers.restorer.path.lane
-    assert isinstance(lane, LateLane)
-    assert lane.performed == len(PARTS)  # one span of the one loaded layer, per part
+    copy_stream = bench.tiers.restorer.path.copy_stream
+    assert isinstance(copy_stream, LateCopyStream)
+    assert copy_stream.performed == len(PARTS)  # one span of the one loaded layer, per part
 
 
 def test_an_index_whose_pass_is_over_costs_nothing() -> None:

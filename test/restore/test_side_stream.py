@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import StateShape
-from sglang_hc.restore.side_stream import LAYERS, fastest_side
-from support.streams import COMPUTE, SIDE, StreamDevice, StreamLane, StreamPool
+from sglang_hc.restore.side_stream import LAYERS, fastest_side_stream
+from support.streams import COMPUTE, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import HIDDEN_BYTES, PARTS, project
 
 SHAPE = StateShape(LAYERS + 1, HIDDEN_BYTES, PARTS, "uint8")
@@ -33,7 +33,7 @@ def test_the_faster_way_is_taken_and_both_restore(faster: int) -> None:
         used = SIDE if device.queues[SIDE].submitted > before[SIDE] else COMPUTE
         return 1.0 if used == faster else 2.0
 
-    side = fastest_side(StreamLane(device), SHAPE, pool, slots, compute, seconds)
+    side = fastest_side_stream(SimulatedCopyStream(device), SHAPE, pool, slots, compute, seconds)
     assert (side is not None) == (faster == SIDE)
     device.run()
     assert layers == list(range(LAYERS)) * (len(layers) // LAYERS)
@@ -49,6 +49,11 @@ def test_nothing_is_measured_where_there_is_no_choice(slots: int) -> None:
     def never(work: Callable[[], object]) -> float:
         raise AssertionError
 
-    lane = HostLane() if slots == 150 else StreamLane(StreamDevice(0))
+    copy_stream = HostCopyStream() if slots == 150 else SimulatedCopyStream(StreamDevice(0))
     pool = StreamPool(StreamDevice(0), 200, SHAPE.num_layers)
-    assert fastest_side(lane, SHAPE, pool, torch.arange(slots), lambda layer: None, never) is None
+    assert (
+        fastest_side_stream(
+            copy_stream, SHAPE, pool, torch.arange(slots), lambda layer: None, never
+        )
+        is None
+    )

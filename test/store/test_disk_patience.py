@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.tries import Tries
@@ -203,7 +203,7 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
     model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
     costs = CorrectedCosts(model)
     choice = RestoreChoice(costs, LayerPlan(0, 0, 1), False, Counter())
-    watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostLane())
+    watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostCopyStream())
     subject = ServerSubject("lru", "queue", 8, choice, watch.read)
     words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]
     for word in words:

@@ -87,7 +87,7 @@ class HostRuntime:
 def fake_cuda(
     monkeypatch: pytest.MonkeyPatch, runtime: HostRuntime, handles: Callable[[], int] | None = None
 ) -> None:
-    """`CudaLane` on a machine without CUDA. handles: the streams that torch hands out in turn."""
+    """`CudaCopyStream` without CUDA. handles: the streams that torch hands out in turn."""
 
     def stream(**_: Any) -> Any:
         return SimpleNamespace(cuda_stream=STREAM if handles is None else handles())

@@ -1,6 +1,6 @@
 """SGLang's scheduler with the tiers on streams that hold order only, every access compared.
 
-What a GPU would have is put in the place of what a CPU has: streams, events, a lane of its own with
+What a GPU would have is put in the place of what a CPU has: streams, events, a copy stream with
 device memory for snapshots, SGLang's barrier between its two streams, and that barrier's short form
 at a decode step by CUDA graph, behind which the schedule stream goes on while the model runs.
 """
@@ -23,16 +23,16 @@ from sglang_hc.srt import build, capture_memory, runner
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
+from support.copy_streams import FakeCopyStream
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
-from support.lanes import FakeLane
 from support.watch import Watch
 
 DEVICE_BYTES = 4 << 20
 """Memory that capture is told the device has: the ring holds a few hundred rows."""
 
 
-class _Mark:
+class _Event:
     def __init__(self, event: Event) -> None:
         self.event = event
 
@@ -43,16 +43,16 @@ class _Mark:
         self.event.synchronize()
 
 
-class OrderedLane(FakeLane):
-    """What `CudaLane` does, on streams of a `Clocks`."""
+class OrderedCopyStream(FakeCopyStream):
+    """What `CudaCopyStream` does, on streams of a `Clocks`."""
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
-        self._stream = clocks.stream("lane")
-        self._opposite: OrderedLane | None = None
+        self._stream = clocks.stream("copy_stream")
+        self._opposite: OrderedCopyStream | None = None
 
-    def computed(self) -> _Mark:
-        return _Mark(self._clocks.current.record_event())
+    def computed(self) -> _Event:
+        return _Event(self._clocks.current.record_event())
 
     def after(self, computed: Any) -> None:
         self._stream.wait_event(computed.event)
@@ -61,18 +61,18 @@ class OrderedLane(FakeLane):
         with self._clocks.on(self._stream):
             target.copy_(source)
 
-    def mark(self) -> _Mark:
-        return _Mark(self._stream.record_event())
+    def record(self) -> _Event:
+        return _Event(self._stream.record_event())
 
-    def before_compute(self, mark: Any) -> None:
-        self._clocks.current.wait_event(mark.event)
+    def before_compute(self, event: Any) -> None:
+        self._clocks.current.wait_event(event.event)
 
-    def side(self) -> Callable[[], AbstractContextManager[Any]]:
+    def side_stream(self) -> Callable[[], AbstractContextManager[Any]]:
         return partial(self._clocks.on, self._clocks.stream("side"))
 
-    def opposite(self) -> OrderedLane:
+    def opposite(self) -> OrderedCopyStream:
         if self._opposite is None:
-            self._opposite = OrderedLane(self._clocks)
+            self._opposite = OrderedCopyStream(self._clocks)
             self._opposite._opposite = self
         return self._opposite
 
@@ -90,15 +90,15 @@ class OrderedCore(Core):
         self.watch = Watch(self.clocks)
         patches = contextlib.ExitStack()
         patches.enter_context(self.clocks.installed())
-        lane = OrderedLane(self.clocks)
-        side = lane.side() if beside else None
+        copy_stream = OrderedCopyStream(self.clocks)
+        side = copy_stream.side_stream() if beside else None
         told = partial(_told, self.watch)
         take = runner.take_capture_memory
         taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
-            (build, "lane_for", lambda *_: lane),
+            (build, "copy_stream_for", lambda *_: copy_stream),
             (capture_memory, "_tap_branch", lambda *_: taps),
-            (build, "_side", lambda *_: side),
+            (build, "_side_stream", lambda *_: side),
             (runner, "take_capture_memory", partial(_with_device_memory, take)),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
             (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.watch)),

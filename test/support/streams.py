@@ -1,8 +1,9 @@
 """A device whose computation and copies happen later, in any order that the fences allow.
 
-`LateLane` (support/lanes.py) computes at once and so cannot show a copy that overwrites what the
-computation has yet to read. Here all queues are late: work is a closure that runs when the device
-gets to it, and a seed decides which queue moves. What the computation saw is the truth of a test.
+`LateCopyStream` (support/copy_streams.py) computes at once and so cannot show a copy that
+overwrites what the computation has yet to read. Here all queues are late: work is a closure that
+runs when the device gets to it, and a seed decides which queue moves. What the computation saw is
+the truth of a test.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from sglang_hc.device.copy_stream import Side
+from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.device.ranges import Ranges, each_range
-from support.lanes import FakeLane
+from support.copy_streams import FakeCopyStream
 from support.tiers import ToyPool
 
 COMPUTE, COPIES, SIDE, BACK = 0, 1, 2, 3
@@ -36,7 +37,7 @@ class _Queue:
     over: int = 0
 
 
-class StreamMark:
+class StreamEvent:
     """Over when its queue got that far."""
 
     def __init__(self, device: StreamDevice, queue: int) -> None:
@@ -111,7 +112,7 @@ class StreamDevice:
         return after is None or self.queues[after[0]].over >= after[1]
 
 
-class StreamLane(FakeLane):
+class SimulatedCopyStream(FakeCopyStream):
     """The device's copies in one direction. `calls` counts what was asked to be copied."""
 
     def __init__(self, device: StreamDevice, queue: int = COPIES) -> None:
@@ -119,8 +120,8 @@ class StreamLane(FakeLane):
         self._queue = queue
         self.calls = 0
 
-    def computed(self) -> StreamMark:
-        return StreamMark(self._device, self._device.current)
+    def computed(self) -> StreamEvent:
+        return StreamEvent(self._device, self._device.current)
 
     def after(self, computed: Any) -> None:
         self._device.submit(self._queue, None, (computed.queue, computed.at))
@@ -135,17 +136,17 @@ class StreamLane(FakeLane):
         for into, out_of in each_range(target, source, ranges):
             self._device.submit(self._queue, partial(into.copy_, out_of))
 
-    def mark(self) -> StreamMark:
-        return StreamMark(self._device, self._queue)
+    def record(self) -> StreamEvent:
+        return StreamEvent(self._device, self._queue)
 
-    def before_compute(self, mark: Any) -> None:
-        self._device.submit(self._device.current, None, (mark.queue, mark.at))
+    def before_compute(self, event: Any) -> None:
+        self._device.submit(self._device.current, None, (event.queue, event.at))
 
-    def side(self) -> Side | None:
+    def side_stream(self) -> SideStream | None:
         return self._device.beside
 
-    def opposite(self) -> StreamLane:
-        return StreamLane(self._device, COPIES if self._queue == BACK else BACK)
+    def opposite(self) -> SimulatedCopyStream:
+        return SimulatedCopyStream(self._device, COPIES if self._queue == BACK else BACK)
 
     def close(self) -> None:
         self._device.run()

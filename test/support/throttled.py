@@ -1,7 +1,8 @@
-"""A lane whose source delivers so many bytes a second: a token bucket in front of real copies.
+"""Copies from a source that delivers so many bytes a second: a token bucket before real copies.
 
-The bytes are there at once, but a mark is done only when the bucket has let its bytes through, and
-compute that needs them waits for it. So copies run beside the compute, as from a device of its own.
+The bytes are there at once, but an event is done only when the bucket has let its bytes through,
+and compute that needs them waits for it. So copies run beside the compute, as from a device of its
+own.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hc.device.copy_stream import HostLane
+from sglang_hc.device.copy_stream import HostCopyStream
 
 
-class BucketMark:
+class BucketEvent:
     """Done when the bucket has let everything before it through."""
 
-    def __init__(self, lane: ThrottledLane, at: float) -> None:
-        self._lane, self._at = lane, at
+    def __init__(self, copy_stream: ThrottledCopyStream, at: float) -> None:
+        self._copy_stream, self._at = copy_stream, at
 
     def done(self) -> bool:
-        return self._lane.clock() >= self._at
+        return self._copy_stream.clock() >= self._at
 
     def wait(self) -> None:
-        late = self._at - self._lane.clock()
+        late = self._at - self._copy_stream.clock()
         if late > 0:
-            self._lane.sleep(late)
+            self._copy_stream.sleep(late)
 
 
-class ThrottledLane(HostLane):
+class ThrottledCopyStream(HostCopyStream):
     """`bytes_per_s` on `clock`; `sleep` passes time on it."""
 
     def __init__(
@@ -47,8 +48,8 @@ class ThrottledLane(HostLane):
         super().copy(target, source)
         self._free = max(self._free, self.clock()) + source.numel() / self.bytes_per_s
 
-    def mark(self) -> BucketMark:  # type: ignore[override]
-        return BucketMark(self, self._free)
+    def record(self) -> BucketEvent:  # type: ignore[override]
+        return BucketEvent(self, self._free)
 
-    def before_compute(self, mark: BucketMark) -> None:  # type: ignore[override]
-        mark.wait()
+    def before_compute(self, event: BucketEvent) -> None:  # type: ignore[override]
+        event.wait()

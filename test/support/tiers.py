@@ -1,4 +1,4 @@
-"""The tiers without SGLang: a toy device pool and lanes whose copies can be late."""
+"""The tiers without SGLang: a toy device pool and copy streams whose copies can be late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_hc.capture.capture import Capture, DeviceState
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
-from sglang_hc.device.copy_stream import HostLane, Lane
+from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
@@ -125,7 +125,8 @@ class NoScheduler:
 
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
-    lane: Lane | None = None, recomputer: Recomputer | None = None, frames: int = 0, ring: int = 0,
+    copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
+    frames: int = 0, ring: int = 0,
     disk: Callable[[HostPool], BlockIo] | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
@@ -137,12 +138,12 @@ def build(
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
     host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
-    lane = lane or HostLane()
+    copy_stream = copy_stream or HostCopyStream()
     hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
     filing = Filing(executor, host.damaged_slots)
-    out = WayOut(pool, lane.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
+    out = WayOut(pool, copy_stream.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
     size = buffers * rows * plan.hidden * HIDDEN_BYTES
     twins = torch.empty(size, dtype=torch.uint8) if ring else None
     source = DeviceState(
@@ -156,10 +157,13 @@ def build(
     early = None
     if frames:
         early = ReadBuffer(
-            host, pool, lane, StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, lane)
+            host,
+            pool,
+            copy_stream,
+            StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, copy_stream),
         )
-    staging = StagingRing.sized_for(layout, CPU, lane)
-    path = RestorePath(pool, device, lane, staging, recomputer, early)
+    staging = StagingRing.sized_for(layout, CPU, copy_stream)
+    path = RestorePath(pool, device, copy_stream, staging, recomputer, early)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_hc.capture.snapshots import Filing, shifted
-from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes
 
@@ -30,7 +30,7 @@ _PIECES = 4
 class _Lent(NamedTuple):
     start: int
     stop: int
-    copied: Mark
+    copied: Event
 
 
 class DeviceRing:
@@ -54,7 +54,9 @@ class DeviceRing:
             raise ValueError(f"a row of {row_bytes} bytes, a ring of {self.memory.numel()}")
         return max(1, self.memory.numel() // _PIECES // row_bytes)
 
-    def take(self, shapes: Sequence[tuple[int, int, int]], lane: Lane) -> list[torch.Tensor]:
+    def take(
+        self, shapes: Sequence[tuple[int, int, int]], copy_stream: CopyStream
+    ) -> list[torch.Tensor]:
         """Tensors of these shapes, for compute work submitted from now on, until `give`."""
         total = sum(_aligned(math.prod(shape)) for shape in shapes)
         start = self._head if self._head + total <= self.memory.numel() else 0
@@ -63,7 +65,7 @@ class DeviceRing:
         kept: deque[_Lent] = deque()
         for lent in self._lent:
             if lent.start < start + total and start < lent.stop:
-                lane.before_compute(lent.copied)
+                copy_stream.before_compute(lent.copied)
             elif not lent.copied.done():
                 kept.append(lent)
         self._lent = kept
@@ -71,7 +73,7 @@ class DeviceRing:
         self._head = start + total
         return tensors_of(self.memory[start:], shapes)
 
-    def give(self, copied: Mark) -> None:
+    def give(self, copied: Event) -> None:
         """What was taken last may be handed out again behind `copied`."""
         self._lent.append(_Lent(*self._taken, copied))
 
@@ -84,12 +86,16 @@ class DirectRows:
     """
 
     def __init__(
-        self, slots: Sequence[Bytes], lane: Lane, filing: Filing, ring: DeviceRing | None
+        self,
+        slots: Sequence[Bytes],
+        copy_stream: CopyStream,
+        filing: Filing,
+        ring: DeviceRing | None,
     ) -> None:
         """slots: `HostPool.hidden`, or the parts of `HostPool.kv`. ring: None where the device has
         no memory of its own."""
         self._slots = [torch.from_numpy(array) for array in slots]
-        self._lane = lane
+        self._copy_stream = copy_stream
         self._filing = filing
         self._ring = ring
         self._piece = 0
@@ -106,19 +112,19 @@ class DirectRows:
         for first in range(0, rows, self._piece):
             count = min(self._piece, rows - first)
             shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
-            staged = self._ring.take(shapes, self._lane)
+            staged = self._ring.take(shapes, self._copy_stream)
             fill(staged, 0, first, count)
-            self._lane.after(self._lane.computed())
+            self._copy_stream.after(self._copy_stream.computed())
             for span in shifted(spans, first, first + count, -first):
                 self._copy(staged, span)
-            self._ring.give(self._lane.mark())
-        self._filing.pass_point(self._lane.mark())
+            self._ring.give(self._copy_stream.record())
+        self._filing.pass_point(self._copy_stream.record())
 
     def _copy(self, staged: list[torch.Tensor], span: RowSpan) -> None:
         source, slot, row, count = span
         for slots, rows in zip(self._slots, staged, strict=True):
             target = slots[slot, :, row : row + count]
-            self._lane.copy(target.flatten(1), rows[:, source : source + count].flatten(1))
+            self._copy_stream.copy(target.flatten(1), rows[:, source : source + count].flatten(1))
 
 
 def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:

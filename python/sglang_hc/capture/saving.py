@@ -15,7 +15,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
 from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
-from sglang_hc.device.copy_stream import Lane
+from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
 
@@ -122,7 +122,7 @@ class WayOut:
     """
 
     pool: HostPool
-    lane: Lane
+    copy_stream: CopyStream
     filing: Filing
     ring: DeviceRing | None = None
 
@@ -130,7 +130,7 @@ class WayOut:
         self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None = None
     ) -> SavePath:
         """The ways for hidden states. twins: see `Snapshots`; None without a ring."""
-        snapshots = Snapshots(buffers, 0, "hidden", twins, self.lane, self.filing)
+        snapshots = Snapshots(buffers, 0, "hidden", twins, self.copy_stream, self.filing)
         # A decode step has one row of each of many requests: too few for copies of their own.
         return self._path(snapshots, [self.pool.hidden], least=2)
 
@@ -139,11 +139,11 @@ class WayOut:
         for the executor."""
         snapshots = None
         if buffers:
-            snapshots = Snapshots(buffers, first_index, "kv", None, self.lane, self.filing)
+            snapshots = Snapshots(buffers, first_index, "kv", None, self.copy_stream, self.filing)
         return self._path(snapshots, self.pool.kv, least=1)
 
     def _path(self, snapshots: Snapshots | None, slots: Sequence[Bytes], least: int) -> SavePath:
-        direct = DirectRows(slots, self.lane, self.filing, self.ring)
+        direct = DirectRows(slots, self.copy_stream, self.filing, self.ring)
         return SavePath(snapshots, direct, self.filing, self.ring is not None, least)
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.store.executor import Completion, CopyRows, Executor, FileRows, Operation, RowSpan
 from sglang_hc.store.host_pool import SnapshotBuffer
 
@@ -38,7 +38,7 @@ class Filing:
         self._executor = executor
         self._damaged = damaged
         self._tickets = itertools.count(1)
-        self._waiting: deque[tuple[Mark | None, Operation | None, Filed]] = deque()
+        self._waiting: deque[tuple[Event | None, Operation | None, Filed]] = deque()
         self._running: dict[int, tuple[Operation, Filed]] = {}
         self._passed: list[Filed] = []
         """Points that everything has passed, until the next poll says so."""
@@ -47,14 +47,14 @@ class Filing:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._passed)
 
-    def submit(self, operation: Operation, after: Mark | None = None) -> Filed:
+    def submit(self, operation: Operation, after: Event | None = None) -> Filed:
         """Queue an operation that may start once `after` is done."""
         self._last = Filed()
         self._waiting.append((after, operation, self._last))
         self._feed()
         return self._last
 
-    def pass_point(self, after: Mark) -> Filed:
+    def pass_point(self, after: Event) -> Filed:
         """A point in the order of operations, for bytes that reach their slots without any: it is
         done when `after` and every operation before it are. What is submitted later waits for it.
         """
@@ -75,9 +75,9 @@ class Filing:
     def drain(self) -> None:
         """Wait until everything submitted is in place. For flushes, not for the hot path."""
         while self._waiting:
-            mark = self._waiting[0][0]
-            if mark is not None:
-                mark.wait()
+            event = self._waiting[0][0]
+            if event is not None:
+                event.wait()
             self._feed()
         self._take_in(self._executor.drain())
 
@@ -96,8 +96,8 @@ class Filing:
 
     def _feed(self) -> None:
         while self._waiting:
-            mark, operation, filed = self._waiting[0]
-            if mark is not None and not mark.done():
+            event, operation, filed = self._waiting[0]
+            if event is not None and not event.done():
                 return
             self._waiting.popleft()
             if operation is not None:
@@ -158,7 +158,7 @@ class Snapshots:
         first_index: int,
         kind: str,
         twins: torch.Tensor | None,
-        lane: Lane,
+        copy_stream: CopyStream,
         filing: Filing,
     ) -> None:
         """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor.
@@ -166,7 +166,7 @@ class Snapshots:
         twins: memory of the device, uint8, with room for a twin of each buffer; None where the
         device has no memory of its own.
         """
-        self._lane = lane
+        self._copy_stream = copy_stream
         self._filing = filing
         self.capacity = buffers[0].capacity
         self._free: list[_Staging] = []
@@ -179,7 +179,7 @@ class Snapshots:
                 for tensor, array in zip(host, arrays, strict=True):
                     device.append(twins[: tensor.numel()].view(tensor.shape))
                     twins = twins[tensor.numel() :]
-                    lane.pin(array)
+                    copy_stream.pin(array)
             self._free.append(_Staging(index, host, device))
         self._current: _Staging | None = None
         self._rows = 0
@@ -222,13 +222,13 @@ class Snapshots:
             return filed
         self._current = None
         if staging.device is not staging.host:
-            self._lane.after(self._lane.computed())
+            self._copy_stream.after(self._copy_stream.computed())
             for host, device in zip(staging.host, staging.device, strict=True):
                 width = self._rows * host.shape[2]
-                self._lane.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
+                self._copy_stream.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
         operation = FileRows(staging.index, tuple(self._spans))
         self._spans = []
-        self._filed = self._filing.submit(operation, after=self._lane.mark())
+        self._filed = self._filing.submit(operation, after=self._copy_stream.record())
         self._filed.on_done.append(lambda: self._free.append(staging))
         return self._filed
 

@@ -1,8 +1,8 @@
 """Ordered copies beside the computation, and when they are done: one small class per device.
 
-A lane is a queue of copies that runs beside the compute stream. Fences order the two; marks tell
-the host when everything enqueued before them has happened. Marks are real flags: torch's CPU events
-always answer "done", which would hide every ordering mistake from tests.
+A copy stream is a queue of copies that runs beside the compute stream. Fences order the two; events
+tell the host when everything enqueued before them has happened. Events are real flags: torch's CPU
+events always answer "done", which would hide every ordering mistake from tests.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from sglang_hc.device.pinning import PinnedMemory
 from sglang_hc.device.ranges import Ranges, each_range
 
 
-class Mark(Protocol):
-    """A point in a lane, or in the compute work (`Lane.computed`)."""
+class Event(Protocol):
+    """A point in a copy stream, or in the compute work (`CopyStream.computed`)."""
 
     def done(self) -> bool:
-        """Everything enqueued before the mark has happened. Never waits."""
+        """Everything enqueued before the event has happened. Never waits."""
 
     def wait(self) -> None:
         """Block the host until `done`."""
 
 
-Side = Callable[[], AbstractContextManager[Any]]
+SideStream = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which a stream beside the compute stream is "compute", for what is submitted
-and for the lane's `computed` and `before_compute`."""
+and for the copy stream's `computed` and `before_compute`."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
 
     own_memory: bool
@@ -43,14 +43,14 @@ class Lane(Protocol):
     batches: bool
     """`copy_ranges` costs this thread about as much as one `copy`, however many ranges."""
 
-    def computed(self) -> Mark:
+    def computed(self) -> Event:
         """A point behind the compute work submitted so far."""
 
-    def after(self, computed: Mark) -> None:
+    def after(self, computed: Event) -> None:
         """Copies enqueued from now on start after that point in the compute work."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` into `target`; both live and keep their bytes until a later mark is done.
+        """Copy `source` into `target`; both live and keep their bytes until a later event is done.
 
         Both uint8 and of one shape: contiguous, or (rows, bytes) with contiguous rows that lie any
         stride apart.
@@ -61,18 +61,18 @@ class Lane(Protocol):
         particular order. Both uint8 of any shape and stride; each range lies within the bytes
         from a tensor's first element to its last one."""
 
-    def mark(self) -> Mark:
+    def record(self) -> Event:
         """A point behind the copies enqueued so far."""
 
-    def before_compute(self, mark: Mark) -> None:
-        """Compute work submitted from now on starts after `mark`, of copies or of other compute."""
+    def before_compute(self, event: Event) -> None:
+        """Compute work submitted from now on starts after `event`, one of copies or of compute."""
 
-    def side(self) -> Side | None:
+    def side_stream(self) -> SideStream | None:
         """A new stream for compute work beside the compute stream; None where nothing overlaps."""
 
-    def opposite(self) -> Lane:
-        """A lane whose copies are in no order with this one's: for the other direction, which a
-        GPU moves at the same time. The same lane where copies happen at once anyway."""
+    def opposite(self) -> CopyStream:
+        """A copy stream whose copies are in no order with this one's: for the other direction,
+        which a GPU moves at the same time. The same one where copies happen at once anyway."""
 
     def pin(self, buffer: Any, unit: int | None = None) -> None:
         """Make host memory (any object with the buffer protocol) fit for copies beside compute.
@@ -82,7 +82,7 @@ class Lane(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for the copies and give pinned memory back. Ends the opposite lane too."""
+        """Wait for the copies and give pinned memory back. Ends the opposite copy stream too."""
 
 
 class _Done:
@@ -93,17 +93,17 @@ class _Done:
         return None
 
 
-class HostLane:
-    """Lane of a machine without an accelerator: every copy happens at once."""
+class HostCopyStream:
+    """Copy stream of a machine without an accelerator: every copy happens at once."""
 
     own_memory = False
     batches = True
-    _mark = _Done()
+    _event = _Done()
 
-    def computed(self) -> Mark:
-        return self._mark
+    def computed(self) -> Event:
+        return self._event
 
-    def after(self, computed: Mark) -> None:
+    def after(self, computed: Event) -> None:
         return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -113,16 +113,16 @@ class HostLane:
         for into, out_of in each_range(target, source, ranges):
             self.copy(into, out_of)
 
-    def mark(self) -> Mark:
-        return self._mark
+    def record(self) -> Event:
+        return self._event
 
-    def before_compute(self, mark: Mark) -> None:
+    def before_compute(self, event: Event) -> None:
         return None
 
-    def side(self) -> Side | None:
+    def side_stream(self) -> SideStream | None:
         return None
 
-    def opposite(self) -> Lane:
+    def opposite(self) -> CopyStream:
         return self
 
     def pin(self, buffer: Any, unit: int | None = None) -> None:
@@ -132,7 +132,7 @@ class HostLane:
         return None
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(stream)
@@ -144,8 +144,8 @@ class _CudaMark:
         self.event.synchronize()
 
 
-class CudaLane:
-    """Lane on its own CUDA stream. "Compute" is the stream current at the time of the call.
+class CudaCopyStream:
+    """Copy stream on its own CUDA stream. "Compute" is the stream current at the time of the call.
 
     Buffers must outlive their copies: the caching allocator is told nothing of this stream.
     """
@@ -155,7 +155,7 @@ class CudaLane:
     def __init__(self, shared: CudaDevice) -> None:
         self._shared = shared
         self._stream = shared.new_stream()
-        self._opposite: CudaLane | None = None
+        self._opposite: CudaCopyStream | None = None
         name, self._copy_ranges = chosen_copies(shared.device)
         self.batches = name == BATCHED
 
@@ -164,11 +164,11 @@ class CudaLane:
         """Where the copies run, for those who time them."""
         return self._stream
 
-    def computed(self) -> Mark:
-        return _CudaMark(torch.cuda.current_stream())
+    def computed(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream())
 
-    def after(self, computed: Mark) -> None:
-        assert isinstance(computed, _CudaMark)
+    def after(self, computed: Event) -> None:
+        assert isinstance(computed, _CudaEvent)
         self._stream.wait_event(computed.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -182,19 +182,19 @@ class CudaLane:
     def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
         self._copy_ranges(target, source, ranges, self._stream.cuda_stream)
 
-    def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+    def record(self) -> Event:
+        return _CudaEvent(self._stream)
 
-    def before_compute(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        torch.cuda.current_stream().wait_event(mark.event)
+    def before_compute(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        torch.cuda.current_stream().wait_event(event.event)
 
-    def side(self) -> Side | None:
+    def side_stream(self) -> SideStream | None:
         return partial(torch.cuda.stream, self._shared.new_stream())
 
-    def opposite(self) -> Lane:
+    def opposite(self) -> CopyStream:
         if self._opposite is None:
-            self._opposite = CudaLane(self._shared)
+            self._opposite = CudaCopyStream(self._shared)
             self._opposite._opposite = self
         return self._opposite
 
@@ -215,10 +215,11 @@ class CudaLane:
 
 
 class CudaDevice:
-    """What the lanes of one device share: the runtime, pinned memory, and who has which stream."""
+    """What the copy streams of one device share: the runtime, pinned memory, and the streams that
+    are taken."""
 
     def __init__(self, device: torch.device, others: Sequence[Any]) -> None:
-        """others: streams that work beside these lanes must not share."""
+        """others: streams that work beside these copy streams must not share."""
         self.device = device
         self.runtime = cuda_runtime()
         self.pinned = PinnedMemory(self.runtime)
@@ -249,11 +250,11 @@ def distinct_stream(draw: Callable[[], Any], taken: Sequence[Any]) -> Any:
     raise RuntimeError(f"torch has no CUDA stream left beside {len(handles)} others")
 
 
-def lane_for(device: torch.device, others: Sequence[Any] = ()) -> Lane:
-    """The lane of a device: CUDA stream, or at once on a CPU.
+def copy_stream_for(device: torch.device, others: Sequence[Any] = ()) -> CopyStream:
+    """The copy stream of a device: CUDA stream, or at once on a CPU.
 
     others: CUDA streams beside which its copies are to run, the model's for example.
     """
     if device.type != "cuda":
-        return HostLane()
-    return CudaLane(CudaDevice(device, [torch.cuda.current_stream(device), *others]))
+        return HostCopyStream()
+    return CudaCopyStream(CudaDevice(device, [torch.cuda.current_stream(device), *others]))

@@ -31,7 +31,7 @@ TIMED_RANGE_BYTES = 16 << 10
 of a narrow grouped-query model. Short ranges show what a call costs."""
 
 BATCHED = "one call for all"
-"""Name of the way that `Lane.batches` is about."""
+"""Name of the way that `CopyStream.batches` is about."""
 
 CopyRanges = Callable[[torch.Tensor, torch.Tensor, Ranges, int], None]
 """(target, source, ranges, stream handle)."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sglang_hc.device.copy_stream import CudaLane, HostLane, Lane, Mark
+from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event, HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource, read_line
 from sglang_hc.policy.cost_model import SourceTier
@@ -100,11 +100,11 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def timer_for(lane: Lane) -> Timer | None:
-    """The timer of a lane; None for a lane whose work cannot be timed."""
-    if isinstance(lane, CudaLane):
-        return CudaTimer(lane.stream)
-    return HostTimer() if isinstance(lane, HostLane) else None
+def timer_for(copy_stream: CopyStream) -> Timer | None:
+    """The timer of a copy stream; None for a copy stream whose work cannot be timed."""
+    if isinstance(copy_stream, CudaCopyStream):
+        return CudaTimer(copy_stream.stream)
+    return HostTimer() if isinstance(copy_stream, HostCopyStream) else None
 
 
 class _Pending(NamedTuple):
@@ -117,13 +117,15 @@ class _Pending(NamedTuple):
 class CostWatch:
     """Tells the costs of one server what was observed. Belongs to the scheduler thread."""
 
-    def __init__(self, costs: CorrectedCosts, plan: LayerPlan, timer: Timer, lane: Lane) -> None:
+    def __init__(
+        self, costs: CorrectedCosts, plan: LayerPlan, timer: Timer, copy_stream: CopyStream
+    ) -> None:
         self.costs = costs
         self.plan = plan
         self.timer = timer
-        self._lane = lane
+        self._copy_stream = copy_stream
         self._pending: deque[_Pending] = deque()
-        self._restored: Mark | None = None
+        self._restored: Event | None = None
         """Behind the compute work of the last restoration."""
 
     def between(
@@ -170,7 +172,7 @@ class CostWatch:
 
     def restored(self) -> None:
         """All compute work of a restoration is submitted."""
-        self._restored = self._lane.computed()
+        self._restored = self._copy_stream.computed()
 
     # -- disk ------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class WatchedPass(RestorePass):
         kv_per_hidden: float = 0.0,
     ) -> None:
         self._watch = watch
-        self._timed = _TimedSink(path.sink, watch, beside=path.side is not None)
+        self._timed = _TimedSink(path.sink, watch, beside=path.side_stream is not None)
         self._rows: Counter[int] | None = None
         """Rows to be copied per layer; None until the first copies are about to be enqueued."""
         self._is_clean = False

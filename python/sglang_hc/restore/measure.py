@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_hc.device.copy_stream import Lane
+from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
 from sglang_hc.restore.measure_disk import disk_samples, spread
@@ -80,7 +80,7 @@ class Subject:
 
     shape: StateShape
     device: torch.device
-    lane: Lane
+    copy_stream: CopyStream
     sink: RestoreSink
     prefill: Callable[[int, int], None]
     rows: int
@@ -206,7 +206,7 @@ class _Bench:
         self._pools = {Form.KV: self._pool(Form.KV)}
         if subject.hidden:
             self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
-        self._staging = StagingRing(*subject.frames, subject.device, subject.lane)
+        self._staging = StagingRing(*subject.frames, subject.device, subject.copy_stream)
         blocks = self._pools[Form.KV].num_slots
         # A pool in use is not in order: neighbours in a path are anywhere in memory.
         self._nodes = [_node(int(slot)) for slot in np.random.default_rng(0).permutation(blocks)]
@@ -232,7 +232,7 @@ class _Bench:
 
     def overlaps(self, tokens: int) -> bool:
         """Whether a copy returns well before it is done: then compute can run beside it."""
-        pool, lane = self._pools[Form.KV], self._subject.lane
+        pool, copy_stream = self._pools[Form.KV], self._subject.copy_stream
         source = torch.from_numpy(pool.kv[0])
         size = (tokens, source.shape[-1])
         target = torch.empty(size, dtype=torch.uint8, device=self._subject.device)
@@ -240,10 +240,10 @@ class _Bench:
         begin = self._clock()
         for index in range(tokens // BLOCK_TOKENS):
             rows = target[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-            lane.copy(rows, source[self._nodes[index].slot, 0])
-        mark = lane.mark()
+            copy_stream.copy(rows, source[self._nodes[index].slot, 0])
+        event = copy_stream.record()
         returned = self._clock()
-        mark.wait()
+        event.wait()
         return returned - begin < (self._clock() - begin) / 2
 
     def _restore(self, form: Form, tokens: int, sink: RestoreSink) -> float:
@@ -252,7 +252,7 @@ class _Bench:
         span = Restoration(nodes, 0, tokens, self._slots[:tokens])
         self._wait()
         begin = self._clock()
-        path = RestorePath(pool, sink, subject.lane, self._staging)
+        path = RestorePath(pool, sink, subject.copy_stream, self._staging)
         restore = RestorePass(path, [span])
         restore.finish()
         self._wait()

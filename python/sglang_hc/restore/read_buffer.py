@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel
@@ -50,24 +50,26 @@ PIECES_PER_PASS = 8
 more than these on the link."""
 
 
-def frames_for(size: int, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
+def frames_for(
+    size: int, layout: BlockLayout, device: torch.device, copy_stream: CopyStream
+) -> StagingRing:
     """Frames of a read buffer of about `size` bytes, one at least; each holds a block at least."""
     row = max(layout.shape.hidden_bytes, layout.shape.kv_bytes)
     frame_bytes = max(min(FRAME_BYTES, size), BLOCK_TOKENS * row)
-    return StagingRing(max(1, size // frame_bytes), frame_bytes, device, lane)
+    return StagingRing(max(1, size // frame_bytes), frame_bytes, device, copy_stream)
 
 
 class Early(NamedTuple):
     """Rows of tokens [start, stop) of a path in one layer that are, or will be, on the device.
 
-    parts: (stop - start, row bytes) uint8, one per part of the layer's form; valid after `mark`.
+    parts: (stop - start, row bytes) uint8, one per part of the layer's form; valid after `event`.
     `done` gives their frame back; called once all compute work that reads them was submitted.
     """
 
     start: int
     stop: int
     parts: list[torch.Tensor]
-    mark: Mark
+    event: Event
     done: Callable[[], None]
 
 
@@ -80,7 +82,7 @@ class _Copied:
     identities: tuple[bytes, ...]
     parts: list[torch.Tensor]
     frame: torch.Tensor
-    mark: Mark
+    event: Event
 
 
 class ReadBuffer:
@@ -93,7 +95,7 @@ class ReadBuffer:
         self,
         host: HostTier,
         pool: HostPool,
-        lane: Lane,
+        copy_stream: CopyStream,
         frames: StagingRing,
         cost: CostModel | None = None,
         fetching: Callable[[str], bool] = lambda rid: False,
@@ -103,14 +105,14 @@ class ReadBuffer:
         self._layout = pool.layout
         self._host = host
         self._source = LayerSource(pool)
-        self._lane = lane
+        self._copy_stream = copy_stream
         self._frames = frames
         self._cost = cost
         self._fetching = fetching
         self._wishes: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
         self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
         """Per layer and block: where it is, and as which of the piece's blocks."""
-        self._pinned: deque[tuple[Mark, Sequence[BlockNode]]] = deque()
+        self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
 
     def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
@@ -156,7 +158,7 @@ class ReadBuffer:
             parts = [part[first : first + end - position] for part in copied.parts]
             self.counters["early_used_layer_tokens"] += end - position
             yield Early(
-                position, end, parts, copied.mark, partial(self._frames.give_back, copied.frame)
+                position, end, parts, copied.event, partial(self._frames.give_back, copied.frame)
             )
             position = end
 
@@ -229,12 +231,12 @@ class ReadBuffer:
         parts = carve(frame, rows, self._source.widths(layer))
         (piece,) = cut([HostSpan(node.slot, 0, BLOCK_TOKENS) for node in nodes], rows)
         for source, target in zip(self._source.parts(layer), parts, strict=True):
-            copy_piece(self._lane, piece, source, target)
-        mark = self._lane.mark()
+            copy_piece(self._copy_stream, piece, source, target)
+        event = self._copy_stream.record()
         self._host.pin(nodes)
-        self._pinned.append((mark, nodes))
+        self._pinned.append((event, nodes))
         identities = tuple(node.block_id for node in nodes)
-        copied = _Copied(rid, layer, identities, parts, frame, mark)
+        copied = _Copied(rid, layer, identities, parts, frame, event)
         known = self._copied.setdefault(layer, {})
         for index, identity in enumerate(identities):
             known[identity] = copied, index

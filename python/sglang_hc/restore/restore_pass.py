@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_hc.device.copy_stream import Lane, Mark, Side
+from sglang_hc.device.copy_stream import CopyStream, Event, SideStream
 from sglang_hc.forms import BLOCK_TOKENS, Form
 from sglang_hc.policy.copy_order import merged
 from sglang_hc.restore.read_buffer import Early, ReadBuffer
@@ -112,17 +112,18 @@ class RestorePath:
     """What restorations pass through on their way from the host tier into the KV pool.
 
     recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
-    its request's turn. side: submit the work to a stream beside the compute stream, `SIDE_LAYERS`
-    layers ahead of the one that is waited for; None: when it is waited for, in the compute stream.
+    its request's turn. side_stream: submit the work to a stream beside the compute stream,
+    `SIDE_LAYERS` layers ahead of the one that is waited for; None: when it is waited for, in the
+    compute stream.
     """
 
     pool: HostPool
     sink: RestoreSink
-    lane: Lane
+    copy_stream: CopyStream
     staging: StagingRing
     recomputer: Recomputer | None = None
     read_buffer: ReadBuffer | None = None
-    side: Side | None = None
+    side_stream: SideStream | None = None
 
 
 SIDE_LAYERS = 4
@@ -144,7 +145,7 @@ class _Staged(NamedTuple):
     layer: int
     first: int
     parts: list[torch.Tensor]
-    mark: Mark
+    event: Event
     done: Callable[[], None]
 
 
@@ -163,7 +164,7 @@ class RestorePass:
         self.restorations = tuple(restorations)
         self._plan = path.pool.layout.plan
         self._sink = path.sink
-        self._lane = path.lane
+        self._copy_stream = path.copy_stream
         self._staging = path.staging
         self._recomputer = path.recomputer
         self._read_buffer = path.read_buffer
@@ -177,11 +178,11 @@ class RestorePass:
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
-        self._side = path.side
-        self._before_side = path.lane.computed() if path.side is not None else None
+        self._side_stream = path.side_stream
+        self._before_side = path.copy_stream.computed() if path.side_stream is not None else None
         """What the side has to wait for before it writes: the batch that runs now may still use
         the slots for the request that had them before. None once it was told to."""
-        self._beside: dict[int, Mark] = {}
+        self._beside: dict[int, Event] = {}
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         self._staging.claim(self.finish)
         self._run_ahead()
@@ -207,7 +208,7 @@ class RestorePass:
         while self._open[layer]:
             self._advance()
         if layer in self._beside:
-            self._lane.before_compute(self._beside.pop(layer))
+            self._copy_stream.before_compute(self._beside.pop(layer))
 
     def finish(self) -> None:
         """Do what no attention asked for, so that the slots are valid whatever was run."""
@@ -230,7 +231,7 @@ class RestorePass:
 
     def _submit_beside(self, layer: int) -> None:
         """With a side, bring what the layers up to a few behind `layer` need into the pool."""
-        if self._side is None:
+        if self._side_stream is None:
             return
         for near in range(layer, layer + SIDE_LAYERS):
             while self._open[near]:
@@ -239,7 +240,7 @@ class RestorePass:
     def _make_room(self) -> None:
         """Bring the pieces whose copies are over into the pool, so that copies go on. The thread
         waits for the device between two passes of a recomputation, while all frames fill up."""
-        while self._staged and self._staged[0].mark.done():
+        while self._staged and self._staged[0].event.done():
             self._advance()
 
     def _loads(self) -> Iterator[_Load]:
@@ -304,34 +305,36 @@ class RestorePass:
             layer, piece, early = self._todo.popleft()
             if early is not None:
                 self._staged.append(
-                    _Staged(layer, piece.first, early.parts, early.mark, early.done)
+                    _Staged(layer, piece.first, early.parts, early.event, early.done)
                 )
                 continue
             frame = self._staging.take()
             parts = carve(frame, piece.rows, self._source.widths(layer))
             for source, target in zip(self._source.parts(layer), parts, strict=True):
-                copy_piece(self._lane, piece, source, target)
+                copy_piece(self._copy_stream, piece, source, target)
             done = partial(self._staging.give_back, frame)
-            self._staged.append(_Staged(layer, piece.first, parts, self._lane.mark(), done))
+            self._staged.append(
+                _Staged(layer, piece.first, parts, self._copy_stream.record(), done)
+            )
 
     def _advance(self) -> None:
         """Bring the oldest staged piece into the pool, in the stream that restorations run in."""
-        if self._side is None:
+        if self._side_stream is None:
             self._write()
             return
-        with self._side():
+        with self._side_stream():
             if self._before_side is not None:
-                self._lane.before_compute(self._before_side)
+                self._copy_stream.before_compute(self._before_side)
                 self._before_side = None
             layer = self._staged[0].layer
             self._write()
             if not self._open[layer]:
-                self._beside[layer] = self._lane.computed()
+                self._beside[layer] = self._copy_stream.computed()
 
     def _write(self) -> None:
         """The oldest staged piece to the pool; its frame is used again."""
-        layer, first, parts, mark, done = self._staged.popleft()
-        self._lane.before_compute(mark)
+        layer, first, parts, event, done = self._staged.popleft()
+        self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
         slots = self._slots[rows]
         if self._plan.form(layer) is Form.HIDDEN:

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from sglang_hc.device.copy_stream import Mark
+from sglang_hc.device.copy_stream import Event
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
@@ -43,7 +43,7 @@ class Restorer:
         self._host = host
         self._queued: list[tuple[Restoration, Callable[[], None]]] = []
         self._running: dict[int, list[Callable[[], None]]] = {}
-        self._releasing: deque[tuple[Mark, tuple[Restoration, ...]]] = deque()
+        self._releasing: deque[tuple[Event, tuple[Restoration, ...]]] = deque()
 
     @property
     def has_queued(self) -> bool:
@@ -137,5 +137,5 @@ class Restorer:
             return False
         for release in self._running.pop(index):
             release()
-        self._releasing.append((self.path.lane.mark(), restorations))
+        self._releasing.append((self.path.copy_stream.record(), restorations))
         return True

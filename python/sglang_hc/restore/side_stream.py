@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from sglang_hc.device.autotune import Seconds, fastest
-from sglang_hc.device.copy_stream import Lane, Side
+from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore.restore_pass import (
     SIDE_LAYERS,
@@ -27,22 +27,22 @@ LAYERS = 2 * SIDE_LAYERS
 as they serve."""
 
 
-def fastest_side(
-    lane: Lane,
+def fastest_side_stream(
+    copy_stream: CopyStream,
     shape: StateShape,
     sink: RestoreSink,
     slots: torch.Tensor,
     compute: Callable[[int], None],
     seconds: Seconds,
-) -> Side | None:
+) -> SideStream | None:
     """A stream beside the compute stream when a restoration from hidden states ends sooner there.
 
     Beside it, a layer is projected while the new tokens are still in layers before; in turn, the
-    two never compete for the device. None: in turn, or the lane has no other stream.
+    two never compete for the device. None: in turn, or the copy stream has no other stream.
     slots: (n,) int64 device slots that nobody uses; they are written. compute(layer): submits about
     what a layer does for a request's new tokens.
     """
-    side = lane.side()
+    side = copy_stream.side_stream()
     blocks = slots.numel() // BLOCK_TOKENS
     if side is None or not blocks:
         return None
@@ -51,7 +51,7 @@ def fastest_side(
     pinned = slots.device.type == "cuda"
     memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
     pool = HostPool(layout, blocks, memory.numpy().data)
-    ring = StagingRing.sized_for(layout, slots.device, lane)
+    ring = StagingRing.sized_for(layout, slots.device, copy_stream)
     nodes = []
     for slot in range(blocks):
         node = BlockNode(None, b"", b"", None)
@@ -60,8 +60,8 @@ def fastest_side(
     tokens = blocks * BLOCK_TOKENS
     restoration = Restoration(tuple(nodes), 0, tokens, slots[:tokens])
 
-    def run(way: Side | None) -> None:
-        path = RestorePath(pool, sink, lane, ring, side=way)
+    def run(way: SideStream | None) -> None:
+        path = RestorePath(pool, sink, copy_stream, ring, side_stream=way)
         restore = RestorePass(path, [restoration])
         for layer in range(layers):
             restore.wait(layer)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_hc.device.copy_stream import Lane, Mark
+from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.device.ranges import Ranges
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
@@ -121,22 +121,24 @@ class LayerSource:
         return self._hidden_widths if self._plan.form(layer) is Form.HIDDEN else self._kv_widths
 
 
-def copy_piece(lane: Lane, piece: Piece, source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_piece(
+    copy_stream: CopyStream, piece: Piece, source: torch.Tensor, target: torch.Tensor
+) -> None:
     """Enqueue the rows of a piece from one layer of the host pool to consecutive rows of `target`.
 
     Few runs are a two-dimensional copy each. Many, of slots that lie scattered, are one batch where
-    the lane has that, so the time of this thread does not grow with their number.
+    the copy stream has that, so the time of this thread does not grow with their number.
     source: (slots, BLOCK_TOKENS, row bytes) uint8. target: (rows, row bytes) uint8, contiguous.
     """
     width = target.shape[1]
-    if lane.batches and len(piece.runs) > FEW_RUNS:
-        lane.copy_ranges(target, source, piece.ranges(source.stride(0), width))
+    if copy_stream.batches and len(piece.runs) > FEW_RUNS:
+        copy_stream.copy_ranges(target, source, piece.ranges(source.stride(0), width))
         return
     at = 0
     for run in piece.runs:
         count = run.slots * run.rows
         rows = source[run.slot : run.slot + run.slots, run.row : run.row + run.rows]
-        lane.copy(
+        copy_stream.copy(
             target[at : at + count].view(run.slots, run.rows * width),
             rows.view(run.slots, run.rows * width),
         )
@@ -156,19 +158,23 @@ class StagingRing:
     it next start after that point, and need not wait for anything else that computes.
     """
 
-    def __init__(self, frames: int, frame_bytes: int, device: torch.device, lane: Lane) -> None:
+    def __init__(
+        self, frames: int, frame_bytes: int, device: torch.device, copy_stream: CopyStream
+    ) -> None:
         self.frame_bytes = frame_bytes
-        self._lane = lane
-        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque(
+        self._copy_stream = copy_stream
+        self._free: deque[tuple[torch.Tensor, Event | None]] = deque(
             (torch.empty(frame_bytes, dtype=torch.uint8, device=device), None)
             for _ in range(frames)
         )
         self._finish_last: Callable[[], None] = _nothing
 
     @classmethod
-    def sized_for(cls, layout: BlockLayout, device: torch.device, lane: Lane) -> StagingRing:
+    def sized_for(
+        cls, layout: BlockLayout, device: torch.device, copy_stream: CopyStream
+    ) -> StagingRing:
         """The default for a device."""
-        return cls(*frames_of(layout.shape, device), device, lane)
+        return cls(*frames_of(layout.shape, device), device, copy_stream)
 
     def claim(self, finish: Callable[[], None]) -> None:
         """A pass begins to use the frames. One that is not over is finished first, by the `finish`
@@ -194,12 +200,12 @@ class StagingRing:
         """A frame, (frame_bytes,) uint8, for copies enqueued from now on. IndexError: none left."""
         frame, read = self._free.popleft()
         if read is not None:
-            self._lane.after(read)
+            self._copy_stream.after(read)
         return frame
 
     def give_back(self, frame: torch.Tensor) -> None:
         """All compute work that reads the frame has been submitted."""
-        self._free.append((frame, self._lane.computed()))
+        self._free.append((frame, self._copy_stream.computed()))
 
     def give_back_unread(self, frame: torch.Tensor) -> None:
         """No compute work has read what was copied to the frame since it was taken."""

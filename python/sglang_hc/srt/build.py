@@ -16,7 +16,7 @@ from sglang_hc.capture.capture import Capture, DeviceState
 from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
-from sglang_hc.device.copy_stream import Lane, Side, lane_for
+from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
@@ -77,11 +77,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Device:
-    """The model's device. lane: copies beside the computation. recomputer: runs the model's first
-    layers; None where it cannot. exactness: of what may be restored."""
+    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
+    model's first layers; None where it cannot. exactness: of what may be restored."""
 
     pool: KvPoolRows
-    lane: Lane
+    copy_stream: CopyStream
     recomputer: LayerRecomputer | None
     exactness: Exactness
 
@@ -113,7 +113,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     sizes = _sizes(model, device)
     kinds = _kinds(model, sizes)
     io = _open_io(model, sizes)
-    device.lane.pin(io.memory.pool.buffer, sizes.layout.slot_bytes)
+    device.copy_stream.pin(io.memory.pool.buffer, sizes.layout.slot_bytes)
     tiers = _tiers(model, device, sizes, kinds, io)
     compute = ComputeStream.of(model.runner)
     tree = kinds.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
@@ -169,8 +169,8 @@ def _device(model: Model) -> Device:
         layers = state.plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read)
-    lane = lane_for(pool.device, [runner.forward_stream, *state.memory.streams])
-    return Device(pool, lane, recomputer, _exactness(model, pieces))
+    copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
+    return Device(pool, copy_stream, recomputer, _exactness(model, pieces))
 
 
 def _exactness(model: Model, pieces: Pieces | None) -> Exactness:
@@ -283,10 +283,10 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 
 
 def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io) -> Tiers:
-    config, state, lane = model.config, model.state, device.lane
+    config, state, copy_stream = model.config, model.state, device.copy_stream
     counters: Counter[str] = Counter()
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
-    watch = _watch(costs, state.plan, lane)
+    watch = _watch(costs, state.plan, copy_stream)
     planner = RestoreChoice(
         costs,
         state.plan,
@@ -314,11 +314,11 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     path = RestorePath(
         io.memory.pool,
         device.pool,
-        lane,
-        StagingRing.sized_for(sizes.layout, device.pool.device, lane),
+        copy_stream,
+        StagingRing.sized_for(sizes.layout, device.pool.device, copy_stream),
         device.recomputer,
         _read_buffer(model, device, io, host, queue),
-        _side(model, device, sizes.layout.shape),
+        _side_stream(model, device, sizes.layout.shape),
     )
     return Tiers(
         host,
@@ -331,10 +331,16 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     )
 
 
-def _watch(costs: CorrectedCosts | None, plan: LayerPlan, lane: Lane) -> CostWatch | None:
+def _watch(
+    costs: CorrectedCosts | None, plan: LayerPlan, copy_stream: CopyStream
+) -> CostWatch | None:
     """What is seen of the costs; None where there are none to correct, or no clock."""
-    timer = timer_for(lane)
-    return CostWatch(costs, plan, timer, lane) if costs is not None and timer is not None else None
+    timer = timer_for(copy_stream)
+    return (
+        CostWatch(costs, plan, timer, copy_stream)
+        if costs is not None and timer is not None
+        else None
+    )
 
 
 def _disk(
@@ -355,7 +361,7 @@ def _capture(
     """Saving goes the other way than restoring, which a GPU does at the same time."""
     plan, memory = model.state.plan, model.state.memory
     filing = Filing(io.executor, host.damaged_slots)
-    out = WayOut(io.memory.pool, device.lane.opposite(), filing, memory.ring)
+    out = WayOut(io.memory.pool, device.copy_stream.opposite(), filing, memory.ring)
     hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
     source = DeviceState(
         device.pool,
@@ -371,12 +377,12 @@ def _nothing(node: BlockNode) -> None:
     return None
 
 
-def _side(model: Model, device: Device, shape: StateShape) -> Side | None:
+def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
     """Where restorations run: beside the compute stream only where that was measured faster."""
     layers, pool = model.state.layers, device.pool
     if pool.device.type != "cuda" or layers is None:
         return None
-    return fastest_stream(layers, model.allocator, device.lane, shape, pool)
+    return fastest_stream(layers, model.allocator, device.copy_stream, shape, pool)
 
 
 def _read_buffer(
@@ -386,14 +392,14 @@ def _read_buffer(
     if not size:
         return None
     try:
-        frames = frames_for(size, io.memory.pool.layout, device.pool.device, device.lane)
+        frames = frames_for(size, io.memory.pool.layout, device.pool.device, device.copy_stream)
     except RuntimeError as error:  # torch's out of memory, on any device
         raise ConfigError(
             f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
     pool, cost = io.memory.pool, model.state.cost
-    return ReadBuffer(host, pool, device.lane, frames, cost, queue.fetching)
+    return ReadBuffer(host, pool, device.copy_stream, frames, cost, queue.fetching)
 
 
 # -- tree ----------------------------------------------------------------------------------------

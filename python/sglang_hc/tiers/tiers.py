@@ -90,7 +90,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
         self.capture.filing.close()
-        self.restorer.path.lane.close()
+        self.restorer.path.copy_stream.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""

@@ -19,10 +19,10 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 
 from sglang_hc.device.autotune import Seconds, agreeing, fastest
-from sglang_hc.device.copy_stream import Lane, Side
+from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.restore_pass import RestoreSink
-from sglang_hc.restore.side_stream import fastest_side
+from sglang_hc.restore.side_stream import fastest_side_stream
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 
@@ -120,8 +120,12 @@ def projection_for(
 
 
 def fastest_stream(
-    adapters: list[LayerAdapter], allocator: Any, lane: Lane, shape: StateShape, sink: RestoreSink
-) -> Side | None:
+    adapters: list[LayerAdapter],
+    allocator: Any,
+    copy_stream: CopyStream,
+    shape: StateShape,
+    sink: RestoreSink,
+) -> SideStream | None:
     """Where restorations run on this GPU; before any request, when nobody uses a slot."""
     page = allocator.page_size
     slots = allocator.alloc(min(SIDE_ROWS, allocator.available_size()) // page * page)
@@ -134,7 +138,9 @@ def fastest_stream(
             for _ in range(LAYER_PROJECTIONS):
                 adapters[layer].project(new, positions)
 
-    side = fastest_side(lane, shape, sink, slots.to(torch.int64), compute, seconds_on(slots.device))
+    side = fastest_side_stream(
+        copy_stream, shape, sink, slots.to(torch.int64), compute, seconds_on(slots.device)
+    )
     allocator.free(slots)
     return side
 

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from sglang_hc.device.copy_stream import lane_for
+from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.device.gather_scatter import scatter
 from sglang_hc.forms import StateShape
 from sglang_hc.policy.model_shape import ModelShape
@@ -57,7 +57,7 @@ def subject_of(runner: Any, layers: list[LayerAdapter] | None, hidden: bool) -> 
     sink = _ByteRows(shape.kv_parts, rows, device)
     prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     frames = frames_of(shape, device)
-    return Subject(shape, device, lane_for(device), sink, prefill, rows, False, frames)
+    return Subject(shape, device, copy_stream_for(device), sink, prefill, rows, False, frames)
 
 
 def model_shape(runner: Any) -> StateShape:
@@ -122,7 +122,7 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
         prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     shape = layer_shape(runner, adapter)
     frames = frames_of(shape, device)
-    return Subject(shape, device, lane_for(device), sink, prefill, rows, hidden, frames)
+    return Subject(shape, device, copy_stream_for(device), sink, prefill, rows, hidden, frames)
 
 
 def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:

@@ -1,4 +1,4 @@
-"""Lanes of the tests. Each says when its copies happen; what they have in common is `FakeLane`."""
+"""Copy streams of the tests. Each says when its copies happen; `FakeCopyStream` is shared."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from sglang_hc.device.copy_stream import Side
+from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.device.ranges import Ranges, each_range
 
 
-class FakeLane:
+class FakeCopyStream:
     """Ranges are copied one by one; nothing runs beside the computation; nothing needs pinning."""
 
     own_memory = True
@@ -24,7 +24,7 @@ class FakeLane:
         for into, out_of in each_range(target, source, ranges):
             self.copy(into, out_of)
 
-    def side(self) -> Side | None:
+    def side_stream(self) -> SideStream | None:
         return None
 
     def pin(self, buffer: Any, unit: int | None = None) -> None:
@@ -34,21 +34,21 @@ class FakeLane:
         return None
 
 
-class LateMark:
-    """Done when the lane got that far."""
+class LateEvent:
+    """Done when the copy stream got that far."""
 
-    def __init__(self, lane: LateLane, at: int) -> None:
-        self.lane, self.at = lane, at
+    def __init__(self, copy_stream: LateCopyStream, at: int) -> None:
+        self.copy_stream, self.at = copy_stream, at
 
     def done(self) -> bool:
-        return self.lane.performed >= self.at
+        return self.copy_stream.performed >= self.at
 
     def wait(self) -> None:
-        self.lane.advance_to(self.at)
+        self.copy_stream.advance_to(self.at)
 
 
-class LateLane(FakeLane):
-    """A lane that copies nothing until it has to: a missing fence leaves the target unwritten.
+class LateCopyStream(FakeCopyStream):
+    """Copies nothing until it has to: a missing fence leaves the target unwritten.
 
     The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
     """
@@ -60,8 +60,8 @@ class LateLane(FakeLane):
         self.enqueued = 0
         self.performed = 0
 
-    def computed(self) -> LateMark:
-        return LateMark(self, 0)  # what is computed here is computed at once
+    def computed(self) -> LateEvent:
+        return LateEvent(self, 0)  # what is computed here is computed at once
 
     def after(self, computed: Any) -> None:
         return None
@@ -70,14 +70,14 @@ class LateLane(FakeLane):
         self.queue.append((target, source))
         self.enqueued += 1
 
-    def mark(self) -> LateMark:
-        return LateMark(self, self.enqueued)
+    def record(self) -> LateEvent:
+        return LateEvent(self, self.enqueued)
 
-    def before_compute(self, mark: Any) -> None:
-        mark.wait()
+    def before_compute(self, event: Any) -> None:
+        event.wait()
 
-    def opposite(self) -> LateLane:
-        return LateLane()
+    def opposite(self) -> LateCopyStream:
+        return LateCopyStream()
 
     def close(self) -> None:
         self.advance_to(self.enqueued)
