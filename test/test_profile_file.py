@@ -140,7 +140,7 @@ def change(path: str, value: object) -> str:
     [
         ("", "not valid JSON"),
         ("[]", "Expected `object`, got `array`"),
-        ("{}", "missing required field `format`"),
+        ("{}", "not a cost model"),
         (change("format", "recipe"), "not a cost model"),
         (change("version", 1), "format version 1, this release reads version 2; measure again"),
         (change("version", 99), "format version 99, this release reads version 2"),
@@ -156,7 +156,8 @@ def change(path: str, value: object) -> str:
         (change("copies.host.hidden", None), "from host and their projection must both be known"),
         (change("prefill.per_pair", None), r"`per_pair` - at `\$\.prefill`"),
         (change("overlap", 1), r"Expected `bool`, got `int` - at `\$\.overlap`"),
-        (change("noise", None), "missing required field `noise`"),
+        (change("noise", -1), r">= 0.0 - at `\$\.noise`"),
+        (change("origin", None), "missing required field `origin`"),
         (change("project.r2", 1.5), r"<= 1.0 - at `\$\.project\.r2`"),
         (change("prefill.fixed", 1e999), "not valid JSON"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 from sglang_hc.policy.eviction import QueuePolicy
 from sglang_hc.queue.admission import Admission
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.tools.simulator.disk import DiskTier
+from sglang_hc.tools.simulator.disk import SimulatedDisk
 
 WAITING, BLOCKS, PASSES = 1000, 32, 2000
 
@@ -27,7 +27,7 @@ def blocks_of(request: str) -> list[bytes]:
 
 def main() -> None:
     window: LookAhead[str] = LookAhead()
-    tier = DiskTier(WAITING * BLOCKS, QueuePolicy(window))
+    tier = SimulatedDisk(WAITING * BLOCKS, QueuePolicy(window))
     needs = {f"r{number}": blocks_of(f"r{number}") for number in range(WAITING + PASSES)}
     queue = [f"r{number}" for number in range(WAITING)]
     for request in queue:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_hc.errors import ConfigError, decode_json
+from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.memory import GIB, available_memory, total_memory
 from sglang_hc.profile_file import read_profile
@@ -29,7 +29,7 @@ REMOTES = ("file", "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic"
 """SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
 
 
-class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HcConfig(msgspec.Struct, frozen=True):
     """The options of one server: each field is a flag `--hc-NAME` and a field of CONFIG_ENV.
 
     Raises ConfigError for a value that cannot be used. What each option means is in `FLAGS`.
@@ -72,13 +72,11 @@ class HcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_mapping(cls, values: object, where: str) -> HcConfig:
         """Config from plain values. Raises ConfigError that names `where` and the field."""
-        try:
-            return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, ConfigError):  # a check of ours, reached by msgspec
-                raise error.__cause__ from None
-            known = f"; known are {', '.join(sorted(FLAGS))}" if "unknown" in str(error) else ""
-            raise ConfigError(f"{where}: {error}{known}") from None
+        unknown = set(values) - set(FLAGS) if isinstance(values, dict) else set()
+        if unknown:
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ConfigError(f"{where}: unknown {names}; known are {', '.join(sorted(FLAGS))}")
+        return convert(values, cls, where)
 
     @classmethod
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:

@@ -14,15 +14,20 @@ class ConfigError(ValueError):
 
 
 def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
-    """A value of `kind` from a JSON text.
-
-    Raises ConfigError, which begins with `where` (the file or the option), when the text is not
-    JSON, and with the path of the field that is missing or has a wrong value.
-    """
+    """A value of `kind` from a JSON text. Raises ConfigError that begins with `where` (the file or
+    the option) for a text that is not JSON, and as `convert` does."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        values = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if isinstance(error.__cause__, ConfigError):  # a check of ours, called by msgspec
-            raise error.__cause__ from None
-        what = "" if isinstance(error, msgspec.ValidationError) else "not valid JSON: "
-        raise ConfigError(f"{where}: {what}{error}") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    return convert(values, kind, where)
+
+
+def convert(values: object, kind: type[T], where: str) -> T:
+    """A value of `kind` from plain JSON types. Raises ConfigError that begins with `where` and
+    names the field that is missing or has a wrong value."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        own = error.__cause__ if isinstance(error.__cause__, ConfigError) else error
+        raise ConfigError(f"{where}: {own}") from None  # `own`: of a check that msgspec called

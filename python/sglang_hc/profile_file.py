@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
-from sglang_hc.errors import ConfigError, decode_json
-from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, NonNegative, Quadratic
+from sglang_hc.errors import ConfigError, convert, decode_json
+from sglang_hc.policy.cost_model import CostModel, SourceTier
 
 logger = logging.getLogger(__name__)
 
@@ -27,43 +24,10 @@ ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""
 
 
-class _Header(msgspec.Struct):
-    """What every version of the file has."""
-
-    format: str
-    version: int
-
-
-class _Profile(msgspec.Struct):
-    """The file, field by field; see `CostModel`. ahead: null for staging that holds everything."""
-
-    format: str
-    version: int
-    fingerprint: Annotated[str, msgspec.Meta(min_length=1)]
-    origin: Annotated[str, msgspec.Meta(min_length=1)]
-    overlap: bool
-    ahead: NonNegative | None
-    noise: NonNegative | None
-    copies: Annotated[dict[SourceTier, TierCopy], msgspec.Meta(min_length=1)]
-    project: Line | None
-    prefill: Quadratic
-
-
 def encode(cost: CostModel) -> str:
-    """The text of a profile file."""
-    profile = _Profile(
-        FORMAT,
-        VERSION,
-        cost.fingerprint,
-        cost.origin,
-        cost.overlap,
-        None if math.isinf(cost.ahead) else cost.ahead,
-        cost.noise,
-        dict(cost.copies),
-        cost.project,
-        cost.prefill,
-    )
-    return msgspec.json.format(msgspec.json.encode(profile)).decode()
+    """The text of a profile file: the fields of `CostModel`; an infinite `ahead` is null."""
+    values = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(cost)}
+    return msgspec.json.format(msgspec.json.encode(values)).decode()
 
 
 def decode(text: str, where: str, fingerprint: str | None = None) -> CostModel:
@@ -72,34 +36,23 @@ def decode(text: str, where: str, fingerprint: str | None = None) -> CostModel:
     fingerprint: of this server; None accepts a profile of anything. Raises ConfigError for a
     missing or nonsense field, another version, or the fingerprint of another server.
     """
-    header = decode_json(text, _Header, where)
-    if header.format != FORMAT:
+    values = decode_json(text, dict[str, object], where)
+    if values.get("format") != FORMAT:
         raise ConfigError(f"{where}: not a cost model; give a file of sglang-hc profile")
-    if header.version != VERSION:
+    if values.get("version") != VERSION:
         raise ConfigError(
-            f"{where}: format version {header.version}, this release reads version {VERSION}; "
-            "measure again with this version"
+            f"{where}: format version {values.get('version')}, this release reads version "
+            f"{VERSION}; measure again with this version"
         )
-    profile = decode_json(text, _Profile, where)
-    if fingerprint is not None and profile.fingerprint not in (fingerprint, ANY_SERVER):
+    if values.get("ahead", 0) is None:
+        del values["ahead"]
+    cost = convert(values, CostModel, where)
+    if fingerprint is not None and cost.fingerprint not in (fingerprint, ANY_SERVER):
         raise ConfigError(
-            f"{where}: measured for {profile.fingerprint!r}, but this server is {fingerprint!r}; "
+            f"{where}: measured for {cost.fingerprint!r}, but this server is {fingerprint!r}; "
             "write a new one here with sglang-hc profile"
         )
-    ahead = math.inf if profile.ahead is None else profile.ahead
-    try:
-        return CostModel(
-            profile.fingerprint,
-            profile.origin,
-            profile.copies,
-            profile.prefill,
-            profile.project,
-            profile.overlap,
-            ahead,
-            profile.noise,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    return cost
 
 
 def read_profile(path: str, fingerprint: str | None = None) -> CostModel:

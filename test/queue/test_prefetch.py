@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import FetchCosts, Missing, UnknownCosts
 from sglang_hc.queue.prefetch import (
     LOOKED_AT,
     MAX_FETCHES,
     PATIENCE,
     QUIET_PASSES,
-    IsProtected,
     Prefetcher,
     reserve_slots,
 )
@@ -69,7 +69,7 @@ class Tiers:
         missing: Missing,
         first: int,
         count: int,
-        is_protected: IsProtected | None,
+        is_protected: IsProtected[Block] | None,
     ) -> int:
         assert not {*missing.path[first : first + count]} & self.staged, "fetched twice"
         done = 0
@@ -80,7 +80,7 @@ class Tiers:
             self.begun.append((request, request[first : first + done]))
         return done
 
-    def make_room(self, is_protected: IsProtected | None) -> bool:
+    def make_room(self, is_protected: IsProtected[Block] | None) -> bool:
         if len(self.host) + len(self.staged) < self.slots:
             return True
         for block_id in self.host:
@@ -89,7 +89,7 @@ class Tiers:
                 return True
         return False
 
-    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         self.kept_free = slots
         while self.slots - len(self.host) - len(self.staged) < slots:
             unneeded = [b for b in self.host if not is_protected(OneBlock(b))]  # type: ignore[arg-type]
@@ -325,7 +325,11 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
     begin: Callable[..., int] = below.start
 
     def start(
-        request: str, missing: Missing, first: int, count: int, is_protected: IsProtected | None
+        request: str,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected[Block] | None,
     ) -> int:
         starts.append((float(len(prefetcher.requests.under_way)), count))
         return begin(request, missing, first, count, is_protected)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import LruPolicy, make_policy
+from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueView
@@ -19,7 +19,7 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
-from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, IsProtected
+from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
 
 FINGERPRINT = b"f" * 16
@@ -27,7 +27,7 @@ FINGERPRINT = b"f" * 16
 
 def host_tier(
     slots: int,
-    policy: EvictionPolicy | None = None,
+    policy: EvictionPolicy[BlockNode] | None = None,
     ttl: TimeToLive[BlockNode] | None = None,
     fingerprint: bytes = FINGERPRINT,
 ) -> HostTier:
@@ -41,7 +41,7 @@ def keep(
     tokens: bytes,
     namespace: str | None = None,
     now: float = 0.0,
-    is_protected: IsProtected | None = None,
+    is_protected: IsProtected[BlockNode] | None = None,
     *,
     ready: bool = True,
 ) -> list[BlockNode]:

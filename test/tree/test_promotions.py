@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.tree.host_tier import IsProtected
+from sglang_hc.policy.eviction import IsProtected
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.promotions import Promotion, Promotions
 from support.host import host_tier, keep, tokens_of, words_in
 
@@ -29,7 +30,7 @@ class World:
         word: str,
         first: int = 0,
         count: int | None = None,
-        is_protected: IsProtected | None = None,
+        is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         count = len(word) - first if count is None else count
         tokens, path = tokens_of(word), self.path(word)

@@ -10,11 +10,21 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form
-from sglang_hc.policy.line_fit import POOR_R2, FitError, Line, Quadratic, fit_line, fit_quadratic
+from sglang_hc.policy.line_fit import (
+    POOR_R2,
+    FitError,
+    Line,
+    NonNegative,
+    Quadratic,
+    fit_line,
+    fit_quadratic,
+)
 from sglang_hc.policy.makespan import LayerTimes
 
 S = TypeVar("S")
@@ -70,14 +80,14 @@ class CostModel:
     noise: see `Samples`.
     """
 
-    fingerprint: str
+    fingerprint: Annotated[str, Meta(min_length=1)]
     origin: str
-    copies: Mapping[SourceTier, TierCopy]
+    copies: Annotated[Mapping[SourceTier, TierCopy], Meta(min_length=1)]
     prefill: Quadratic
     project: Line | None = None
     overlap: bool = True
-    ahead: float = math.inf
-    noise: float | None = None
+    ahead: NonNegative = math.inf
+    noise: NonNegative | None = None
 
     def __post_init__(self) -> None:
         for tier, copy in self.copies.items():

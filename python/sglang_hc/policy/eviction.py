@@ -16,7 +16,7 @@ All cost O(log n) amortised per call; `victims` O(log n) per block plus the bloc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -48,12 +48,22 @@ class Block(Protocol):
 
 B = TypeVar("B", bound=Block)
 
+IsProtected = Callable[[B], bool]
+"""Whether a block must not make room this time."""
+
 
 class NextUse(Protocol):
-    """What the queue policy asks of the look-ahead window."""
+    """Who needs a block next: the look-ahead window, or `pins.RetentionPriority`."""
 
-    def next_use(self, block_id: bytes) -> float | None: ...
-    def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
+    def __len__(self) -> int:
+        """0: nobody needs any block."""
+
+    def next_use(self, block_id: bytes) -> float | None:
+        """Rank of the first request that needs it, smaller is sooner; None for nobody."""
+
+    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]: ...
+    def subscribe(self, listener: Callable[[bytes], None]) -> None:
+        """Call `listener(block_id)` after each change of a block's `next_use`."""
 
 
 class PinnedBlocks(Protocol):

@@ -6,11 +6,12 @@ and a namespace can pin only so many blocks, so that one tenant cannot take a ti
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from sglang_hc.policy.eviction import NextUse
 
 K = TypeVar("K", bound=Hashable)
 """Whatever stands for a block in its tier."""
@@ -62,18 +63,16 @@ class Pinned(NamedTuple):
     seconds: float
 
 
-@dataclass
-class _Pin:
-    namespace: str | None
+class _Pin(NamedTuple):
     blocks: set[bytes]
     expires: float
 
 
 class SessionPins:
-    """Which sessions hold which blocks, until when.
+    """Which sessions pin which blocks, until when.
 
-    Pinning a session again replaces its blocks and its expiry. Blocks shared by several sessions of
-    one namespace count once against the bounds.
+    Pinning a session again replaces its blocks and its expiry. A block's identity depends on its
+    namespace, so sessions of one namespace only can share it; it then counts once.
     """
 
     def __init__(self, max_blocks: int, max_total: int, max_seconds: float) -> None:
@@ -85,11 +84,10 @@ class SessionPins:
         self._max_total = max_total
         self._max_seconds = max_seconds
         self._pins: dict[tuple[str | None, str], _Pin] = {}
-        self._holders: dict[tuple[str | None, bytes], int] = {}
-        self._held: dict[bytes, int] = {}
-        self._per_namespace: dict[str | None, int] = {}
-        self._expiries: list[tuple[float, int, tuple[str | None, str]]] = []
-        self._ticket = 0
+        self._sessions: Counter[bytes] = Counter()
+        """How many sessions pin a block; only blocks that some session pins."""
+        self._first_end = math.inf
+        """No pin ends before this."""
         self._listeners: list[Callable[[bytes], None]] = []
 
     def __len__(self) -> int:
@@ -103,8 +101,8 @@ class SessionPins:
 
     @property
     def total_blocks(self) -> int:
-        """Blocks held by anybody."""
-        return len(self._held)
+        """Blocks that any session pins."""
+        return len(self._sessions)
 
     def subscribe(self, listener: Callable[[bytes], None]) -> None:
         """Call `listener(block_id)` after each change of a block's `is_pinned`."""
@@ -122,11 +120,14 @@ class SessionPins:
 
     def is_pinned(self, block_id: bytes) -> bool:
         """Whether any session pins this block. Call `expire` first when time has passed."""
-        return block_id in self._held
+        return block_id in self._sessions
 
-    def pinned_blocks(self, namespace: str | None) -> int:
-        """Blocks that count against the namespace's bound."""
-        return self._per_namespace.get(namespace, 0)
+    def pinned_blocks(self, namespace: str | None, without: str | None = None) -> set[bytes]:
+        """Blocks that the sessions of a namespace pin, one session left out if it is named."""
+        pins = self._pins.items()
+        return set().union(
+            *(p.blocks for (owner, name), p in pins if owner == namespace and name != without)
+        )
 
     def pin(
         self,
@@ -136,10 +137,10 @@ class SessionPins:
         seconds: float,
         now: float,
     ) -> None:
-        """Hold `blocks` for the session until now + seconds.
+        """Pin `blocks` for the session until now + seconds. O(blocks pinned in the namespace).
 
-        Raises PinLimitError, and changes nothing, when the namespace's bound or the longest expiry
-        would be passed.
+        Raises PinLimitError, and changes nothing, when the namespace's bound, the bound of all or
+        the longest expiry would be passed.
         """
         if not 0 < seconds <= self._max_seconds:
             raise PinLimitError(
@@ -147,106 +148,70 @@ class SessionPins:
             )
         self.expire(now)
         wanted = set(blocks)
-        key = (namespace, session)
-        old = self._pins.get(key)
-        own = old.blocks if old is not None else set()
-        added = sum((namespace, b) not in self._holders for b in wanted - own)
-        freed = sum(self._holders[namespace, b] == 1 for b in own - wanted)
-        count = self.pinned_blocks(namespace) + added - freed
+        count = len(self.pinned_blocks(namespace, without=session) | wanted)
         if count > self._max_blocks:
             raise PinLimitError(
                 f"pin of session {session!r} needs {count} blocks in its namespace, the bound is "
                 f"{self._max_blocks}: unpin another session or wait for one to expire"
             )
+        old = self._pins.get((namespace, session))
+        own = old.blocks if old is not None else set()
+        added = sum(block_id not in self._sessions for block_id in wanted)
+        freed = sum(self._sessions[block_id] == 1 for block_id in own - wanted)
         if added > freed and self.total_blocks + added - freed > self._max_total:
             raise PinLimitError(
                 f"pin of session {session!r} needs {added} more blocks, and {self.total_blocks} of "
                 f"the {self._max_total} that may be pinned are: wait for other pins to expire"
             )
-        pin = _Pin(namespace, wanted, now + seconds)
-        self._pins[key] = pin
+        self._pins[namespace, session] = _Pin(wanted, now + seconds)
+        self._first_end = min(self._first_end, now + seconds)
         for block_id in wanted - own:
-            self._hold(namespace, block_id)
-        for block_id in own - wanted:
-            self._let_go(namespace, block_id)
-        self._ticket += 1
-        heappush(self._expiries, (pin.expires, self._ticket, key))
+            self._sessions[block_id] += 1
+            if self._sessions[block_id] == 1:
+                self._announce(block_id)
+        self._let_go(own - wanted)
 
     def unpin(self, namespace: str | None, session: str) -> bool:
         """End a session's pin. False if it has none."""
         pin = self._pins.pop((namespace, session), None)
-        if pin is None:
-            return False
-        for block_id in pin.blocks:
-            self._let_go(namespace, block_id)
-        return True
+        if pin is not None:
+            self._let_go(pin.blocks)
+        return pin is not None
 
     def expire(self, now: float) -> list[tuple[str | None, str]]:
         """End the pins whose time is over: (namespace, session) of each."""
-        ended: list[tuple[str | None, str]] = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, key = heappop(self._expiries)
-            pin = self._pins.get(key)
-            if pin is not None and pin.expires <= now:  # else it was renewed since
-                self.unpin(*key)
-                ended.append(key)
+        if now < self._first_end:
+            return []
+        ended = [key for key, pin in self._pins.items() if pin.expires <= now]
+        for key in ended:
+            self.unpin(*key)
+        self._first_end = min((pin.expires for pin in self._pins.values()), default=math.inf)
         return ended
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the counts follow from the pins and keep the bound."""
-        holders: dict[tuple[str | None, bytes], int] = {}
-        for pin in self._pins.values():
-            for block_id in pin.blocks:
-                key = (pin.namespace, block_id)
-                holders[key] = holders.get(key, 0) + 1
-        assert holders == self._holders
-        for namespace, count in self._per_namespace.items():
-            assert count == sum(key[0] == namespace for key in holders) <= self._max_blocks
-        assert set(self._held) == {block_id for _, block_id in holders}
-        assert len(self._held) <= self._max_total
+        """Raise AssertionError unless the counts follow from the pins and keep the bounds."""
+        assert self._sessions == Counter(b for pin in self._pins.values() for b in pin.blocks)
+        assert all(count > 0 for count in self._sessions.values())
+        for namespace in {owner for owner, _ in self._pins}:
+            assert len(self.pinned_blocks(namespace)) <= self._max_blocks
+        assert self.total_blocks <= self._max_total
 
-    def _hold(self, namespace: str | None, block_id: bytes) -> None:
-        key = (namespace, block_id)
-        count = self._holders.get(key, 0)
-        self._holders[key] = count + 1
-        if count == 0:
-            self._per_namespace[namespace] = self._per_namespace.get(namespace, 0) + 1
-            self._held[block_id] = self._held.get(block_id, 0) + 1
-            if self._held[block_id] == 1:
+    def _let_go(self, blocks: Iterable[bytes]) -> None:
+        for block_id in blocks:
+            self._sessions[block_id] -= 1
+            if not self._sessions[block_id]:
+                del self._sessions[block_id]
                 self._announce(block_id)
-
-    def _let_go(self, namespace: str | None, block_id: bytes) -> None:
-        key = (namespace, block_id)
-        self._holders[key] -= 1
-        if self._holders[key]:
-            return
-        del self._holders[key]
-        self._per_namespace[namespace] -= 1
-        if not self._per_namespace[namespace]:
-            del self._per_namespace[namespace]
-        self._held[block_id] -= 1
-        if not self._held[block_id]:
-            del self._held[block_id]
-            self._announce(block_id)
 
     def _announce(self, block_id: bytes) -> None:
         for listener in self._listeners:
             listener(block_id)
 
 
-class NextUse(Protocol):
-    """What `RetentionPriority` asks of the look-ahead window."""
-
-    def __len__(self) -> int: ...
-    def next_use(self, block_id: bytes) -> float | None: ...
-    def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]: ...
-    def subscribe(self, listener: Callable[[bytes], None]) -> None: ...
-
-
 class RetentionPriority:
     """Who wants a block to stay: the waiting queue, and behind all of it the pins.
 
-    For tiers where a pin is a wish and not a promise: the device and the disk.
+    For the device and the disk, where a pin is honoured as long as there is room.
     """
 
     def __init__(self, window: NextUse, pins: SessionPins) -> None:

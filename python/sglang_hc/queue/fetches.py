@@ -12,6 +12,7 @@ from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.tries import Tries
+from sglang_hc.queue.windows import RunningMean
 
 
 class FetchCosts(Protocol):
@@ -99,9 +100,7 @@ class TurnEstimate:
     """When a place in the queue will have its turn, from the rate of past admissions."""
 
     def __init__(self, memory: int = 64) -> None:
-        self._memory = memory
-        self._count = 0
-        self._seconds = 0.0
+        self._seconds = RunningMean(memory)
         self._last: float | None = None
 
     def admitted(self, count: int, now: float) -> None:
@@ -109,8 +108,7 @@ class TurnEstimate:
         if count < 1:
             return
         if self._last is not None:
-            self._count = min(self._count + 1, self._memory)
-            self._seconds += ((now - self._last) / count - self._seconds) / self._count
+            self._seconds.add((now - self._last) / count)
         self._last = now
 
     def idle(self) -> None:
@@ -119,4 +117,4 @@ class TurnEstimate:
 
     def turn_in(self, position: int) -> float:
         """Seconds until the request at this place (0: head) is served; 0 while nothing is known."""
-        return position * self._seconds
+        return position * self._seconds.value

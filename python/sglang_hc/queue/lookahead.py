@@ -15,10 +15,11 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
-from sglang_hc.queue.prefetch import IsProtected, Prefetcher
+from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.host_tier import HostTier
@@ -182,7 +183,7 @@ class QueueView:
         missing: Missing,
         first: int,
         count: int,
-        is_protected: IsProtected | None,
+        is_protected: IsProtected[Block] | None,
     ) -> int:
         """Read blocks from disk into staged slots; see `policy.prefetch.Below`."""
         assert self._disk is not None
@@ -194,7 +195,7 @@ class QueueView:
             self.requests[request].restore_seconds = None
         return started
 
-    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
         assert self._disk is not None
         if self._host.free_slots < slots:

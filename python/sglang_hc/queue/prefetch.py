@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from sglang_hc.policy.eviction import Block
+from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import FetchCosts, Missing, TurnEstimate
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
@@ -47,9 +47,6 @@ last user unseen, and make room now."""
 K = TypeVar("K", bound=Hashable)
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
-IsProtected = Callable[[Block], bool]
-"""Blocks that must not make room."""
-
 
 class Below(Protocol[K_contra]):
     """The tiers, as the prefetcher sees them."""
@@ -66,12 +63,12 @@ class Below(Protocol[K_contra]):
         missing: Missing,
         first: int,
         count: int,
-        is_protected: IsProtected | None,
+        is_protected: IsProtected[Block] | None,
     ) -> int:
         """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
         slot without displacing what `is_protected` protects. Returns how many."""
 
-    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         """Evict until so many slots of host memory are free, but no protected block."""
 
 
@@ -354,7 +351,7 @@ class Prefetcher(Generic[K]):
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None
 
-    def _sooner_than(self, request: K) -> IsProtected | None:
+    def _sooner_than(self, request: K) -> IsProtected[Block] | None:
         """Blocks needed no later than by this request do not make room for it."""
         rank = self.window.rank(request)
         if self.mode != "queue" or rank is None:

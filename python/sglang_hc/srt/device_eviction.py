@@ -15,8 +15,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from sglang_hc.policy.eviction import NextUse
 from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.identity import block_id, block_ids, pack_tokens, root_id
 
@@ -41,20 +42,13 @@ class NodeBlocks(NamedTuple):
     rest: bytes
 
 
-class Needs(Protocol):
-    """Who wants what, e.g. `policy.pins.RetentionPriority`."""
-
-    def __len__(self) -> int: ...
-    def next_use(self, block_id: bytes) -> float | None: ...
-
-
 class DeviceOrder:
     """Order of leaves for `HcRadixCache.evict`. Belongs to the scheduler thread.
 
     needs: ranks of waiting requests, infinity for a pin. kept: whether a tier below has a block.
     """
 
-    def __init__(self, fingerprint: bytes, needs: Needs, kept: Callable[[bytes], bool]) -> None:
+    def __init__(self, fingerprint: bytes, needs: NextUse, kept: Callable[[bytes], bool]) -> None:
         self._fingerprint = fingerprint
         self._needs = needs
         self._kept = kept

@@ -115,7 +115,8 @@ def _listing(retention: Retention, namespace: str | None) -> dict[str, Any]:
         {"session": pin.session, "blocks": pin.blocks, "expires_in_s": round(pin.seconds, 3)}
         for pin in retention.pinned(namespace)
     ]
-    pinned, most = retention.pins.pinned_blocks(namespace), retention.pins.max_blocks
+    pinned = len(retention.pins.pinned_blocks(namespace))
+    most = retention.pins.max_blocks
     return {"status": 200, "pins": pins, "blocks": pinned, "max_blocks": most}
 
 

@@ -19,11 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.host_tier import HostTier, IsProtected
+from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class DiskTier:
         path: Sequence[bytes],
         first: int,
         count: int,
-        is_protected: IsProtected | None = None,
+        is_protected: IsProtected[BlockNode] | None = None,
     ) -> int:
         """Start reading blocks [first, first + count) of the path of packed `tokens`: as many
         leading ones as find a slot without evicting what `is_protected` protects. Returns how many.

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
 from sglang_hc.tiers.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
-from sglang_hc.tree.host_tier import EvictionPolicy, HostTier, IsProtected
+from sglang_hc.tree.host_tier import HostTier
 
 QUEUE_EVENTS = 200_000
 """Events that may wait to be written; beyond it they are left out and counted."""
@@ -122,14 +123,14 @@ class RecordingHostTier(HostTier):
         recorder: Recorder,
         tree: BlockTree,
         num_slots: int,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy[BlockNode],
         ttl: TimeToLive[BlockNode] | None = None,
     ) -> None:
         super().__init__(tree, num_slots, policy, ttl)
         self.recorder = recorder
         self._gone: list[int] | None = None
 
-    def stage(self, now: float, is_protected: IsProtected | None = None) -> int | None:
+    def stage(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int | None:
         protected: list[int] = []
         with self._call() as gone:
             slot = super().stage(now, _noting(is_protected, protected))
@@ -170,7 +171,9 @@ class RecordingHostTier(HostTier):
         super().unpin(nodes)
         self.recorder.note("unpin", slots)
 
-    def evict(self, count: int, now: float, is_protected: IsProtected | None = None) -> int:
+    def evict(
+        self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
+    ) -> int:
         protected: list[int] = []
         with self._call() as gone:
             freed = super().evict(count, now, _noting(is_protected, protected))
@@ -232,7 +235,9 @@ class RecordingLookAhead(LookAhead[str]):
         super().leave(request)
 
 
-def _noting(is_protected: IsProtected | None, protected: list[int]) -> IsProtected | None:
+def _noting(
+    is_protected: IsProtected[BlockNode] | None, protected: list[int]
+) -> IsProtected[BlockNode] | None:
     """`is_protected`, with the slots of the blocks it protects noted."""
     if is_protected is None:
         return None

@@ -8,37 +8,11 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
+from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import TimeToLive
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
-
-IsProtected = Callable[[BlockNode], bool]
-"""Blocks that must not make room this time."""
-
-
-class EvictionPolicy(Protocol):
-    """Order in which published blocks leave. Told of every change; asked for victims.
-
-    by_need: `victims` come by need: when one is protected for a waiting request, so is the rest.
-    """
-
-    @property
-    def by_need(self) -> bool: ...
-
-    def insert(self, node: BlockNode, now: float) -> None: ...
-
-    def access(self, path: Sequence[BlockNode], now: float) -> None:
-        """Blocks of one path were used, root first."""
-
-    def remove(self, node: BlockNode) -> None: ...
-
-    def __contains__(self, block_id: bytes) -> bool: ...
-
-    def victims(self) -> Iterator[BlockNode]:
-        """Leaves in the order they should leave. The caller skips those that cannot, and may take
-        each out of the tree before it asks for the next."""
 
 
 class HostTier:
@@ -51,7 +25,7 @@ class HostTier:
         self,
         tree: BlockTree,
         num_slots: int,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy[BlockNode],
         ttl: TimeToLive[BlockNode] | None = None,
     ) -> None:
         """ttl: blocks that nobody used for that long leave in `expire`."""
@@ -86,7 +60,7 @@ class HostTier:
         """Whether the block is in the tree; its bytes may still be on their way."""
         return block_id in self._policy
 
-    def stage(self, now: float, is_protected: IsProtected | None = None) -> int | None:
+    def stage(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int | None:
         """A slot to write into, evicting if none is free. None: all are in use or protected."""
         if not self._free and self.evict(1, now, is_protected) == 0:
             return None
@@ -144,7 +118,9 @@ class HostTier:
                 self._detached.remove(node)
                 self._release(node)
 
-    def evict(self, count: int, now: float, is_protected: IsProtected | None = None) -> int:
+    def evict(
+        self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
+    ) -> int:
         """Free up to `count` slots, best victims first, none of those `is_protected` is true for.
 
         Returns how many; 0 is always safe.
@@ -165,7 +141,7 @@ class HostTier:
         self.evicted_blocks += freed
         return freed
 
-    def expire(self, now: float, is_protected: IsProtected | None = None) -> int:
+    def expire(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int:
         """Drop the blocks whose time to live is over, ends of paths first, none of those in use or
         that `is_protected` is true for. Looks at most once a second. Returns how many."""
         if self._ttl is None or now < self._next_expiry:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
-from sglang_hc.tree.host_tier import HostTier, IsProtected
+from sglang_hc.tree.host_tier import HostTier
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class Promotions:
         first: int,
         count: int,
         now: float,
-        is_protected: IsProtected | None = None,
+        is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         """Slots for blocks [first, first + count) of the path of packed `tokens`: for as many
         leading ones as find room without evicting what `is_protected` protects.

@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.tools.simulator.disk import DiskTier
+from sglang_hc.tools.simulator.disk import SimulatedDisk
 
 
 def chain(path: str) -> list[bytes]:
     return [path[: end + 1].encode() for end in range(len(path))]
 
 
-def write(disk: DiskTier, path: str, now: float) -> None:
+def write(disk: SimulatedDisk, path: str, now: float) -> None:
     parent = None
     for identity in chain(path):
         if not disk.holds(identity) and not disk.write(parent, identity, now, now):
@@ -22,7 +22,7 @@ def write(disk: DiskTier, path: str, now: float) -> None:
 
 def test_a_block_can_be_read_once_its_write_is_through():
     window: LookAhead[str] = LookAhead()
-    disk = DiskTier(4, make_policy("lru", window))
+    disk = SimulatedDisk(4, make_policy("lru", window))
     assert disk.write(None, b"a", now=1.0, ready_at=3.0)
     assert not disk.readable(b"a", 2.9) and disk.readable(b"a", 3.0)
     assert not disk.write(b"missing", b"b", 1.0, 1.0), "unreachable"
@@ -30,7 +30,7 @@ def test_a_block_can_be_read_once_its_write_is_through():
 
 def test_a_newcomer_that_nobody_needs_does_not_displace_what_is_needed():
     window: LookAhead[str] = LookAhead()
-    disk = DiskTier(2, make_policy("queue", window))
+    disk = SimulatedDisk(2, make_policy("queue", window))
     write(disk, "ab", 0.0)
     window.update(["r"], 1, lambda _: chain("ab"))
     write(disk, "x", 1.0)
@@ -45,7 +45,7 @@ operations = st.lists(st.tuples(st.sampled_from(["write", "use", "wait"]), paths
 @given(st.sampled_from(POLICIES), operations)
 def test_only_prefixes_are_kept(name, history):
     window: LookAhead[str] = LookAhead()
-    disk = DiskTier(7, make_policy(name, window))
+    disk = SimulatedDisk(7, make_policy(name, window))
     for step, (action, path) in enumerate(history):
         if action == "write":
             write(disk, path, float(step))

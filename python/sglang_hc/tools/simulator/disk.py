@@ -26,7 +26,7 @@ class DiskBlock:
         return not self.children
 
 
-class DiskTier:
+class SimulatedDisk:
     """Which blocks are on disk. One whose parent is not there is not taken: it is unreachable."""
 
     def __init__(self, num_slots: int, policy: EvictionPolicy[DiskBlock]) -> None:

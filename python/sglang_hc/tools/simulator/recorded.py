@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.eviction import POLICIES, EvictionPolicy, make_policy
+from sglang_hc.policy.eviction import POLICIES, EvictionPolicy, IsProtected, make_policy
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.trace import TRACE_VERSION
 from sglang_hc.tools.workloads.traces import TraceError, json_object
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
-from sglang_hc.tree.host_tier import HostTier, IsProtected
+from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
 
 FINGERPRINT = b"sglang-hc replay"
@@ -256,7 +256,7 @@ class Replay:
     def _ids(self, numbers: Sequence[int]) -> list[bytes]:
         return [self._blocks[number][2] for number in numbers]
 
-    def _protected(self, spared: Sequence[int]) -> IsProtected | None:
+    def _protected(self, spared: Sequence[int]) -> IsProtected[BlockNode] | None:
         protected = set(spared)
         return (lambda node: node.slot in protected) if protected else None
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.queue.fetches import FetchCosts, Missing
-from sglang_hc.queue.prefetch import IsProtected, Prefetcher
+from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
-from sglang_hc.tools.simulator.disk import DiskBlock, DiskTier
+from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
@@ -99,11 +99,11 @@ class TieredCache:
 
         self.host, self._host_policy = nodes("host", sizes.host)
         self.device, _ = nodes("device", sizes.device)
-        self.disk: DiskTier | None = None
+        self.disk: SimulatedDisk | None = None
         if sizes.disk:
             # The server's disk orders by age outside the window (store/disk/eviction.py).
             order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
-            self.disk = DiskTier(sizes.disk, order)
+            self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
         self._write_seconds = costs.block_seconds
         if self.host is None or self.disk is None:
@@ -175,7 +175,7 @@ class TieredCache:
         missing: Missing,
         first: int,
         count: int,
-        is_protected: IsProtected | None,
+        is_protected: IsProtected[Block] | None,
     ) -> int:
         job = self.jobs[request]
         promotions = self._coming.begin(
@@ -185,7 +185,7 @@ class TieredCache:
             self._started.append(Transfer(job, promotions))
         return len(promotions)
 
-    def keep_free(self, slots: int, is_protected: IsProtected) -> None:
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
         self.host.evict(slots - self.host.free_slots, self._now, is_protected)
 
