@@ -265,6 +265,7 @@ def main() -> int:
     )
     parser.add_argument("--dir", default=".", help="a directory on the file system to use")
     parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--only", choices=("operations", "start"), help="both by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=1_000_000)
     args = parser.parse_args()
@@ -274,7 +275,7 @@ def main() -> int:
             "command": " ".join(["python", *sys.argv]),
             "machine": machine(root),
         }
-        for busy in (False, True):
+        for busy in (False, True) if args.only != "start" else ():
             rounds = [
                 {
                     kind: operations(kind, root / f"{kind}-{busy}-{number}", busy)
@@ -283,7 +284,8 @@ def main() -> int:
                 for number in range(args.rounds)
             ]
             result["reads_under_way" if busy else "idle"] = rounds
-        result["start"] = [start(root / f"start-{n}", args.rows) for n in range(args.rounds)]
+        if args.only != "operations":
+            result["start"] = [start(root / f"start-{n}", args.rows) for n in range(args.rounds)]
     print(json.dumps(result, indent=2))
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
