@@ -32,7 +32,7 @@ class RowSpan(NamedTuple):
 
 
 class FileRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Scatter rows of a snapshot buffer into slots: hidden layers, KV layers, what it holds."""
+    """Scatter the rows of a snapshot buffer into slots, in all layers that the buffer holds."""
 
     buffer: int
     spans: tuple[RowSpan, ...]

@@ -34,11 +34,12 @@ class DirectoryError(Exception):
 
 
 class DirectoryLost(DirectoryError):
-    """The device behind a directory fails: not the user's mistake, and others may be in order."""
+    """The device of a directory fails. That is not the user's mistake; other directories may
+    work."""
 
 
 class DirectoryFailed(Exception):
-    """The directory stopped working while in use; nothing more comes from it until a restart."""
+    """The directory failed while in use. It is not used again before a restart."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Making room on a directory: new slabs, old blocks out, slabs from one model to another.
 
-What no waiting request needs goes first, least recently used first; when all is needed, what is
-needed last (AttentionStore section 3.3.2).
+Blocks that no waiting request needs are evicted first, the least recently used before others. When
+every block is needed, the one that is needed last goes first (AttentionStore section 3.3.2).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Evictor:
     def _evict(self, directory: Directory, wanted: int, *, needed: bool) -> int:
         """Evict until `wanted` slots of this directory are free again. Returns blocks evicted.
 
-        needed: when nothing else is left, also what waiting requests need.
+        needed: evict blocks that waiting requests need too, if there are no others.
         """
         self._blocks.flush_touches(directory)
         behind: Resident | None = None

@@ -1,7 +1,7 @@
 """The I/O process as an executor for filing and as a holder of blocks.
 
-Both go on when it is gone. Filing falls back to a thread of this process, so that only the disk
-tier is missing; blocks below the host tier are then not found and not taken.
+Both keep working without the process. Filing falls back to a thread of the scheduler process, and
+only the disk tier is missing: no block is found on it, and none is written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FILE_DEADLINE_S = 10.0
 class ProcessExecutor:
     """Executor whose operations run in the I/O process.
 
-    They stay in order across a loss: nothing is begun elsewhere before what the lost process had is
-    given up, nor sent to a new process before the thread that stood in is through.
+    They stay in order when a process is lost: the thread that stands in begins after the lost
+    process's operations were given up, and a new process gets none before that thread is done.
     """
 
     def __init__(self, supervisor: IoSupervisor, memory: HostMemory) -> None:
@@ -115,8 +115,8 @@ class ProcessExecutor:
 class ProcessBlocks:
     """BlockIo whose store is in the I/O process; which blocks it has is mirrored here.
 
-    The mirror outlives a lost process: a new one names all it has again, and what it has not is one
-    miss each.
+    The mirror outlives a lost process. A new one names its blocks again; a block that only the
+    mirror knows costs one miss.
     """
 
     name = "disk"

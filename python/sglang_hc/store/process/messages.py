@@ -1,9 +1,10 @@
-"""What the scheduler process and the I/O process say to each other, in msgpack.
+"""Messages between the scheduler process and the I/O process, in msgpack.
 
-To the I/O process: `Setup` once through its standard input, whose end also tells it that its parent
-is gone; then through one ZMQ pair lists of operations, in any order, and `Close` last. From it:
-`Known` until every identity on disk was named, `Ready`, and then `Answers`, at least one every
-HEARTBEAT_S; or nothing but `Refused`. Data never travels here; it is in the shared memory.
+The I/O process gets `Setup` once through its standard input; when that closes, the parent is gone.
+Then it gets lists of requests through one ZMQ pair, the last of them `Close`. It answers with
+`Known` until every identity on disk was named, then `Ready`, and then `Answers`, at least one every
+HEARTBEAT_S. If it cannot open the disk, it sends only `Refused`. Blocks do not travel in messages;
+they are in the shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang_hc.store.host_memory import MemorySpec
 
 HEARTBEAT_S = 0.25
 IDS_PER_MESSAGE = 2048
-"""So that taking in one message costs the scheduler thread less than a millisecond."""
+"""Bounded so that one message costs the scheduler thread less than a millisecond."""
 REQUESTS_PER_MESSAGE = 64
 """Most that are sent together: the first of them should not wait for long."""
 

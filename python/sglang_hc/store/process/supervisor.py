@@ -68,8 +68,8 @@ class Client(Protocol):
         """Operations can be sent from now on."""
 
     def lost(self) -> int:
-        """What was sent will not be answered, and nobody works on it any more. Returns how many
-        operations that were."""
+        """The process is lost: no operation that it had will be answered, and nothing touches their
+        memory any more. Returns how many there were."""
 
     def earliest_deadline(self) -> float:
         """Of what was sent; infinity when nothing is under way."""
@@ -116,8 +116,8 @@ class IoLink:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, requests: list[wire.Request]) -> None:
-        """As one message. Only after it was heard: before, there is nobody to send to. What is sent
-        to a process that just ended is lost with it."""
+        """Send requests as one message. Call this only after the process was heard, because it is
+        not connected before. What is sent to a process that just ended is lost with it."""
         with suppress(zmq.Again):
             self._socket.send(wire.encode(requests), zmq.NOBLOCK)
 
@@ -212,7 +212,7 @@ class IoSupervisor:
             self.flush()
 
     def flush(self) -> None:
-        """What was given to `send` leaves now. Lost with the process, if that is so."""
+        """Send what was gathered now. If the process is gone, it is lost with it."""
         if self._gathered and self._link is not None:
             gathered, self._gathered = self._gathered, []
             self._link.send(gathered)
@@ -317,7 +317,7 @@ class IoSupervisor:
                 self._end(f"an operation is {OVERDUE_S:.0f} s overdue")
 
     def _end(self, reason: str) -> None:
-        """Kill it; what it had is given up once it is reaped."""
+        """Kill the process. Its operations are given up when it has been reaped."""
         assert self._link is not None
         if self.state is State.UP:
             logger.error("sglang-hc: ending the I/O process %d: %s", self._link.pid, reason)
@@ -331,7 +331,7 @@ class IoSupervisor:
         return self._reason or (f"signal {-code}" if code and code < 0 else f"exit status {code}")
 
     def _bury(self) -> None:
-        """The process is gone for good: give up what it had."""
+        """The process was reaped: give up its operations."""
         assert self._link is not None
         now = self._clock()
         reason, pid, link = self._ended(), self._link.pid, self._link

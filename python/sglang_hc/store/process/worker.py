@@ -87,7 +87,7 @@ class Worker:
         return True
 
     def report(self) -> None:
-        """Send what there is to say; nothing is lost when the parent does not listen now."""
+        """Send answers and the heartbeat. What the parent does not take now is sent later."""
         answers = self._answers()
         quiet = not (
             answers.filed or answers.blocks or answers.removed or answers.cleared or answers.counts
