@@ -188,3 +188,14 @@ def test_a_block_asked_for_twice_is_read_twice(scratch: Path) -> None:
     assert read_all(store, [*blocks, *blocks]) == [Outcome.OK] * 4
     store.check_integrity()
     store.close()
+
+
+def test_a_batch_that_is_dealt_out_leaves_no_gaps(scratch: Path) -> None:
+    """Each directory keeps free behind a batch only what the batch will fill there."""
+    store = open_store(scratch / "a", scratch / "b", size=ROOM)
+    for seed in range(2):
+        assert set(put(store, make_path(32, seed=seed))) == {Outcome.OK}
+    for directory in store.directories:
+        slots = sorted(Place.unpack(packed) for packed in directory.places.values())
+        assert [slot - slots[0].slot for _, slot in slots] == list(range(32))
+    store.close()

@@ -126,7 +126,11 @@ class BlockWriter:
             for number, write in enumerate(batch, start=1):
                 if self._begin(write.block.block_id):
                     begun.append(write)
-                    self._write_bytes(write, self._order(first), last, len(batch) - number)
+                    order = self._order(first)
+                    more = len(batch) - number
+                    if first is None:  # the others of the batch are dealt out too
+                        more //= max(1, len(order))
+                    self._write_bytes(write, order, last, more)
                 else:
                     write.outcome = Outcome.DUPLICATE
             for directory in self._blocks.directories:
@@ -162,7 +166,7 @@ class BlockWriter:
     ) -> None:
         """Take a slot and write header and chunks. The outcome is OK if the bytes were written.
 
-        more: blocks of the batch that follow.
+        more: blocks of the batch that will go to the same directory.
         """
         write.outcome = Outcome.IO_ERROR
         for directory in order:
