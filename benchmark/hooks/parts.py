@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-from sglang_hc.capture.capture import Capture, DeviceState
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.saving import DeviceState, WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream

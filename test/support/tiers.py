@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from sglang_hc.capture.capture import Capture, DeviceState
+from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.saving import DeviceState, WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness

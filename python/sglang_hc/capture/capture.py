@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.saving import PassRows, SavePath
+from sglang_hc.capture.saving import DeviceState, PassRows, SavePath
 from sglang_hc.capture.snapshots import Filing
-from sglang_hc.capture.taps import TapBuffer
-from sglang_hc.device.gather_scatter import DevicePool, word
+from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
@@ -58,20 +57,6 @@ class _Stage:
     slots: dict[int, int] = field(default_factory=dict)
     cut: bool = False
     missed: int = 0
-
-
-@dataclass(frozen=True)
-class DeviceState:
-    """Where a model's state is on the device, and the ways on which it leaves.
-
-    pool: its KV. taps: its hidden states; hidden: their ways. Both are None without hidden layers,
-    kv without KV layers.
-    """
-
-    pool: DevicePool
-    taps: TapBuffer | None
-    hidden: SavePath | None
-    kv: SavePath | None
 
 
 class Capture:
@@ -407,4 +392,4 @@ class Capture:
             filed.on_done.append(unstage)
 
 
-__all__ = ["Capture", "DeviceState", "Segment"]
+__all__ = ["Capture", "Segment"]

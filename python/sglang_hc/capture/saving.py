@@ -15,7 +15,9 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
 from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
+from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import CopyStream
+from sglang_hc.device.gather_scatter import DevicePool
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
 
@@ -45,6 +47,20 @@ class SavePath:
         """Send what snapshots hold on its way."""
         if self.snapshots is not None:
             self.snapshots.flush()
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """Where a model's state is on the device, and the ways on which it leaves.
+
+    pool: its KV. taps: its hidden states; hidden: their ways. Both are None without hidden layers,
+    kv without KV layers.
+    """
+
+    pool: DevicePool
+    taps: TapBuffer | None
+    hidden: SavePath | None
+    kv: SavePath | None
 
 
 class PassRows:
@@ -152,4 +168,4 @@ def _later(fill: Fill, low: int) -> Fill:
     return lambda targets, at, first, count: fill(targets, at, low + first, count)
 
 
-__all__ = ["STRAIGHT_ROWS", "PassRows", "SavePath", "WayOut"]
+__all__ = ["STRAIGHT_ROWS", "DeviceState", "PassRows", "SavePath", "WayOut"]

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hc.capture.capture import Capture, DeviceState
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.capture import Capture
+from sglang_hc.capture.saving import DeviceState, WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, TimeToLive
@@ -38,7 +38,7 @@ from sglang_hc.srt.gathering import fastest_gather
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection, fastest_stream
-from sglang_hc.srt.model.recompute import LayerRecomputer, Pieces, recomputer_for
+from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.replicas import directories, host_share, replica_of
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.scheduler import BUILDING, TREE
@@ -170,29 +170,7 @@ def _device(model: Model) -> Device:
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
-    return Device(pool, copy_stream, recomputer, _exactness(model, pieces))
-
-
-def _exactness(model: Model, pieces: Pieces | None) -> Exactness:
-    """Of everything that a restoration of this server may bring back; KV form is a copy."""
-    state = model.state
-    found = [(True, 0.0)]
-    if state.plan.hidden:
-        assert state.proof is not None
-        found.append((state.proof.wrong is None, state.proof.difference))
-    chosen = (
-        state.cost is not None and model.config.restore == "cost"
-    )  # then more may be recomputed
-    if pieces is not None and (state.plan.recompute or chosen):
-        found.append((pieces.bit, pieces.difference))
-    exactness = Exactness(all(bit for bit, _ in found), max(error for _, error in found))
-    word, error = exactness.stats().values()
-    logger.info(
-        "sglang-hc: exactness of what is restored: %s, measured difference at most %.1e",
-        word,
-        error,
-    )
-    return exactness
+    return Device(pool, copy_stream, recomputer, state.exactness(model.config.restore, pieces))
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -286,7 +264,9 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters: Counter[str] = Counter()
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
-    watch = _watch(costs, state.plan, copy_stream)
+    timer, watch = timer_for(copy_stream), None
+    if costs is not None and timer is not None:
+        watch = CostWatch(costs, state.plan, timer, copy_stream)
     planner = RestoreChoice(
         costs,
         state.plan,
@@ -331,18 +311,6 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     )
 
 
-def _watch(
-    costs: CorrectedCosts | None, plan: LayerPlan, copy_stream: CopyStream
-) -> CostWatch | None:
-    """What is seen of the costs; None where there are none to correct, or no clock."""
-    timer = timer_for(copy_stream)
-    return (
-        CostWatch(costs, plan, timer, copy_stream)
-        if costs is not None and timer is not None
-        else None
-    )
-
-
 def _disk(
     model: Model, sizes: TierSizes, io: Io, host: HostTier, watch: CostWatch | None
 ) -> DiskTier | None:
@@ -369,12 +337,8 @@ def _capture(
         out.hidden(hidden_buffers, memory.twins) if plan.hidden else None,
         out.kv(kv_buffers, len(hidden_buffers)) if plan.kv else None,
     )
-    on_ready = disk.spill if disk is not None else _nothing
+    on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(io.memory.pool.layout, host, filing, source, on_ready)
-
-
-def _nothing(node: BlockNode) -> None:
-    return None
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_hc.config import ConfigError, HcConfig
+from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
@@ -19,7 +20,7 @@ from sglang_hc.srt.model.exactness import (
     settle,
     use_plain_products,
 )
-from sglang_hc.srt.model.recompute import not_exact, recompute_excluded
+from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
 from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
 
@@ -43,6 +44,28 @@ class ModelState:
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
+
+    def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
+        """Of everything that a restoration of this server may bring back; KV form is a copy.
+
+        restore: `--hc-restore`. pieces: what was measured of recomputed layers, if they can be.
+        """
+        found = [(True, 0.0)]
+        if self.plan.hidden:
+            assert self.proof is not None
+            found.append((self.proof.wrong is None, self.proof.difference))
+        # With costs to decide by, layers that are stored may be recomputed as well.
+        chosen = self.cost is not None and restore == "cost"
+        if pieces is not None and (self.plan.recompute or chosen):
+            found.append((pieces.bit, pieces.difference))
+        exactness = Exactness(all(bit for bit, _ in found), max(error for _, error in found))
+        word, error = exactness.stats().values()
+        logger.info(
+            "sglang-hc: exactness of what is restored: %s, measured difference at most %.1e",
+            word,
+            error,
+        )
+        return exactness
 
 
 def after_load_model(result: Any, self: Any) -> None:

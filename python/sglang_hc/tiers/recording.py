@@ -20,7 +20,7 @@ from typing import Any
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
-from sglang_hc.tiers.trace_writer import TraceWriter
+from sglang_hc.tiers.trace_writer import Block, Child, Needs, Request, Requests, Tokens, TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier
 
@@ -43,63 +43,73 @@ class Recorder:
         self._limit = limit
         self._lost = 0
         self._started = time.monotonic()
-        self._matched: dict[str, tuple[int, int, int]] = {}
+        self._matched: dict[str, dict[str, int]] = {}
         self._passed: set[str] = set()
         self.events = 0
         self.dropped = 0
 
-    def note(self, op: str, *fields: Any) -> None:
-        """One event. Its fields must not change afterwards."""
+    def note(self, op: str, **fields: Any) -> None:
+        """One event: plain values, and the classes of `trace_writer`. They must not change
+        afterwards."""
         if len(self._writer.queue) >= self._limit or self._writer.failed:
             self._lost += 1
             self.dropped += 1
             return
         if self._lost:
-            self._writer.queue.append(("lost", 0.0, self._lost))
+            self._writer.queue.append(("lost", {"events": self._lost}))
             self._lost = 0
-        self._writer.queue.append((op, time.monotonic() - self._started, *fields))
+        self._writer.queue.append((op, fields))
         self.events += 1
+
+    def now(self) -> float:
+        """Seconds since the start, as events have them."""
+        return round(time.monotonic() - self._started, 4)
 
     def watch(self, pins: SessionPins) -> None:
         """Note which blocks sessions begin and cease to pin."""
-        pins.subscribe(lambda block_id: self.note("hold", block_id, pins.is_pinned(block_id)))
+        pins.subscribe(
+            lambda block_id: self.note("hold", block=Block(block_id), on=pins.is_pinned(block_id))
+        )
 
     # Requests
 
     def arrived(self, rid: str, namespace: str | None, tokens: bytes) -> None:
         """A request with this packed prompt was queued, or queued again."""
-        self.note("arrive", rid, namespace, tokens)
+        path = Tokens(namespace, tokens)
+        self.note("arrive", t=self.now(), req=Request(rid), path=path)
 
     def matched(self, rid: str, limit: int, on_device: int, hit: int) -> None:
         """The first `limit` tokens were looked up: `hit` in the tiers beyond those on the device.
 
         Becomes an event when the request is admitted before it is looked up again.
         """
-        self._matched[rid] = (limit, on_device, hit)
+        self._matched[rid] = {"limit": limit, "device": on_device, "hit": hit}
 
     def passed_over(self, rid: str) -> None:
         """The request could have been admitted, but its state is still on the way."""
         if rid not in self._passed:
             self._passed.add(rid)
-            self.note("passed", rid)
+            self.note("passed", t=self.now(), req=Request(rid))
 
     def admitted(self, rid: str, restored: int, from_disk: int) -> None:
         """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
         match = self._matched.pop(rid, None)
         self._passed.discard(rid)
         if match is not None:
-            self.note("admit", rid, *match, restored, from_disk)
+            done = {"restored": restored, "disk": from_disk}
+            self.note("admit", t=self.now(), req=Request(rid), **match, **done)
 
     def gone(self, rid: str) -> None:
         """The request left the queue without being admitted."""
         self._matched.pop(rid, None)
         self._passed.discard(rid)
-        self.note("gone", rid)
+        self.note("gone", t=self.now(), req=Request(rid))
 
     def finished(self, rid: str, namespace: str | None, tokens: bytes) -> None:
         """The request is over; packed prompt and answer, as far as computed."""
         self._matched.pop(rid, None)
-        self.note("finish", rid, namespace, tokens)
+        path = Tokens(namespace, tokens)
+        self.note("finish", t=self.now(), req=Request(rid), path=path)
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""
@@ -108,7 +118,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is queued and close the file."""
         self._limit += 2  # room for the last words
-        self.note("end")
+        self.note("end", t=self.now())
         self._writer.close()
 
 
@@ -135,41 +145,43 @@ class RecordingHostTier(HostTier):
         with self._call() as gone:
             slot = super().stage(now, _noting(is_protected, protected))
         if gone is not None:
-            self.recorder.note("stage", slot, gone, protected)
+            self.recorder.note("stage", slot=slot, gone=gone, spared=protected)
         return slot
 
     def unstage(self, slot: int) -> None:
         super().unstage(slot)
-        self.recorder.note("unstage", slot)
+        self.recorder.note("unstage", slot=slot)
 
     def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
         under = parent.slot
         with self._call() as gone:
             outcome = super().publish(parent, tokens, slot, now)
         assert gone is not None
+        block = Child(parent.namespace, parent.block_id, tokens)
+        created = outcome.created
         self.recorder.note(
-            "publish", slot, under, parent.namespace, parent.block_id, tokens, outcome.created, gone
+            "publish", slot=slot, under=under, block=block, created=created, gone=gone
         )
         return outcome
 
     def mark_ready(self, node: BlockNode) -> None:
         super().mark_ready(node)
-        self.recorder.note("ready", node.slot)
+        self.recorder.note("ready", slot=node.slot)
 
     def access(self, path: Sequence[BlockNode], now: float) -> None:
         super().access(path, now)
-        self.recorder.note("access", [node.slot for node in path])
+        self.recorder.note("access", slots=[node.slot for node in path])
 
     def pin(self, nodes: Iterable[BlockNode]) -> None:
         nodes = list(nodes)
         super().pin(nodes)
-        self.recorder.note("pin", [node.slot for node in nodes])
+        self.recorder.note("pin", slots=[node.slot for node in nodes])
 
     def unpin(self, nodes: Iterable[BlockNode]) -> None:
         nodes = list(nodes)
         slots = [node.slot for node in nodes]  # a block that has left loses its slot with its pin
         super().unpin(nodes)
-        self.recorder.note("unpin", slots)
+        self.recorder.note("unpin", slots=slots)
 
     def evict(
         self, count: int, now: float, is_protected: IsProtected[BlockNode] | None = None
@@ -178,7 +190,7 @@ class RecordingHostTier(HostTier):
         with self._call() as gone:
             freed = super().evict(count, now, _noting(is_protected, protected))
         if gone is not None:
-            self.recorder.note("evict", count, gone, protected)
+            self.recorder.note("evict", count=count, gone=gone, spared=protected)
         return freed
 
     def drop(self, node: BlockNode) -> None:
@@ -186,7 +198,7 @@ class RecordingHostTier(HostTier):
         with self._call() as gone:
             super().drop(node)
         if gone is not None:
-            self.recorder.note("drop", slot)
+            self.recorder.note("drop", slot=slot)
 
     def clear(self) -> None:
         with self._call():
@@ -224,14 +236,15 @@ class RecordingLookAhead(LookAhead[str]):
         before = self._order
         change = super().update(queue, length, blocks_of)
         if change.entered or self._order != before:
-            needs = {request: self.requests[request].needs for request in change.entered}
-            self.recorder.note("look", self._order, needs)
+            needs = {request: self.requests[request].needs or () for request in change.entered}
+            order = Requests(self._order)
+            self.recorder.note("look", t=self.recorder.now(), order=order, needs=Needs(needs))
         return change
 
     def leave(self, request: str) -> None:
         if request in self:
             self._order = list(self._order)  # the one recorded must not change
-            self.recorder.note("discard", request)
+            self.recorder.note("discard", req=Request(request))
         super().leave(request)
 
 

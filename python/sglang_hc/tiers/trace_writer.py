@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,8 +22,48 @@ logger = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 0.05
 
-Event = tuple[Any, ...]
-"""(op, seconds since the start, fields of the op's method of `TraceWriter` ...)"""
+
+class Request(NamedTuple):
+    """A request in a field of an event; written as its number."""
+
+    rid: str
+
+
+class Requests(NamedTuple):
+    """Several of them."""
+
+    rids: Sequence[str]
+
+
+class Tokens(NamedTuple):
+    """Packed tokens of a sequence; written as the number of its last block."""
+
+    namespace: str | None
+    tokens: bytes
+
+
+class Child(NamedTuple):
+    """Packed tokens of one block below another, which is named by its identity."""
+
+    namespace: str | None
+    parent: bytes
+    tokens: bytes
+
+
+class Block(NamedTuple):
+    """The identity of a block."""
+
+    block_id: bytes
+
+
+class Needs(NamedTuple):
+    """Identities of the blocks that each request needs."""
+
+    blocks: Mapping[str, Sequence[bytes]]
+
+
+Event = tuple[str, Mapping[str, Any]]
+"""(op, fields): plain values, and the classes above."""
 
 
 class TraceWriter:
@@ -43,6 +83,14 @@ class TraceWriter:
         self._count = 0
         self._unseen: set[bytes] = set()  # named without having come by
         self._requests: dict[str, int] = {}
+        self._numbering: dict[type, Callable[..., object]] = {
+            Request: self._request,
+            Requests: lambda rids: [self._request(rid) for rid in rids],
+            Tokens: self._path,
+            Child: self._child,
+            Block: self._known,
+            Needs: self._needs,
+        }
         self._file = open(path, "xb", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
         self._file.flush()
@@ -60,8 +108,7 @@ class TraceWriter:
             while True:
                 last = self._stop.wait(WRITE_EVERY_S)
                 while self.queue:
-                    op, at, *fields = self.queue.popleft()
-                    getattr(self, f"_{op}")(round(at, 4), *fields)
+                    self._event(*self.queue.popleft())
                 self._file.flush()
                 if last:
                     return
@@ -70,87 +117,12 @@ class TraceWriter:
             self.failed = True
             self.queue.clear()
 
-    # One method per event; arguments are the fields given to `Recorder.note`
-
-    def _arrive(self, at: float, rid: str, namespace: str | None, tokens: bytes) -> None:
-        path = self._path(namespace, tokens)
-        self._line({"op": "arrive", "t": at, "req": self._request(rid), "path": path})
-
-    def _look(self, at: float, order: Sequence[str], needs: Mapping[str, Sequence[bytes]]) -> None:
-        line = {"op": "look", "t": at, "order": [self._request(rid) for rid in order]}
-        line["needs"] = {self._request(r): self._numbers_of(ids) for r, ids in needs.items()}
+    def _event(self, op: str, fields: Mapping[str, Any]) -> None:
+        line: dict[str, Any] = {"op": op}
+        for name, value in fields.items():
+            to_number = self._numbering.get(type(value))
+            line[name] = value if to_number is None else to_number(*value)
         self._line(line)
-
-    def _discard(self, at: float, rid: str) -> None:
-        self._line({"op": "discard", "req": self._request(rid)})
-
-    def _passed(self, at: float, rid: str) -> None:
-        self._line({"op": "passed", "t": at, "req": self._request(rid)})
-
-    def _admit(
-        self, at: float, rid: str, limit: int, device: int, hit: int, restored: int, disk: int
-    ) -> None:
-        line = {"op": "admit", "t": at, "req": self._request(rid), "limit": limit}
-        self._line({**line, "device": device, "hit": hit, "restored": restored, "disk": disk})
-
-    def _gone(self, at: float, rid: str) -> None:
-        self._line({"op": "gone", "t": at, "req": self._request(rid)})
-
-    def _finish(self, at: float, rid: str, namespace: str | None, tokens: bytes) -> None:
-        path = self._path(namespace, tokens)
-        self._line({"op": "finish", "t": at, "req": self._request(rid), "path": path})
-
-    def _stage(self, at: float, slot: int | None, gone: list[int], spared: list[int]) -> None:
-        self._line({"op": "stage", "slot": slot, "gone": gone, "spared": spared})
-
-    def _unstage(self, at: float, slot: int) -> None:
-        self._line({"op": "unstage", "slot": slot})
-
-    def _publish(
-        self,
-        at: float,
-        slot: int,
-        under: int,
-        namespace: str | None,
-        parent: bytes,
-        tokens: bytes,
-        created: bool,
-        gone: list[int],
-    ) -> None:
-        above = self._blocks.get(parent) or self._root(namespace)
-        number = self._block(parent, above, tokens)[0]
-        line = {"op": "publish", "slot": slot, "under": under, "block": number}
-        self._line({**line, "created": created, "gone": gone})
-
-    def _ready(self, at: float, slot: int) -> None:
-        self._line({"op": "ready", "slot": slot})
-
-    def _access(self, at: float, slots: list[int]) -> None:
-        self._line({"op": "access", "slots": slots})
-
-    def _pin(self, at: float, slots: list[int]) -> None:
-        self._line({"op": "pin", "slots": slots})
-
-    def _unpin(self, at: float, slots: list[int]) -> None:
-        self._line({"op": "unpin", "slots": slots})
-
-    def _hold(self, at: float, identity: bytes, on: bool) -> None:
-        self._line({"op": "hold", "block": self._numbers_of([identity])[0], "on": on})
-
-    def _evict(self, at: float, count: int, gone: list[int], spared: list[int]) -> None:
-        self._line({"op": "evict", "count": count, "gone": gone, "spared": spared})
-
-    def _drop(self, at: float, slot: int) -> None:
-        self._line({"op": "drop", "slot": slot})
-
-    def _clear(self, at: float) -> None:
-        self._line({"op": "clear"})
-
-    def _lost(self, at: float, events: int) -> None:
-        self._line({"op": "lost", "events": events})
-
-    def _end(self, at: float) -> None:
-        self._line({"op": "end", "t": at})
 
     # Numbers
 
@@ -162,6 +134,13 @@ class TraceWriter:
             above = self._block(parent, above, piece)
             parent = block_id(self._fingerprint, parent, piece)
         return above[0]
+
+    def _child(self, namespace: str | None, parent: bytes, tokens: bytes) -> int:
+        above = self._blocks.get(parent) or self._root(namespace)
+        return self._block(parent, above, tokens)[0]
+
+    def _needs(self, blocks: Mapping[str, Sequence[bytes]]) -> dict[int, list[int]]:
+        return {self._request(r): [self._known(i) for i in ids] for r, ids in blocks.items()}
 
     def _root(self, namespace: str | None) -> tuple[int, int]:
         identity = root_id(self._fingerprint, namespace)
@@ -182,17 +161,14 @@ class TraceWriter:
             self._line({"op": "block", "block": known[0], "parent": above[0], "tokens": text})
         return known
 
-    def _numbers_of(self, identities: Sequence[bytes]) -> list[int]:
-        """Numbers of blocks. One that came by in an event that was left out has no tokens."""
-        out = []
-        for identity in identities:
-            known = self._blocks.get(identity)
-            if known is None:
-                self._unseen.add(identity)
-                known = self._name(identity, 0)
-                self._line({"op": "block", "block": known[0], "parent": None, "tokens": ""})
-            out.append(known[0])
-        return out
+    def _known(self, identity: bytes) -> int:
+        """Number of a block. One that came by in an event that was left out has no tokens."""
+        known = self._blocks.get(identity)
+        if known is None:
+            self._unseen.add(identity)
+            known = self._name(identity, 0)
+            self._line({"op": "block", "block": known[0], "parent": None, "tokens": ""})
+        return known[0]
 
     def _name(self, identity: bytes, state: int) -> tuple[int, int]:
         self._blocks[identity] = named = (self._count, state)
