@@ -99,8 +99,8 @@ class SimulatedModel:
 PAPER_LAYER_OVERHEAD = 0.85e-3
 """Seconds of host work per layer and decode step of the paper's Transformers-based executor.
 
-Not in the paper. Assumed: eager launches of about 0.85 ms a layer; docs/simulator.md shows the
-sensitivity. A server with CUDA graphs has next to none.
+Not in the paper. Assumed: eager launches of about 0.85 ms a layer. The simulator's benchmark
+page shows how much that matters. A server with CUDA graphs has next to none.
 """
 SERVER_LAYER_OVERHEAD = 20e-6
 

@@ -4,7 +4,7 @@ Pure Python, importable alone. Contents are spans of token ids, so that a worklo
 million tokens stays small; equal spans are equal text.
 
 The published data sets are not redistributed and in part not public. What a generator fits and what
-it assumes is in its docstring; docs/simulator.md shows how much the assumptions matter.
+it assumes is in its docstring; benchmark/simulator/README.md shows how much that matters.
 """
 
 from __future__ import annotations
