@@ -192,20 +192,20 @@ class Flag(NamedTuple):
 FLAGS: dict[str, Flag] = {
     "host_size_gb": Flag(
         f"size of the host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
-        metavar="GIB",
+        "GIB",
         check=_check_host_size,
     ),
     "forms": Flag(
         "form of each layer off the device: auto, kv, hidden, or counts such as "
         "recompute:2,hidden:24,kv:6",
-        metavar="PLAN",
+        "PLAN",
         check=_check_forms,
     ),
     "disable": Flag("serve with plain SGLang, for comparison"),
     "disk": Flag(
         "keep full blocks in this directory too; repeat the flag for several SSDs (default size: "
         "80% of what is free)",
-        metavar="DIR[:SIZE_GB]",
+        "DIR[:SIZE_GB]",
         check=check_disk,
     ),
     "eviction": Flag(
@@ -219,13 +219,13 @@ FLAGS: dict[str, Flag] = {
     ),
     "trace": Flag(
         "record what the tiers do in this file; `sglang-hc replay` reads it",
-        metavar="FILE",
+        "FILE",
         check=_check_trace,
     ),
     "read_buffer_gb": Flag(
         "device memory in GiB that holds chunks of waiting requests; 0 is off "
         f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
-        metavar="GIB",
+        "GIB",
         check=_between(0, float("inf"), "0 (off) or a number of GiB"),
     ),
     "remote": Flag(
@@ -233,14 +233,12 @@ FLAGS: dict[str, Flag] = {
         choices=REMOTES,
     ),
     "remote_config": Flag(
-        "options of the remote store, as JSON or in a file",
-        metavar="JSON|FILE",
-        check=read_remote_config,
+        "options of the remote store, as JSON or in a file", "JSON|FILE", check=read_remote_config
     ),
     "profile": Flag(
         "costs of this machine, as `sglang-hc profile` writes them (default: measured at the "
         "first start, then cached)",
-        metavar="FILE",
+        "FILE",
         check=read_profile,
     ),
     "restore": Flag(
@@ -249,7 +247,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "ttl": Flag(
         "remove blocks that nobody used for so long from host memory and disk (default: never)",
-        metavar="SECONDS",
+        "SECONDS",
         check=_between(0, float("inf"), "seconds, or 0 for never"),
     ),
     "io": Flag(
@@ -263,7 +261,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "scrub_mb_s": Flag(
         "pace at which what is on disk is verified in the background; 0 is off",
-        metavar="MB_PER_S",
+        "MB_PER_S",
         check=_between(0, float("inf"), "0 or more MB per second"),
     ),
     "overflow": Flag(
@@ -273,17 +271,17 @@ FLAGS: dict[str, Flag] = {
     ),
     "overflow_keep_first": Flag(
         "tokens at the start of a prompt that are never cut, at least a block",
-        metavar="TOKENS",
+        "TOKENS",
         check=_between(0, float("inf"), "0 or more tokens"),
     ),
     "overflow_drop": Flag(
         "share of the window that one cut drops",
-        metavar="SHARE",
+        "SHARE",
         check=_between(0.05, 0.95, "a share from 0.05 to 0.95"),
     ),
     "overflow_reserve": Flag(
         "tokens of the window that a cut leaves free for the answer, at least",
-        metavar="TOKENS",
+        "TOKENS",
         check=_between(1, float("inf"), "1 or more tokens"),
     ),
     "exact": Flag(

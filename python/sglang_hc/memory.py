@@ -13,8 +13,8 @@ GIB = 1 << 30
 def total_memory() -> int:
     """Bytes of memory this process may use at most: the machine's or its control group's.
 
-    A virtual machine's host may hold a part of its memory back and give it when it is asked for;
-    MemTotal then starts small and grows, so what the machine was built with counts.
+    The host of a virtual machine may hold back a part of its memory until it is needed. MemTotal is
+    then small at first and grows, so the memory that the machine was built with counts.
     """
     machine = max(_meminfo("MemTotal"), _present())
     return min([machine, *(limit for limit, _ in _cgroups())])
@@ -34,7 +34,7 @@ def _meminfo(field: str) -> int:
 
 
 def _present() -> int:
-    """Bytes of all memory zones with what a balloon keeps of them; 0 where they cannot be read."""
+    """Bytes of all memory zones, those that a balloon holds included; 0 if they cannot be read."""
     try:
         lines = Path("/proc/zoneinfo").read_text().splitlines()
         pages = [int(line.split()[1]) for line in lines if line.split()[:1] == ["present"]]

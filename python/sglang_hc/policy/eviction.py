@@ -103,7 +103,7 @@ class Leaves(Generic[B]):
         return len(self._heap)
 
     def push(self, key: Key, entry: Entry[B], live: int) -> None:
-        """live: entries there are, above which stale items are not let grow much."""
+        """live: number of entries. Stale items are dropped once they far outnumber the entries."""
         heappush(self._heap, (key, entry.stamp, entry))
         if len(self._heap) > 4 * live + 64:
             self._heap = [item for item in self._heap if item[2].stamp == item[1]]
@@ -138,8 +138,8 @@ class EvictionPolicy(ABC, Generic[B]):
     """Victims come by need: when one must not make room for a waiting request, no later one may."""
 
     def __init__(self, pinned: PinnedBlocks | None = None) -> None:
-        """`pinned`: blocks that must stay for now. They are put aside when they come up, and are
-        in the running again when they are let go, so that they cost nothing meanwhile."""
+        """pinned: blocks that must stay for now. One that comes up as a victim is put aside until
+        its pin ends, so that it costs nothing meanwhile."""
         self._pinned = pinned
         self._aside: set[bytes] = set()
         if pinned is not None:
@@ -183,7 +183,7 @@ class EvictionPolicy(ABC, Generic[B]):
                     self._push(entry)
 
     def remove(self, block: B) -> None:
-        """A block has left the tier, already taken out of the tree. KeyError if it was not here."""
+        """A block has left the tier and its tree. Raises KeyError if it was not in the tier."""
         entry = self._entries.pop(block.block_id)
         entry.here, entry.stamp = False, 0
         self._aside.discard(block.block_id)
@@ -196,8 +196,8 @@ class EvictionPolicy(ABC, Generic[B]):
     def victims(self) -> Iterator[B]:
         """Leaves in the order they should leave.
 
-        The caller may take each one out before it asks for the next: the parent it uncovers is then
-        in the running too. Blocks that are not taken out stay where they were.
+        The caller may take each one out before it asks for the next; its parent, if it has become a
+        leaf, is then a candidate too. Blocks that are not taken out keep their place.
         """
         self._sort_in()
         aside: list[Entry[B]] = []
@@ -220,10 +220,10 @@ class EvictionPolicy(ABC, Generic[B]):
     def _key(self, entry: Entry[B]) -> Key: ...
 
     def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        """A subclass' own note on a new block below `above`."""
+        """For subclasses: a block came in below `above`."""
 
     def _used(self, entry: Entry[B]) -> None:
-        """A subclass' own note on a use."""
+        """For subclasses: a block was used."""
 
     def _pin_changed(self, block_id: bytes) -> None:
         if block_id in self._aside:
@@ -233,7 +233,7 @@ class EvictionPolicy(ABC, Generic[B]):
                 self._push(entry)
 
     def _sort_in(self) -> None:
-        """New leaves join the order. Late, because most new blocks get a child at once."""
+        """New leaves join the order only now, because most new blocks get a child at once."""
         for entry in self._fresh:
             if entry.here and entry.block.is_leaf:
                 self._push(entry)

@@ -5,7 +5,7 @@ The cut is a step function of the prompt's length (AttentionStore section 3.4 cu
     kept = tokens[:head] + tokens[head + dropped:]
 
 `dropped` grows in steps of many blocks. Between two steps every turn of a conversation repeats the
-same cut and extends what the turn before left in the tiers, where cutting a little each turn would
+same cut and extends what the turn before left in the tiers. Cutting a little in each turn would
 change every block behind the head each time. The head is always kept: without the first tokens the
 quality of the answers collapses, because the model's attention leans on them.
 

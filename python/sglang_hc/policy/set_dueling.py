@@ -2,12 +2,12 @@
 
 The best eviction takes the block whose next use is furthest away (Belady's MIN). Least recently
 used first supposes that this is the oldest. Over a loop that does not fit it is the youngest, and
-LRU drops every block just before its turn. So when one of the two has to leave, both are watched,
-whichever it is, until one is used again: a duel. Where the old win, the young leave.
+LRU drops every block just before its turn. So when one of the two has to leave, both are watched
+until one of them is used again; this is a duel. Where the old blocks win, the young ones leave.
 
-Two guards keep this to loops. The score is kept by the age of the old one, because one that has
-outlived the loop is dead. And the young leave only while the ages at which blocks are used again
-say that LRU hits next to nothing of what it could.
+Two guards restrict this to loops. The score is kept separately for each age of the old block,
+because a block older than the loop is not used again. And the young leave only while LRU, by the
+ages at which blocks are used again, would hit next to nothing of what it could.
 
 Age is counted in blocks that came or were used: the same on every rank and in every replay.
 """
@@ -21,10 +21,11 @@ PATIENCE = 8
 """A duel is undecided after this many times the tier's blocks have come in."""
 
 SAME_USE = 16
-"""A use within the tier's blocks over this after the duel began belongs to the use before it."""
+"""Two uses of a block count as one if fewer than 1/SAME_USE of the tier's blocks came in or were
+used between them."""
 
 WEIGHT = 1 / 16
-"""Of a duel in its running score, between -1 (young wins) and 1."""
+"""Weight of one duel in the running score, which lies between -1 (the young wins) and 1."""
 
 CLEAR = 0.25
 """Score above which the old are kept: 5 of 8 duels."""
@@ -33,7 +34,7 @@ LOOP = 1 / 3
 """The young leave only while LRU would hit less than this share of what a fixed part would."""
 
 LEAST = 4
-"""Uses again that must have been seen before."""
+"""Blocks that must have been used again before the young may leave."""
 
 
 def bucket_of(age: int) -> int:
@@ -63,7 +64,7 @@ class SetDueling:
         self._part_hits = 0.0
 
     def entered(self, block_id: bytes, blocks: int) -> None:
-        """A block has come into a tier that has `blocks` now."""
+        """A block has come into a tier, which has `blocks` of them now."""
         self.clock += 1
         self._seen(block_id, blocks)
 

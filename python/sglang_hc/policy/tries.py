@@ -1,8 +1,8 @@
 """When something that is never done is tried, so that a wrong reason not to do it can be unlearned.
 
 A server whose profile says that restoring is slow restores nothing, and so never sees how fast it
-would have been. Now and then it restores a little all the same. Pure and deterministic: refusals
-are counted, nothing is drawn.
+would have been. Therefore it restores a little now and then. When it does follows from a count of
+refusals, so that the same run makes the same tries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LAST_GAP this bounds what all tries cost in the long run: 1/33 of the time of wh
 
 
 class Tries:
-    """The schedule of one kind of refusal: the first is a try, then one after 1, 2, 4, ... LAST_GAP
-    refusals. It begins again when the costs change, for then the last tries have shown something.
+    """When one kind of refusal becomes a try: the first time, then after 1, 2, 4, ... LAST_GAP
+    further refusals. The schedule begins again when the costs change, because then the last tries
+    have shown something.
     """
 
     def __init__(self) -> None:

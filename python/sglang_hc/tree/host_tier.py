@@ -143,7 +143,7 @@ class HostTier:
 
     def expire(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int:
         """Drop the blocks whose time to live is over, ends of paths first, none of those in use or
-        that `is_protected` is true for. Looks at most once a second. Returns how many."""
+        that `is_protected` is true for. It searches at most once a second. Returns how many."""
         if self._ttl is None or now < self._next_expiry:
             return 0
         self._next_expiry = now + min(1.0, self._ttl.ttl / 10)
@@ -156,7 +156,7 @@ class HostTier:
         return gone
 
     def drop(self, node: BlockNode) -> None:
-        """Take one leaf out of the tree; its slot is free at once, or when its last pin goes."""
+        """Take one leaf out of the tree. Its slot is free at once, or when its last pin ends."""
         self.tree.remove(node)
         self._retire(node)
 
@@ -186,7 +186,7 @@ class HostTier:
         self._policy.remove(node)
         if self._ttl is not None:
             self._ttl.forget(node)
-        node.parent = None  # no longer of the tree, whoever still holds it
+        node.parent = None  # no longer part of the tree, even while somebody pins it
         node.ready = False
         if node.pins:
             self._detached.add(node)

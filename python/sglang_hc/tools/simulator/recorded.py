@@ -157,6 +157,8 @@ class Replay:
 
     def _look(self, event: dict[str, Any]) -> None:
         needs = event["needs"]
+        for request in needs:  # it may have come back with another prompt
+            self._window.requests[int(request)].needs = None
         self._window.update(
             event["order"], len(event["order"]), lambda request: self._ids(needs[str(request)])
         )
