@@ -143,24 +143,24 @@ def test_burstgpt_sessions(tmp_path: Path) -> None:
     ("kind", "text", "words"),
     [
         ("sharegpt", "{", "not JSON"),
-        ("sharegpt", "{}", "expected a JSON list"),
+        ("sharegpt", "{}", "Expected `array`, got `object`"),
         ("sharegpt", '[{"id": 1}]', "conversations"),
         ("sharegpt", "[]", "no usable conversation"),
         ("vllm", '{"filetype": "other"}', "filetype"),
         ("vllm", '{"filetype": "generate_conversations"}', "prompt_input"),
         ("mooncake", "no json", ":1: not JSON"),
-        ("mooncake", '{"timestamp": 1}', "has no hash_ids"),
+        ("mooncake", '{"timestamp": 1}', "missing required field"),
         (
             "mooncake",
             '{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
             "does not fit 1 hash_ids",
         ),
-        ("bailian", '{"timestamp": 1}', "has no chat_id"),
+        ("bailian", '{"timestamp": 1}', "missing required field"),
         ("burstgpt", "a,b\n1,2\n", "no column"),
         (
             "burstgpt",
             "Timestamp,Request tokens,Response tokens\nx,1,2\n",
-            ":2: Timestamp must be a number",
+            ":2: Expected `float`, got `str` - at .*Timestamp",
         ),
     ],
 )

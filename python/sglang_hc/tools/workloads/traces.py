@@ -8,10 +8,13 @@ expected there.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 MOONCAKE_TOKENS = 512
 BAILIAN_TOKENS = 16
@@ -56,15 +59,56 @@ class TraceSession(NamedTuple):
 Reader = Callable[[Path], Iterator[TraceSession]]
 """Sessions of a file, lazily where the format allows it. Raises TraceError and OSError."""
 
+Number = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+HashId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: Number
+    input_length: Number
+    output_length: Number
+    hash_ids: list[HashId]
+
+    def turn(self, where: str, tokens_per_id: int, at: float) -> TraceTurn:
+        asked, covered = int(self.input_length), len(self.hash_ids) * tokens_per_id
+        if not covered - tokens_per_id < asked <= covered and (self.hash_ids or asked):
+            raise TraceError(
+                f"{where}: input_length {asked} does not fit {len(self.hash_ids)} hash_ids of "
+                f"{tokens_per_id} tokens each"
+            )
+        prompt = HashedPrompt(tuple(self.hash_ids), tokens_per_id, asked)
+        return TraceTurn(prompt, int(self.output_length), at)
+
+
+class _BailianRow(_MooncakeRow):
+    chat_id: int | str
+    parent_chat_id: int | str
+
+
+class _BurstRow(msgspec.Struct):
+    at: Number = msgspec.field(name="Timestamp")
+    asked: Number = msgspec.field(name="Request tokens")
+    answered: Number = msgspec.field(name="Response tokens")
+    session: str = msgspec.field(name="Session ID", default="")
+
+
+class _Message(msgspec.Struct):
+    who: str = msgspec.field(name="from")
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Message]
+    id: int | str | None = None
+
 
 def mooncake(path: Path) -> Iterator[TraceSession]:
     """{"timestamp": ms, "input_length", "output_length", "hash_ids"}; a line is a session.
 
     The format has no links between turns: prefixes are shared through equal ids.
     """
-    for where, row in json_lines(path):
-        at = number_in(row, "timestamp", where) / 1000
-        yield TraceSession(where, [_hashed(row, where, MOONCAKE_TOKENS, at)])
+    for where, row in json_lines(path, _MooncakeRow):
+        yield TraceSession(where, [row.turn(where, MOONCAKE_TOKENS, row.timestamp / 1000)])
 
 
 def bailian(path: Path) -> Iterator[TraceSession]:
@@ -72,14 +116,13 @@ def bailian(path: Path) -> Iterator[TraceSession]:
 
     A session is a root and its descendants by time.
     """
-    root_of: dict[object, object] = {}
-    sessions: dict[object, TraceSession] = {}
-    rows = sorted(json_lines(path), key=lambda item: number_in(item[1], "timestamp", item[0]))
-    for where, row in rows:
-        chat, parent = field_in(row, "chat_id", where), field_in(row, "parent_chat_id", where)
+    root_of: dict[int | str, int | str] = {}
+    sessions: dict[int | str, TraceSession] = {}
+    for where, row in sorted(json_lines(path, _BailianRow), key=lambda item: item[1].timestamp):
+        chat, parent = row.chat_id, row.parent_chat_id
         root = chat if parent in (-1, "-1") else root_of.get(parent, parent)
         root_of[chat] = root
-        turn = _hashed(row, where, BAILIAN_TOKENS, number_in(row, "timestamp", where))
+        turn = row.turn(where, BAILIAN_TOKENS, row.timestamp)
         sessions.setdefault(root, TraceSession(str(root), [])).turns.append(turn)
     yield from sessions.values()
 
@@ -100,11 +143,11 @@ def burstgpt(path: Path) -> Iterator[TraceSession]:
                 f"{path}: no column {', '.join(missing)} in the header; expected "
                 f"{', '.join(needed)} and Session ID"
             )
-        for line, row in enumerate(table, 2):
-            at, asked, answered = (number_in(row, name, f"{path}:{line}") for name in needed)
-            if asked >= 1:
-                name = row.get("Session ID") or f"row {line}"
-                turn = TraceTurn(int(asked), int(answered), at)
+        for line, columns in enumerate(table, 2):
+            row = _converted(columns, _BurstRow, f"{path}:{line}")
+            if row.asked >= 1:
+                name = row.session or f"row {line}"
+                turn = TraceTurn(int(row.asked), int(row.answered), row.at)
                 sessions.setdefault(name, TraceSession(name, [])).turns.append(turn)
     for session in sessions.values():
         session.turns.sort(key=lambda turn: turn.at or 0.0)
@@ -116,19 +159,15 @@ def sharegpt(path: Path) -> Iterator[TraceSession]:
 
     What comes before an answer was asked with it; what is never answered is left out.
     """
-    for number, item in enumerate(json_list(path)):
-        where = f"{path}: conversation {number}"
-        talk = item.get("conversations")
-        if not isinstance(talk, list):
-            raise TraceError(f'{where}: expected {{"conversations": [...]}}')
-        session = TraceSession(str(item.get("id", number)), [])
+    text = path.read_text(encoding="utf-8-sig")
+    for number, talk in enumerate(_decoded(text, list[_Conversation], str(path))):
+        session = TraceSession(str(number if talk.id is None else talk.id), [])
         asked: list[str] = []
-        for part in talk:
-            who, text = _speaker(part, where)
-            if who in ("human", "user", "system"):
-                asked.append(text)
+        for part in talk.conversations:
+            if part.who in ("human", "user", "system"):
+                asked.append(part.value)
             elif asked:
-                session.turns.append(TraceTurn(tuple(asked), text))
+                session.turns.append(TraceTurn(tuple(asked), part.value))
                 asked = []
         yield session
 
@@ -141,76 +180,30 @@ READERS: dict[str, Reader] = {
 }
 
 
-def json_list(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON list. Raises TraceError and OSError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as cause:
-        raise TraceError(f"{path}: not JSON ({cause})") from cause
-    if not isinstance(value, list):
-        raise TraceError(f"{path}: expected a JSON list of objects, got {type(value).__name__}")
-    for number, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise TraceError(f"{path}: conversation {number}: expected a JSON object")
-    return value
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`path:line`, object) of each line that is not blank. Raises TraceError and OSError."""
+def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """(`path:line`, value) of each line that is not blank. Raises TraceError and OSError."""
     with open(path, encoding="utf-8-sig") as file:
         for line, text in enumerate(file, 1):
             if text.strip():
-                yield f"{path}:{line}", json_object(text, f"{path}:{line}")
+                yield f"{path}:{line}", _decoded(text, kind, f"{path}:{line}")
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
     """One JSON object. Raises TraceError."""
+    return _decoded(text, dict[str, Any], where)
+
+
+def _decoded(text: str, kind: type[T], where: str) -> T:
     try:
-        row = json.loads(text)
-    except ValueError as cause:
-        raise TraceError(f"{where}: not JSON ({cause})") from cause
-    if not isinstance(row, dict):
-        raise TraceError(f"{where}: expected a JSON object per line")
-    return row
+        values = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{where}: not JSON ({error})") from None
+    return _converted(values, kind, where)
 
 
-def field_in(row: dict[str, Any], name: str, where: str) -> Any:
-    """A field that must be there. Raises TraceError."""
-    if row.get(name) is None:
-        raise TraceError(f"{where}: has no {name}")
-    return row[name]
-
-
-def number_in(row: dict[str, Any], name: str, where: str) -> float:
-    """A field that must be a number, not negative. Raises TraceError."""
-    value = field_in(row, name, where)
+def _converted(values: object, kind: type[T], where: str) -> T:
+    """Numbers may be written as strings, as in a CSV file."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TraceError(f"{where}: {name} must be a number, got {value!r}") from None
-    if not 0 <= number < 1e15:
-        raise TraceError(f"{where}: {name} must not be negative or absurd, got {value!r}")
-    return number
-
-
-def _hashed(row: dict[str, Any], where: str, tokens_per_id: int, at: float) -> TraceTurn:
-    ids = field_in(row, "hash_ids", where)
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of integers from 0 on")
-    asked = int(number_in(row, "input_length", where))
-    covered = len(ids) * tokens_per_id
-    if not covered - tokens_per_id < asked <= covered and (ids or asked):
-        raise TraceError(
-            f"{where}: input_length {asked} does not fit {len(ids)} hash_ids of {tokens_per_id} "
-            "tokens each"
-        )
-    answered = int(number_in(row, "output_length", where))
-    return TraceTurn(HashedPrompt(tuple(ids), tokens_per_id, asked), answered, at)
-
-
-def _speaker(part: object, where: str) -> tuple[str, str]:
-    if isinstance(part, dict):
-        who, value = part.get("from"), part.get("value")
-        if isinstance(who, str) and isinstance(value, str):
-            return who, value
-    raise TraceError(f'{where}: expected {{"from": ..., "value": text}}, got {part!r:.80}')
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise TraceError(f"{where}: {error}") from None
