@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SlotBytes = memoryview | npt.NDArray[np.uint8]
 """One block's bytes as `forms.BlockLayout` lays them out, in page-aligned memory (O_DIRECT)."""
 
-_EVERYTHING = Upkeep()
+_DEFAULTS = Upkeep()
 
 
 class DiskStore(Catalog):
@@ -75,7 +75,7 @@ class DiskStore(Catalog):
         cls,
         directories: Sequence[DirectorySpec],
         model: StoredModel,
-        upkeep: Upkeep = _EVERYTHING,
+        upkeep: Upkeep = _DEFAULTS,
         backend: Backend | None = None,
         clock: Callable[[], float] = time.time,
     ) -> DiskStore:
