@@ -7,6 +7,7 @@ import json
 import mmap
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,17 @@ def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> No
     assert memory.available_memory() == 10 * GIB
     with pytest.raises(ConfigError, match=r"larger than this machine's memory \(16.0 GiB\)"):
         HcConfig(host_size_gb=17)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [({"exact": True}, "--hc-exact and --hc-overflow"), ({"prefetch": "off"}, "--hc-prefetch off")],
+)
+def test_state_moves_only_with_what_it_needs(others: dict[str, Any], message: str) -> None:
+    HcConfig(overflow="reembed")
+    HcConfig(overflow="recompute", **others)
+    with pytest.raises(ConfigError, match=message):
+        HcConfig(overflow="reembed", **others)
 
 
 def test_memory_that_a_balloon_holds_now_may_be_asked_for(machine: Path) -> None:

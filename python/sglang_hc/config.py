@@ -63,10 +63,24 @@ class HcConfig(msgspec.Struct, frozen=True):
             for one in value if isinstance(value, tuple) else (value,):
                 if one is not None:
                     flag.verify(name, one)
+        if self.overflow == "reembed":
+            self._check_reembed()
         if self.remote_config is not None and self.remote is None:
             raise ConfigError(
                 "remote_config (--hc-remote-config) is for a remote store; name one with "
                 f"--hc-remote, one of {', '.join(REMOTES)}"
+            )
+
+    def _check_reembed(self) -> None:
+        if self.exact:
+            raise ConfigError(
+                "--hc-exact and --hc-overflow reembed: state that has moved is not what a prefill "
+                "of the cut prompt computes; use --hc-overflow recompute"
+            )
+        if self.prefetch == "off":
+            raise ConfigError(
+                "--hc-prefetch off and --hc-overflow reembed: state moves ahead of a request's "
+                "turn, as a prefetch does; leave one of the two out"
             )
 
     @classmethod
@@ -266,8 +280,8 @@ FLAGS: dict[str, Flag] = {
     ),
     "overflow": Flag(
         "what happens to a prompt longer than the context window: off is SGLang's own answer, "
-        "recompute keeps its head and its end",
-        choices=("off", "recompute"),
+        "recompute keeps its head and its end, reembed also moves what is stored of them",
+        choices=("off", "recompute", "reembed"),
     ),
     "overflow_keep_first": Flag(
         "tokens at the start of a prompt that are never cut, at least a block",

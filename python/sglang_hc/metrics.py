@@ -72,6 +72,8 @@ COUNTS = {
     "prefetch_bypassed": "Requests that others overtook too often while they waited for the disk.",
     "overflow_requests": "Requests queued whose prompt was cut to fit the context window.",
     "overflow_dropped_tokens": "Tokens of their prompts that were left out.",
+    "overflow_moved_tokens": "Tokens whose stored state was taken to new positions after a cut.",
+    "overflow_recomputed_tokens": "Tokens of cut prompts that were computed.",
     "prefetch_not_worth": "Reads not begun: they would come too late, or recomputing is faster.",
     "prefetch_tries": "Of these, reads that were begun all the same, to see what they take.",
     "cost_corrections": "Times that what was observed changed the costs that decide.",

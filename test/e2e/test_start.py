@@ -64,6 +64,10 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
+        (
+            ("--hc-overflow", "reembed", "--tokenizer-worker-num", "2"),
+            ("--hc-overflow", "--tokenizer-worker-num"),
+        ),
         (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),
         (("--hc-remote", "file"), ("--hc-remote file", "directory", "--hc-remote-config")),
     ],

@@ -104,13 +104,19 @@ class Core:
     ) -> str:
         """Hand in a request; it runs in the next `run`. Returns its id.
 
+        A prompt that is too long is cut as the flags say; logprobs_from must lie behind the cut.
+
         logprobs_from: ask for the log probabilities of the prompt from this token on. top: so many
         most likely tokens are reported for each token of the reply.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True, **sampling)
+        sampling |= {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        tokens, salt, dropped = self._cut(list(tokens), salt, sampling)
+        if logprobs_from is not None:
+            logprobs_from -= dropped
+        params = SamplingParams(**sampling)
         params.normalize(None)
         rid = f"r{next(self._names)}"
         self._inbox.append(
@@ -131,6 +137,25 @@ class Core:
             )
         )
         return rid
+
+    def _cut(
+        self, tokens: list[int], salt: str | None, sampling: dict[str, Any]
+    ) -> tuple[list[int], str | None, int]:
+        """What the tokenizer process makes of a prompt: its tokens, its key, tokens dropped."""
+        from sglang_hc.srt.overflow import cut_prompt
+
+        request = SimpleNamespace(
+            sampling_params=sampling,
+            extra_key=salt,
+            return_logprob=False,
+            contains_mm_input=lambda: False,
+            input_embeds=None,
+            session_params=None,
+        )
+        length, limit = len(tokens), self.scheduler.max_req_input_len
+        tokenizer = SimpleNamespace(server_args=self.args, max_req_input_len=limit)
+        cut_prompt(tokenizer, request, tokens)
+        return tokens, request.extra_key, length - len(tokens)
 
     def abort(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq

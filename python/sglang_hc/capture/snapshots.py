@@ -16,7 +16,15 @@ from functools import partial
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream, Event
-from sglang_hc.store.executor import Completion, CopyRows, Executor, FileRows, Operation, RowSpan
+from sglang_hc.store.executor import (
+    Completion,
+    CopyRows,
+    CopySlot,
+    Executor,
+    FileRows,
+    Operation,
+    RowSpan,
+)
 from sglang_hc.store.host_pool import SnapshotBuffer
 
 
@@ -119,7 +127,8 @@ class Filing:
 
     def _complete(self, ticket: int, ok: bool) -> None:
         operation, filed = self._running.pop(ticket)
-        if not ok or (isinstance(operation, CopyRows) and operation.source in self._damaged):
+        bad = isinstance(operation, (CopyRows, CopySlot)) and operation.source in self._damaged
+        if bad or not ok:
             self._damaged.update(_targets(operation))
         _finish(filed)
 
@@ -131,9 +140,9 @@ def _finish(filed: Filed) -> None:
 
 
 def _targets(operation: Operation) -> list[int]:
-    if isinstance(operation, CopyRows):
-        return [operation.target]
-    return [span.slot for span in operation.spans]
+    if isinstance(operation, FileRows):
+        return [span.slot for span in operation.spans]
+    return [operation.target]
 
 
 @dataclass(eq=False)

@@ -55,7 +55,7 @@ class OverflowRule:
         head = _blocks_up(max(BLOCK_TOKENS, keep_first or self.keep_first))
         room = max(self.reserve, answer or 0)
         limit = self.window - room
-        step = _blocks_down(self.drop * (self.window - self.reserve - head))
+        step = self._step(head)
         if length <= limit:
             return Cut(head, 0)
         if step < BLOCK_TOKENS or limit - step < head + BLOCK_TOKENS:
@@ -65,6 +65,16 @@ class OverflowRule:
                 "left; ask for fewer new tokens or keep a smaller head"
             )
         return Cut(head, step * -(-(length - limit) // step))
+
+    def earlier(self, cut: Cut) -> list[int]:
+        """Tokens that earlier turns dropped, the latest turn's first: as far back as the window
+        reaches from the end of the present cut, what is kept of it cannot be older."""
+        every = range(0, cut.dropped, self._step(cut.head))
+        return [n for n in every if cut.dropped - n <= self.window][::-1]
+
+    def _step(self, head: int) -> int:
+        """Tokens that are dropped at a time."""
+        return _blocks_down(self.drop * (self.window - self.reserve - head))
 
 
 def _blocks_up(tokens: int) -> int:

@@ -9,10 +9,11 @@ that came and went.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import Block, IsProtected
@@ -22,22 +23,52 @@ from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
+from sglang_hc.tree.promotions import Promotions
 
 
 class Waiting(NamedTuple):
-    """A waiting request: its packed prompt, and how many tokens of it the device has now."""
+    """A waiting request: its packed prompt, and how many tokens of it the device has now.
+
+    earlier: what a cut prompt was cut to before, where its state may move; None for any other.
+    """
 
     namespace: str | None
     tokens: bytes
     on_device: int
+    earlier: EarlierCuts | None = None
 
 
 WaitingOf = Callable[[str], Waiting]
 
 
 UNKNOWN_COSTS = UnknownCosts()
+
+
+class Mover(Protocol):
+    """Brings the blocks of cut prompts to host memory; see `tiers.grafts.Grafts`."""
+
+    @property
+    def coming(self) -> Promotions: ...
+
+    def find(
+        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int
+    ) -> int | None: ...
+
+    def fetch(
+        self,
+        namespace: str | None,
+        tokens: bytes,
+        path: Sequence[bytes],
+        earlier: Sequence[EarlierPath],
+        first: int,
+        count: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> int: ...
+
+    def take_copied(self, block_id: bytes) -> bool: ...
 
 
 class QueueView:
@@ -59,26 +90,31 @@ class QueueView:
         *,
         costs: RestoreCosts = UNKNOWN_COSTS,
         ready_first: bool = False,
+        mover: Mover | None = None,
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one). priority: told to
         the disk; None leaves it to evict by age. costs: what fetching and recomputing take on this
-        machine. ready_first: see `Admission.arrange`."""
+        machine. ready_first: see `Admission.arrange`. mover: None where state does not move to new
+        positions."""
         self._host = host
         self._disk = disk
+        self._mover = mover
         self.window = window
         self._costs = costs
-        mode = prefetch if disk is not None else "off"
+        self._fetches = disk is not None or mover is not None
+        mode = prefetch if self._fetches else "off"
         self._prefetcher = Prefetcher(window, self, costs, slots, mode)
         self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=ready_first)
         self._changed: set[bytes] = set()
         self._priority = priority
-        if disk is not None:
-            disk.coming.on_published = self._came
-            disk.coming.on_lost = self._prefetcher.fail
-            if priority is not None:
-                priority.subscribe(self._changed.add)
+        for below in (disk, mover):
+            if below is not None:
+                below.coming.on_published = self._came
+                below.coming.on_lost = self._lost
+        if disk is not None and priority is not None:
+            priority.subscribe(self._changed.add)
 
     @property
     def counters(self) -> Counter[str]:
@@ -116,13 +152,13 @@ class QueueView:
         """
         self._waiting_of = waiting_of
         self.admission.asked(rid)
-        if self._disk is None:
+        if not self._fetches:
             return True
         if self.admission.is_due(rid):
             self.counters["prefetch_bypassed"] += self.fetching(rid)
             self._prefetcher.give_up(rid)
             return True
-        return self._prefetcher.ready(rid, self._disk.now())
+        return self._prefetcher.ready(rid, self._now())
 
     def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness[str]:
         """What it costs to restore each of these requests; None while blocks are on their way to
@@ -158,11 +194,10 @@ class QueueView:
     # -- what the prefetcher asks ----------------------------------------------------------------
 
     def missing(self, request: str) -> Missing | None:
-        """Blocks that are on disk and not in host memory; see `policy.prefetch.Below`."""
-        assert self._disk is not None
+        """Blocks that can be had and are not in host memory; see `policy.prefetch.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path))
-        count = self._disk.find(path[first:])
+        count = self._find(request, path, first)
         if count is None:
             return None
         on_device = length = 0
@@ -185,29 +220,41 @@ class QueueView:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        """Read blocks from disk into staged slots; see `policy.prefetch.Below`."""
-        assert self._disk is not None
-        waiting = self._of(request)
-        started = self._disk.fetch(
-            waiting.namespace, waiting.tokens, missing.path, first, count, is_protected
-        )
+        """Read blocks from disk, or move them, into staged slots; see `policy.prefetch.Below`."""
+        namespace, tokens = self._of(request)[:2]
+        earlier = self.requests[request].earlier
+        if self._mover is not None and earlier:
+            started = self._mover.fetch(
+                namespace, tokens, missing.path, earlier, first, count, is_protected
+            )
+        else:
+            assert self._disk is not None
+            started = self._disk.fetch(namespace, tokens, missing.path, first, count, is_protected)
         if started:
             self.requests[request].restore_seconds = None
         return started
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         """Early eviction, so that a prefetch finds free slots (AttentionStore section 3.3.1)."""
-        assert self._disk is not None
         if self._host.free_slots < slots:
-            self._host.evict(slots - self._host.free_slots, self._disk.now(), is_protected)
+            self._host.evict(slots - self._host.free_slots, self._now(), is_protected)
 
     # -- inner parts -----------------------------------------------------------------------------
 
     def _came(self, block_id: bytes) -> None:
+        from_below = not self._was_copied(block_id)
         for rid in self._prefetcher.complete(block_id):
             record = self.requests[rid]
-            record.loaded_tokens += BLOCK_TOKENS
+            record.loaded_tokens += from_below * BLOCK_TOKENS
             record.restore_seconds = None
+
+    def _lost(self, block_id: bytes) -> None:
+        self._was_copied(block_id)
+        self._prefetcher.fail(block_id)
+
+    def _was_copied(self, block_id: bytes) -> bool:
+        """Whether the block was on its way from host memory itself."""
+        return self._mover is not None and self._mover.take_copied(block_id)
 
     def _of(self, rid: str) -> Waiting:
         assert self._waiting_of is not None
@@ -217,9 +264,26 @@ class QueueView:
         """Blocks that the request can use, wherever they are; worked out once per request."""
         record = self.requests[rid]
         if record.needs is None:
-            namespace, tokens, _ = self._of(rid)
+            namespace, tokens, _, earlier = self._of(rid)
             record.needs, record.path = self._host.tree.path_ids(namespace, tokens)
+            if earlier is not None and self._mover is not None:
+                record.earlier = earlier.paths(self._host.tree.fingerprint, tokens)
+                record.needs = [*record.needs, *self._to_move(record.path, record.earlier)]
         return record.needs
+
+    def _to_move(self, path: Sequence[bytes], earlier: Sequence[EarlierPath]) -> Iterator[bytes]:
+        """Blocks of earlier paths that this one can use, as far as host memory lacks its own."""
+        first = sum(1 for _ in takewhile(self.in_host, path))
+        for way in earlier:
+            places = (way.place(block) for block in range(first, len(path)))
+            yield from (way.block_ids[place] for place in places if place < len(way.block_ids))
+
+    def _find(self, rid: str, path: Sequence[bytes], first: int) -> int | None:
+        """How many blocks from `first` on can be brought to host memory; None: not known yet."""
+        earlier = self.requests[rid].earlier
+        if self._mover is not None and earlier:
+            return self._mover.find(path, earlier, first)
+        return 0 if self._disk is None else self._disk.find(path[first:])
 
     def _path_of(self, rid: str) -> Sequence[bytes]:
         self._needs_of(rid)
@@ -241,7 +305,7 @@ class QueueView:
         return record.restore_seconds
 
     def _now(self) -> float:
-        return self._disk.now() if self._disk is not None else 0.0
+        return self._disk.now() if self._disk is not None else time.monotonic()
 
     def _send_eviction_hints(self) -> None:
         if self._changed and self._disk is not None and self._priority is not None:

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from sglang_hc.tree.cuts import EarlierPath
+
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
 
@@ -30,6 +32,7 @@ class WaitingRequest:
     source: the scheduler's own object for the request, for whoever looks at its prompt.
     needs: identities of the blocks it can use; None until it enters the look-ahead window.
     path: identities of the whole blocks of its prompt; known when `needs` are.
+    earlier: where the blocks of a cut prompt were before, if they may move from there.
     rank: grows along the queue; None outside the look-ahead window.
     awaits: blocks on their way to host memory that it waits for.
     last_block: the last block of its path that is in host memory or on its way there.
@@ -47,6 +50,7 @@ class WaitingRequest:
     source: Any = None
     needs: Sequence[bytes] | None = None
     path: Sequence[bytes] = ()
+    earlier: Sequence[EarlierPath] = ()
     rank: float | None = None
     awaits: set[bytes] = field(default_factory=set)
     last_block: bytes | None = None

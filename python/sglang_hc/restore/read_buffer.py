@@ -198,7 +198,7 @@ class ReadBuffer:
 
     def _wish(self, rid: str, waiting_of: WaitingOf) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request, as long as its blocks stay."""
-        namespace, tokens, on_device = waiting_of(rid)
+        namespace, tokens, on_device, _ = waiting_of(rid)
         match = self._host.tree.match(namespace, tokens)
         ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
         nodes = match.nodes[on_device // BLOCK_TOKENS : ready]

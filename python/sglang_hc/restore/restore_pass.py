@@ -59,6 +59,16 @@ class RestoreSink(Protocol):
         """Store (n, part bytes) uint8 rows, one tensor per part of a KV row, at int64 slots."""
 
 
+class Rotation(Protocol):
+    """Takes stored K to other positions than it was computed at."""
+
+    def move(
+        self, layer: int, parts: Sequence[torch.Tensor], old: torch.Tensor, new: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """KV rows of a layer, (n, part bytes) uint8 per part, from positions `old` to `new`, both
+        (n,) int64. Rows of which both are the same keep their bytes. Does not change its inputs."""
+
+
 @dataclass(eq=False)
 class Restoration:
     """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
@@ -87,6 +97,17 @@ class Restoration:
             position += rows
         return spans
 
+    def shifts(self) -> npt.NDArray[np.int64] | None:
+        """(stop - start,) tokens by which each row's state was computed further from the start;
+        None when all were computed at their places."""
+        first = self.start // BLOCK_TOKENS
+        shifts = [0 if node.moved is None else node.moved.shift for node in self.nodes[first:]]
+        if not any(shifts):
+            return None
+        skip = first * BLOCK_TOKENS
+        rows = np.repeat(np.array(shifts, dtype=np.int64), BLOCK_TOKENS)
+        return rows[self.start - skip : self.stop - skip]
+
     def tokens(self) -> npt.NDArray[np.int64]:
         """(stop - start,) token ids."""
         first = self.start // BLOCK_TOKENS
@@ -114,7 +135,7 @@ class RestorePath:
     recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
     its request's turn. side_stream: submit the work to a stream beside the compute stream,
     `SIDE_LAYERS` layers ahead of the one that is waited for; None: when it is waited for, in the
-    compute stream.
+    compute stream. rotation: for K of blocks that have moved; None where none does.
     """
 
     pool: HostPool
@@ -124,6 +145,7 @@ class RestorePath:
     recomputer: Recomputer | None = None
     read_buffer: ReadBuffer | None = None
     side_stream: SideStream | None = None
+    rotation: Rotation | None = None
 
 
 SIDE_LAYERS = 4
@@ -167,6 +189,7 @@ class RestorePass:
         self._copy_stream = path.copy_stream
         self._staging = path.staging
         self._recomputer = path.recomputer
+        self._rotation = path.rotation
         self._read_buffer = path.read_buffer
         self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
@@ -175,6 +198,7 @@ class RestorePass:
         self._positions = torch.cat(
             [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in self._ordered]
         )
+        self._moved_from = _moved_from(self._ordered, self._positions)
         self._todo = deque(self._in_order(list(self._loads()), kv_per_hidden))
         self._open = Counter(load.layer for load in self._todo)
         self._staged: deque[_Staged] = deque()
@@ -340,10 +364,33 @@ class RestorePass:
         if self._plan.form(layer) is Form.HIDDEN:
             self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
         else:
-            self._sink.write_kv(layer, parts, slots)
+            self._sink.write_kv(layer, self._moved(layer, parts, rows), slots)
         self._open[layer] -= 1
         done()
         self._run_ahead()
+
+    def _moved(
+        self, layer: int, parts: Sequence[torch.Tensor], rows: slice
+    ) -> Sequence[torch.Tensor]:
+        """KV rows as they are at their present positions."""
+        if self._moved_from is None:
+            return parts
+        assert self._rotation is not None, "this model's state does not move"
+        return self._rotation.move(layer, parts, self._moved_from[rows], self._positions[rows])
+
+
+def _moved_from(
+    restorations: Sequence[Restoration], positions: torch.Tensor
+) -> torch.Tensor | None:
+    """Positions at which the rows of restorations were computed; None when none has moved."""
+    shifts = [r.shifts() for r in restorations]
+    if all(some is None for some in shifts):
+        return None
+    rows = [
+        np.zeros(r.stop - r.start, dtype=np.int64) if some is None else some
+        for r, some in zip(restorations, shifts, strict=True)
+    ]
+    return positions + torch.from_numpy(np.concatenate(rows)).to(positions.device)
 
 
 class LayerGate:

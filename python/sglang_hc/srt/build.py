@@ -28,7 +28,7 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
-from sglang_hc.restore.restore_pass import RestorePath
+from sglang_hc.restore.restore_pass import RestorePath, Rotation
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt import plugin
@@ -39,6 +39,7 @@ from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
+from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.replicas import directories, host_share, replica_of
 from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.scheduler import BUILDING, TREE
@@ -51,6 +52,7 @@ from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
+from sglang_hc.tiers.grafts import Grafts
 from sglang_hc.tiers.retention import Retention, pins_for
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -78,11 +80,13 @@ class Model:
 @dataclass(frozen=True)
 class Device:
     """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
-    model's first layers; None where it cannot. exactness: of what may be restored."""
+    model's first layers; None where it cannot. rotation: takes stored K to new positions; None
+    where nothing moves. exactness: of what may be restored."""
 
     pool: KvPoolRows
     copy_stream: CopyStream
     recomputer: LayerRecomputer | None
+    rotation: Rotation | None
     exactness: Exactness
 
 
@@ -170,7 +174,11 @@ def _device(model: Model) -> Device:
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
-    return Device(pool, copy_stream, recomputer, state.exactness(model.config.restore, pieces))
+    rotation = None
+    if model.config.overflow == "reembed":
+        rotation = checked_rotation(runner, state.plan)
+    exactness = state.exactness(model.config.restore, pieces)
+    return Device(pool, copy_stream, recomputer, rotation, exactness)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -281,6 +289,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     host = kinds.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
     disk = _disk(model, sizes, io, host, watch)
     priority = RetentionPriority(window, pins)
+    filing = Filing(io.executor, host.damaged_slots)
     queue = QueueView(
         host,
         disk,
@@ -290,6 +299,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         priority if config.eviction == "queue" else None,
         costs=planner,
         ready_first=config.schedule == "ready-first",
+        mover=Grafts(host, disk, filing, counters) if device.rotation is not None else None,
     )
     path = RestorePath(
         io.memory.pool,
@@ -299,11 +309,12 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         device.recomputer,
         _read_buffer(model, device, io, host, queue),
         _side_stream(model, device, sizes.layout.shape),
+        device.rotation,
     )
     return Tiers(
         host,
         disk,
-        _capture(model, device, io, host, disk),
+        _capture(model, device, io, host, disk, filing),
         Restorer(host, path, planner, watch, counters),
         queue,
         Retention(host, disk, pins, priority),
@@ -324,11 +335,15 @@ def _disk(
 
 
 def _capture(
-    model: Model, device: Device, io: Io, host: HostTier, disk: DiskTier | None
+    model: Model,
+    device: Device,
+    io: Io,
+    host: HostTier,
+    disk: DiskTier | None,
+    filing: Filing,
 ) -> Capture:
     """Saving goes the other way than restoring, which a GPU does at the same time."""
     plan, memory = model.state.plan, model.state.memory
-    filing = Filing(io.executor, host.damaged_slots)
     out = WayOut(io.memory.pool, device.copy_stream.opposite(), filing, memory.ring)
     hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
     source = DeviceState(

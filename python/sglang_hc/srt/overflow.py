@@ -2,8 +2,10 @@
 
 The cut happens before SGLang checks the length, in the list of ids that SGLang goes on with, so
 that everything behind it (usage, streaming, structured output, LoRA, pins) sees an ordinary shorter
-prompt with an ordinary identity. Which tokens are cut is `policy.overflow`'s rule. The client is
-told in `meta_info.hc_overflow` and in the header `x-hc-dropped-tokens`.
+prompt. Which tokens are cut is `policy.overflow`'s rule. With `recompute` the prompt's identity is
+an ordinary one, too. With `reembed` it gets a namespace of its own (`tree.cuts`), and the scheduler
+is told what the prompt was cut to before. The client is told in `meta_info.hc_overflow` and in the
+header `x-hc-dropped-tokens`.
 
 A request may opt out, or choose its head, in its `custom_params`:
 
@@ -15,19 +17,28 @@ send "system" in place of a number (`srt.chat_head`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.srt.server_args import config_of
+from sglang_hc.tree.cuts import SEPARATOR, EarlierCuts, cut_namespace
+from sglang_hc.tree.identity import pack_tokens
 
 FIELD = "hc_overflow"
 CUT_FIELD = "hc_cut"
-"""How a request carries its cut to the scheduler, for the counters. Clients may not set it."""
+"""How a request carries its cut to the scheduler: an `EarlierCuts` as JSON, which names no earlier
+cuts where nothing moves. Clients may not set it."""
 
 SYSTEM = "system"
 """A head of this length is the chat's system prompt and tools."""
+
+REEMBED = "reembed"
 
 HEADER = b"x-hc-dropped-tokens"
 
@@ -47,6 +58,8 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     if CUT_FIELD in custom:
         raise ValueError(f"custom_params.{CUT_FIELD} is set by the server; leave it out")
     rule = _rule(self)
+    if rule is not None and _mode(self) == REEMBED:
+        check_key(getattr(obj, "extra_key", None))
     keep_first = read_field(custom[FIELD]) if FIELD in custom else None
     if rule is None or keep_first == "off" or not _may_cut(obj, input_ids):
         return
@@ -60,21 +73,39 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
             f"{cut.dropped} tokens of the prompt would be dropped, and logprobs of the prompt were "
             "asked for; shorten the prompt or leave out logprob_start_len"
         )
+    obj.extra_key, carried = _carried(self, rule, cut, obj.extra_key, input_ids)
     del input_ids[cut.head : cut.head + cut.dropped]
     setattr(obj, _CUT, (length, cut))
-    obj.sampling_params["custom_params"] = custom | {CUT_FIELD: [cut.head, cut.dropped]}
+    obj.sampling_params["custom_params"] = custom | {CUT_FIELD: _encode(carried).decode()}
     dropped = _dropped.get()
     if dropped is not None:
         dropped.append(cut.dropped)
 
 
-def cut_tokens(manager: Any, tokens: list[int]) -> list[int]:
-    """What a prompt of these tokens, sent without options of its own, is cut to."""
+def cut_tokens(
+    manager: Any, tokens: list[int], namespace: str | None
+) -> tuple[list[int], str | None]:
+    """What a prompt of these tokens, sent without options of its own, is cut to, and the namespace
+    of its state. ValueError for users."""
     rule = _rule(manager)
     if rule is None:
-        return tokens
+        return tokens, namespace
+    if _mode(manager) == REEMBED:
+        check_key(namespace)
     cut = rule.cut(len(tokens), None)
-    return tokens[: cut.head] + tokens[cut.head + cut.dropped :] if cut.dropped else tokens
+    if not cut.dropped:
+        return tokens, namespace
+    namespace, _ = _carried(manager, rule, cut, namespace, tokens)
+    return tokens[: cut.head] + tokens[cut.head + cut.dropped :], namespace
+
+
+def check_key(key: str | None) -> None:
+    """Raises ValueError for a client's key that could be taken for the name of a cut."""
+    if key is not None and SEPARATOR in key:
+        raise ValueError(
+            "extra_key and cache_salt may not have the character \\x1f with --hc-overflow reembed: "
+            "it marks state behind a cut; leave it out"
+        )
 
 
 async def tell(
@@ -93,7 +124,7 @@ async def tell(
                 "prompt_tokens": length,
                 "kept_first": cut.head,
                 "dropped": [cut.head, cut.head + cut.dropped],
-                "mode": "recompute",
+                "mode": _mode(self),
             }
         yield reply
 
@@ -116,8 +147,20 @@ def read_field(value: object) -> int | str:
 
 def dropped_of(req: Any) -> int:
     """Tokens that were cut from the prompt of a request in the scheduler."""
-    custom = req.sampling_params.custom_params
-    return custom[CUT_FIELD][1] if isinstance(custom, dict) and CUT_FIELD in custom else 0
+    known = _cut_of(req)
+    return 0 if known is None else known.dropped
+
+
+def earlier_of(req: Any) -> EarlierCuts | None:
+    """What the prompt of a request in the scheduler was cut to before; None where nothing moves."""
+    known = _cut_of(req)
+    if known is None or not known.cuts:
+        return None
+    if not req.lora_id:
+        return known
+    # SGLang appends the adapter's name to every key.
+    cuts = tuple((dropped, (key or "") + req.lora_id) for dropped, key in known.cuts)
+    return replace(known, cuts=cuts)
 
 
 class DroppedTokensHeader:
@@ -143,6 +186,38 @@ class DroppedTokensHeader:
         await self._app(scope, receive, with_header)
 
 
+def _cut_of(req: Any) -> EarlierCuts | None:
+    custom = req.sampling_params.custom_params
+    return _decode(custom[CUT_FIELD]) if isinstance(custom, dict) and CUT_FIELD in custom else None
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = lru_cache(maxsize=64)(msgspec.json.Decoder(EarlierCuts).decode)
+
+
+def _carried(
+    manager: Any, rule: OverflowRule, cut: Cut, key: str | None, tokens: Sequence[int]
+) -> tuple[str | None, EarlierCuts]:
+    """The namespace of what a cut leaves of a prompt, and what the scheduler has to know of it.
+
+    key: the client's own. tokens: the whole prompt.
+    """
+    if _mode(manager) != REEMBED:
+        return key, EarlierCuts(cut.head, cut.dropped, (), b"")
+
+    def name(dropped: int) -> str | None:
+        if not dropped:
+            return key
+        return cut_namespace(key, cut.head, dropped, pack_tokens(tokens[: cut.head + dropped]))
+
+    earlier = rule.earlier(cut)
+    left_out = pack_tokens(tokens[cut.head + earlier[-1] : cut.head + cut.dropped])
+    if earlier[-1]:
+        earlier.append(0)  # for its head
+    cuts = tuple((dropped, name(dropped)) for dropped in earlier)
+    return name(cut.dropped), EarlierCuts(cut.head, cut.dropped, cuts, left_out)
+
+
 def _rule(manager: Any) -> OverflowRule | None:
     """The server's rule; None when it does not cut."""
     config = config_of(manager.server_args)
@@ -153,6 +228,13 @@ def _rule(manager: Any) -> OverflowRule | None:
     return OverflowRule(
         window, config.overflow_keep_first, config.overflow_drop, config.overflow_reserve
     )
+
+
+def _mode(manager: Any) -> str:
+    """How a server that cuts does it."""
+    config = config_of(manager.server_args)
+    assert config is not None
+    return config.overflow
 
 
 def _may_cut(obj: Any, input_ids: list[int] | None) -> bool:

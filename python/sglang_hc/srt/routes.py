@@ -39,7 +39,7 @@ async def pin(request: Request) -> JSONResponse:
         asked = {name: body[name] for name in ("session", "ttl_s") if name in body}
         pin = read_pin_request(asked, "the body")
         session, namespace = _session(body), _namespace(body.get("namespace"))
-        tokens = _tokens(body)
+        tokens, namespace = _tokens(body, namespace)
     except ValueError as error:
         return _bad(error)
     fields = {"session": session, "namespace": namespace, "tokens": tokens, "ttl_s": pin.seconds}
@@ -79,7 +79,8 @@ async def _ask(method: str, body: dict[str, Any]) -> JSONResponse:
     return JSONResponse(reply, status)
 
 
-def _tokens(body: dict[str, Any]) -> list[int]:
+def _tokens(body: dict[str, Any], namespace: str | None) -> tuple[list[int], str | None]:
+    """The tokens whose blocks are pinned, and their namespace."""
     manager = get_global_state().tokenizer_manager
     tokens, text = body.get("input_ids"), body.get("text")
     if (tokens is None) == (text is None):
@@ -99,11 +100,11 @@ def _tokens(body: dict[str, Any]) -> list[int]:
     vocabulary = manager.model_config.vocab_size
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"input_ids has ids outside 0 to {vocabulary - 1}")
-    tokens = cut_tokens(manager, tokens)
+    tokens, namespace = cut_tokens(manager, tokens, namespace)
     most = manager.model_config.context_len
     if len(tokens) > most:
         raise ValueError(f"{len(tokens)} tokens; the model's context is {most}")
-    return tokens
+    return tokens, namespace
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import QueueView, Waiting
 from sglang_hc.queue.requests import departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
-from sglang_hc.srt.overflow import dropped_of
+from sglang_hc.srt.overflow import dropped_of, earlier_of
 from sglang_hc.tree.identity import pack_tokens
 
 
@@ -101,6 +101,12 @@ class WaitingRequests:
         self._order_is_stale(rid)
         self._view.left(rid)
 
+    def answered(self, req: Any) -> None:
+        """A request has its whole reply."""
+        if dropped_of(req):
+            computed = len(req.origin_input_ids) - req.cached_tokens
+            self._view.counters["overflow_recomputed_tokens"] += computed
+
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over."""
         self._order_is_stale(rid)
@@ -124,4 +130,5 @@ class WaitingRequests:
     def _waiting_of(self, rid: str) -> Waiting:
         req = self._view.requests[rid].source
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
-        return Waiting(req.extra_key, pack_tokens(key.token_ids), self._on_device(key))
+        tokens, on_device = pack_tokens(key.token_ids), self._on_device(key)
+        return Waiting(req.extra_key, tokens, on_device, earlier_of(req))

@@ -151,14 +151,20 @@ class DiskTier:
         """
         now = self.now()
         promotions = self.coming.begin(namespace, tokens, path, first, count, now, is_protected)
-        for promotion in promotions:
+        self.read([(promotion, promotion.block_id) for promotion in promotions])
+        return len(promotions)
+
+    def read(self, promotions: Sequence[tuple[Promotion, bytes]]) -> None:
+        """Start reading blocks into the slots of promotions that began, each with the identity
+        whose bytes it gets."""
+        now = self.now()
+        for promotion, block_id in promotions:
             ticket = next(self._tickets)
-            self._io.read(ticket, promotion.block_id, promotion.slot, now + READ_DEADLINE_S)
+            self._io.read(ticket, block_id, promotion.slot, now + READ_DEADLINE_S)
             self._reads[ticket] = promotion
         if promotions:
             self._watch.asked(len(promotions), now, idle=not self._spills)
             self._io.flush()  # the next poll may be a whole forward pass away
-        return len(promotions)
 
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is below the host tier, as far as known. Asks nobody."""

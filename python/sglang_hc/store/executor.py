@@ -46,7 +46,14 @@ class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: int
 
 
-Operation = FileRows | CopyRows
+class CopySlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy all bytes of one slot to another."""
+
+    source: int
+    target: int
+
+
+Operation = FileRows | CopyRows | CopySlot
 
 
 class Completion(NamedTuple):
@@ -91,6 +98,8 @@ def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer])
     """Carry out one operation on the calling thread."""
     if isinstance(operation, CopyRows):
         pool.copy_rows(operation.source, operation.target, operation.rows)
+    elif isinstance(operation, CopySlot):
+        pool.bytes[operation.target] = pool.bytes[operation.source]
     else:
         _scatter(operation.spans, buffers[operation.buffer], pool)
 
@@ -182,7 +191,7 @@ class ThreadExecutor:
             self._on_done()
 
     def _perform(self, operation: Operation) -> None:
-        if self._helpers is None or isinstance(operation, CopyRows):
+        if self._helpers is None or not isinstance(operation, FileRows):
             perform(operation, self._pool, self._buffers)
             return
         buffer = self._buffers[operation.buffer]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from sglang_hc.policy.pins import PinLimitError, Pinned, RetentionPriority, SessionPins
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
 
 PINNED_SHARE = 0.5
@@ -57,12 +58,13 @@ class Retention:
 
     def pin(self, namespace: str | None, session: str, tokens: bytes, seconds: float) -> int:
         """Hold what the tiers have of packed `tokens`, in place of what the session held before.
+        State behind a cut counts in its client's own namespace.
 
         Returns the number of blocks; for 0 nothing changes. Raises PinLimitError.
         """
         blocks = [b for b in self._host.tree.identities(namespace, tokens) if self.keeps(b)]
         if blocks:
-            self.pins.pin(namespace, session, blocks, seconds, self._clock())
+            self.pins.pin(base_namespace(namespace), session, blocks, seconds, self._clock())
         return len(blocks)
 
     def pin_if_possible(

@@ -51,7 +51,10 @@ class Tiers:
     def used(self, namespace: str | None, tokens: bytes) -> None:
         """A request over packed `tokens` is over: its path was used, wherever it came from."""
         if self.disk is not None:
-            self.disk.touch(self.host.tree.identities(namespace, tokens))
+            tree = self.host.tree
+            nodes = tree.match(namespace, tokens).nodes
+            origins = [node.moved.origin for node in nodes if node.moved is not None]
+            self.disk.touch([*tree.identities(namespace, tokens), *origins])
 
     # -- upkeep ----------------------------------------------------------------------------------
 

@@ -16,12 +16,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import TOKEN_BYTES, block_id, block_ids, root_id
 
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 _tokens_of = attrgetter("tokens")
+
+
+class Moved(NamedTuple):
+    """Where a block came from whose state was computed at other positions.
+
+    origin: identity under which the state was computed. shift: tokens by which it was further from
+    the start there.
+    """
+
+    origin: bytes
+    shift: int
 
 
 class BlockNode:
@@ -33,6 +45,7 @@ class BlockNode:
     ready: the slot's bytes are complete; a block that is still being filed is not served. Ends when
         the block leaves the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
+    moved: its state was taken over from another place; None for state computed on this path.
     last_access, created, hits: for eviction policies; times are on the caller's clock.
     """
 
@@ -42,6 +55,7 @@ class BlockNode:
         "created",
         "hits",
         "last_access",
+        "moved",
         "namespace",
         "next_use",
         "parent",
@@ -61,6 +75,7 @@ class BlockNode:
         self.children: list[BlockNode] | None = None
         self.slot = -1
         self.ready = False
+        self.moved: Moved | None = None
         self.pins = 0
         self.hits = 0
         self.last_access = 0.0

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import IsProtected
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, Moved
 from sglang_hc.tree.host_tier import HostTier
 
 
 @dataclass(eq=False)
 class Promotion:
     """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
-    tree (None: the namespace's root)."""
+    tree (None: the namespace's root). `moved`: see `BlockNode`."""
 
     block_id: bytes
     tokens: bytes
@@ -33,6 +33,7 @@ class Promotion:
     below: list[Promotion] = field(default_factory=list)
     here: bool = False
     lost: bool = False
+    moved: Moved | None = None
 
 
 class Promotions:
@@ -130,6 +131,7 @@ class Promotions:
             outcome = self._host.publish(parent, item.tokens, item.slot, now)
             node = outcome.node
             if outcome.created:
+                node.moved = item.moved
                 self._host.mark_ready(node)
                 tips.pop(parent, None)
                 tips[node] = None

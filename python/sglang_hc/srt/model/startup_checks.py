@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,20 +51,34 @@ def model_kv(
     adapter: LayerAdapter, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as the model computes them: its attention module runs up to the attention proper."""
+    return _reaching(adapter.attention, adapter.radix, hidden, positions)
 
+
+def keys_of(
+    attention: Any, radix: Any, hidden: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """K that a layer's attention module gives its part `radix`, which reads the pool. Raises what
+    the module raises."""
+    with torch.no_grad():
+        return _reaching(attention, radix, hidden.clone(), positions)[0]
+
+
+def _reaching(
+    attention: Any, radix: Any, hidden: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     def intercept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object):
         raise _Intercepted(k, v)
 
     known = {"hidden_states": hidden, "positions": positions, "position_ids": positions}
-    names = inspect.signature(adapter.attention.forward).parameters
+    names = inspect.signature(attention.forward).parameters
     arguments = {name: known.get(name) for name in names}
-    original = adapter.radix.forward
-    adapter.radix.forward = intercept
+    original = radix.forward
+    radix.forward = intercept
     try:
-        adapter.attention.forward(**arguments)
+        attention.forward(**arguments)
     except _Intercepted as caught:
         return caught.k, caught.v
     finally:
-        del adapter.radix.forward
-        assert adapter.radix.forward == original
+        del radix.forward
+        assert radix.forward == original
     raise RuntimeError("the attention module did not reach its attention layer")

@@ -1,0 +1,104 @@
+"""`--hc-overflow reembed` over HTTP: streams, structured output, pins and keys of clients."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_hc.tools.bench.server import ServerProcess
+from support.served import numbers, post, start
+
+pytestmark = pytest.mark.server
+
+FLAGS = (
+    *("--context-length", "512", "--hc-overflow", "reembed", "--hc-overflow-drop", "0.34"),
+    *("--hc-overflow-reserve", "64", "--enable-metrics"),
+)
+LIMIT, STEP = 446, 128
+
+
+@pytest.fixture(scope="module")
+def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with start(tmp_path_factory.mktemp("moved") / "log", *FLAGS) as process:
+        yield process
+
+
+def history(server: ServerProcess, seed: int, **options: Any) -> list[int]:
+    """A prompt that is too long, of a conversation whose first turn was served."""
+    tokens = [random.Random(seed).randrange(3, 900) for _ in range(LIMIT + 60)]
+    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    post(server, "/generate", {"input_ids": tokens[:LIMIT], "sampling_params": sampling, **options})
+    return tokens
+
+
+def test_a_stream_goes_on_from_moved_state(server: ServerProcess) -> None:
+    tokens = history(server, 1)
+    body = {"model": "any", "prompt": tokens, "max_tokens": 12, "temperature": 0}
+    plain = json.loads(post(server, "/v1/completions", body))
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
+        lines = [line[6:] for line in reply.read().decode().split("\n") if line[:6] == "data: "]
+    said = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
+    assert said == plain["choices"][0]["text"] and len(said.split()) > 3
+
+
+def test_a_reply_says_that_state_has_moved(server: ServerProcess) -> None:
+    tokens, before = history(server, 2, extra_key="mine"), numbers(server)
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": "mine"}
+    said = json.loads(post(server, "/generate", body))["meta_info"]
+    assert said["hc_overflow"]["mode"] == "reembed"
+    # The head, and all whole blocks of the first turn that are behind the cut.
+    assert said["cached_tokens"] == (LIMIT - STEP) // 64 * 64
+    counted = numbers(server)
+    assert counted["overflow_moved_tokens"] - before.get("overflow_moved_tokens", 0) == 192
+    assert counted["overflow_recomputed_tokens"] > before.get("overflow_recomputed_tokens", 0)
+    # A prompt that merely equals what the cut left does not get what has moved.
+    equal = tokens[:64] + tokens[64 + STEP :]
+    said = json.loads(post(server, "/generate", body | {"input_ids": equal}))["meta_info"]
+    assert "hc_overflow" not in said and said["cached_tokens"] == 64
+
+
+def test_structured_output_holds_behind_a_cut(server: ServerProcess) -> None:
+    tokens = history(server, 3)
+    sampling = {"max_new_tokens": 12, "temperature": 0, "regex": "( the| of){4}"}
+    body = {"input_ids": tokens, "sampling_params": sampling}
+    reply = json.loads(post(server, "/generate", body))
+    assert reply["meta_info"]["hc_overflow"]["mode"] == "reembed"
+    assert sorted(set(reply["text"].split())) <= ["of", "the"] and len(reply["text"].split()) == 4
+
+
+def test_pins_behind_a_cut_belong_to_the_clients_key(server: ServerProcess) -> None:
+    tokens = history(server, 4, extra_key="tenant")
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "extra_key": "tenant"}
+    post(server, "/generate", body)
+    wish = {"session": "s", "ttl_s": 60, "input_ids": tokens, "namespace": "tenant"}
+    assert json.loads(post(server, "/hc/pin", wish))["blocks"] >= 5
+    with urllib.request.urlopen(f"{server.url}/hc/pins?namespace=tenant", timeout=60) as reply:
+        assert [pin["session"] for pin in json.load(reply)["pins"]] == ["s"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/hc/pin"])
+def test_a_key_that_could_name_a_cut_is_refused(server: ServerProcess, path: str) -> None:
+    key = "a\x1fhc-cut/1/64/128/" + "0" * 32
+    tokens = [random.Random(5).randrange(3, 900) for _ in range(100)]
+    bodies = {
+        "/generate": {"input_ids": tokens, "extra_key": key},
+        "/hc/pin": {"input_ids": tokens, "namespace": key, "session": "s", "ttl_s": 5},
+    }
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, path, bodies[path])
+    assert caught.value.code == 400
+    assert "extra_key and cache_salt may not have the character" in caught.value.read().decode()
