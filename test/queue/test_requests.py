@@ -39,7 +39,7 @@ def test_a_block_stays_under_way_when_nobody_waits_for_it_any_more() -> None:
     table: WaitingTable[str] = WaitingTable()
     for request, block_ids in (("one", "sa"), ("two", "sb")):
         for block_id in ids(block_ids):
-            table.wait(request, block_id)
+            table.wait(request, [block_id])
     assert len(table.under_way) == 3
     table.left("one")
     assert b"a" in table.under_way and not table.is_fetching("one")
@@ -64,7 +64,7 @@ def test_who_waits_for_what_stays_consistent(history: list) -> None:
     for action, request, number in history:
         block_id = bytes([number])
         if action == "wait":
-            table.wait(request, block_id)
+            table.wait(request, [block_id])
             waits.add((request, block_id))
             flying.add(block_id)
         elif action == "end":

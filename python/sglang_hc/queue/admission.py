@@ -12,6 +12,7 @@ say whom it admits; that shows at the top of the next pass, in who has left the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from sglang_hc.queue.requests import WaitingTable
@@ -57,17 +58,19 @@ class Admission(Generic[K]):
     def order(self, queue: Sequence[K], readiness: Readiness[K]) -> list[K]:
         """The queue as ready-first serves it: due requests, then the ready ones, the cheapest to
         restore first, then those whose state is on its way. O(n log n). Changes nothing."""
-        due = [name for name in queue if self.is_due(name)]
-        others = [name for name in queue if not self.is_due(name)] if due else queue
+        record_of, bound = self._requests.get, self._bound
+        due: list[K] = []
         ready: list[tuple[float, K]] = []
         coming: list[K] = []
-        for name in others:
-            cost = readiness(name)
-            if cost is None:
+        for name in queue:
+            record = record_of(name)
+            if (record.bypassed if record is not None else 0) >= bound:
+                due.append(name)
+            elif (cost := readiness(name)) is None:
                 coming.append(name)
             else:
                 ready.append((cost, name))
-        ready.sort(key=lambda item: item[0])  # stable: queue order among equals
+        ready.sort(key=itemgetter(0))  # stable: queue order among equals
         return [*due, *(name for _, name in ready), *coming]
 
     def arrange(self, head: Sequence[K], readiness: Readiness[K]) -> list[K]:

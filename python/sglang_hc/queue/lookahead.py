@@ -166,7 +166,10 @@ class QueueView:
         self._waiting_of = waiting_of
         costs: dict[str, float | None] = {}
         for rid in rids:
-            costs[rid] = ON_THE_WAY if self.fetching(rid) else self._restore_cost(rid)
+            record = self.requests[rid]
+            if not record.awaits and record.restore_seconds is None:
+                record.restore_seconds = self._restore_cost(rid)
+            costs[rid] = ON_THE_WAY if record.awaits else record.restore_seconds
         return costs.__getitem__
 
     def fetching(self, rid: str) -> bool:
@@ -291,18 +294,15 @@ class QueueView:
 
     def _restore_cost(self, rid: str) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
-        record = self.requests[rid]
-        if record.restore_seconds is None:
-            waiting = self._of(rid)
-            match = self._host.tree.match(waiting.namespace, waiting.tokens)
-            known = max(match.tokens, waiting.on_device)
-            cost = self._costs.host_token_seconds * (known - waiting.on_device)
-            if self._disk is not None:
-                beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
-                on_disk = sum(1 for _ in takewhile(self._disk.holds, beyond))
-                cost += self._costs.disk_token_seconds * on_disk * BLOCK_TOKENS
-            record.restore_seconds = cost
-        return record.restore_seconds
+        waiting = self._of(rid)
+        match = self._host.tree.match(waiting.namespace, waiting.tokens)
+        known = max(match.tokens, waiting.on_device)
+        cost = self._costs.host_token_seconds * (known - waiting.on_device)
+        if self._disk is not None:
+            beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
+            on_disk = sum(1 for _ in takewhile(self._disk.holds, beyond))
+            cost += self._costs.disk_token_seconds * on_disk * BLOCK_TOKENS
+        return cost
 
     def _now(self) -> float:
         return self._disk.now() if self._disk is not None else time.monotonic()

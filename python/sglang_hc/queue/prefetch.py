@@ -179,7 +179,7 @@ class Prefetcher(Generic[K]):
         requests = self.requests.ended(block_id)
         for request in requests:
             record = self.requests[request]
-            if not self.requests.is_fetching(request) and record.wait_until is not None:
+            if not record.awaits and record.wait_until is not None:
                 record.wait_until = None
                 record.fetches += 1
         return requests
@@ -284,7 +284,7 @@ class Prefetcher(Generic[K]):
         room. Returns the blocks that were wanted besides those under way."""
         path, first, end = missing.path, missing.first, missing.first + missing.count
         while first < end and path[first] in self.requests.under_way:
-            self.requests.wait(request, path[first])
+            self.requests.wait(request, path[first : first + 1])
             first += 1
         # Further down something may still be on its way that has lost its place.
         end = next((i for i in range(first, end) if path[i] in self.requests.under_way), end)
@@ -310,8 +310,7 @@ class Prefetcher(Generic[K]):
         """Fetch `count` blocks, or as many as find room; the request waits for them."""
         is_protected = self._sooner_than(request)
         started = self._below.start(request, missing, first, count, is_protected)
-        for block_id in missing.path[first : first + started]:
-            self.requests.wait(request, block_id)
+        self.requests.wait(request, missing.path[first : first + started])
         return started
 
     def _try(self, request: K, missing: Missing, first: int, end: int) -> int:

@@ -9,7 +9,7 @@ request leaves the queue.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, KeysView, Sequence
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -75,6 +75,8 @@ class WaitingTable(Generic[K]):
         self.order: list[K] = []
         """The queue as it was at the last `update`."""
         self._records: dict[K, WaitingRequest] = {}
+        self.get = self._records.get
+        """The record of a request; None for one that is not known. Asked often in every pass."""
         self._arrivals = 0
         self._under_way: dict[bytes, set[K]] = {}
 
@@ -84,10 +86,6 @@ class WaitingTable(Generic[K]):
         if record is None:
             record = self._records[name] = WaitingRequest()
         return record
-
-    def get(self, name: K) -> WaitingRequest | None:
-        """The record of a request; None for one that is not known."""
-        return self._records.get(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
@@ -136,10 +134,12 @@ class WaitingTable(Generic[K]):
     def under_way(self) -> KeysView[bytes]:
         return self._under_way.keys()
 
-    def wait(self, name: K, block_id: bytes) -> None:
-        """The request waits for a block, which is under way from now on if it was not before."""
-        self._under_way.setdefault(block_id, set()).add(name)
-        self[name].awaits.add(block_id)
+    def wait(self, name: K, block_ids: Iterable[bytes]) -> None:
+        """The request waits for blocks, which are under way from now on if they were not before."""
+        awaits = self[name].awaits
+        for block_id in block_ids:
+            self._under_way.setdefault(block_id, set()).add(name)
+            awaits.add(block_id)
 
     def is_fetching(self, name: K) -> bool:
         """Whether blocks that this request waits for are under way."""
