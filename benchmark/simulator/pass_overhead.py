@@ -33,7 +33,7 @@ def main() -> None:
     for request in queue:
         parent = None
         for block in needs[request]:
-            tier.write(parent, block, 0.0, 0.0)
+            tier.write(parent, block, 0.0)
             parent = block
     admission: Admission[str] = Admission(window.requests, bound=32)
     window.update(queue, WAITING, needs.__getitem__)

@@ -27,10 +27,10 @@ class Tier:
         block = self.blocks.get(number)
         if block is not None:
             self.hits += 1
-            self.policy.access([block], 0.0)
+            self.policy.access([block])
             return
         self.blocks[number] = block = DiskBlock(number.to_bytes(8, "big"), None, 0.0)
-        self.policy.insert(block, 0.0)
+        self.policy.insert(block)
         if len(self.blocks) > SLOTS:
             victim = next(iter(self.policy.victims()))
             del self.blocks[int.from_bytes(victim.block_id, "big")]

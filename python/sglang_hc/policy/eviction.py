@@ -130,8 +130,8 @@ class Leaves(Generic[B]):
 class EvictionPolicy(ABC, Generic[B]):
     """Blocks of one tier in the order they should leave. Subclasses give the key.
 
-    Not thread-safe. Uses are ordered by the calls themselves, so the clock need not be fine. Blocks
-    are told apart by `block_id`: one per tier.
+    Not thread-safe. Uses are ordered by the calls themselves. Blocks are told apart by
+    `block_id`: one per tier.
     """
 
     by_need = False
@@ -155,7 +155,7 @@ class EvictionPolicy(ABC, Generic[B]):
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._entries
 
-    def insert(self, block: B, now: float) -> None:
+    def insert(self, block: B) -> None:
         """A block has come into the tier, below its parent."""
         entry = Entry(block)
         self._ticks += 1
@@ -171,7 +171,7 @@ class EvictionPolicy(ABC, Generic[B]):
         if len(self._fresh) > 2 * len(self._entries) + 64:  # nobody asks for victims
             self._sort_in()
 
-    def access(self, path: Sequence[B], now: float) -> None:
+    def access(self, path: Sequence[B]) -> None:
         """Blocks of one path were used, root first."""
         self._ticks += 1
         for block in path:

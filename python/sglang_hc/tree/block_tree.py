@@ -46,18 +46,15 @@ class BlockNode:
         the block leaves the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     moved: its state was taken over from another place; None for state computed on this path.
-    last_access, created, hits: for eviction policies; times are on the caller's clock.
+    hits: uses of the block, for eviction policies.
     """
 
     __slots__ = (
         "block_id",
         "children",
-        "created",
         "hits",
-        "last_access",
         "moved",
         "namespace",
-        "next_use",
         "parent",
         "pins",
         "ready",
@@ -78,9 +75,6 @@ class BlockNode:
         self.moved: Moved | None = None
         self.pins = 0
         self.hits = 0
-        self.last_access = 0.0
-        self.created = 0.0
-        self.next_use: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -164,9 +158,6 @@ class BlockTree:
         self._roots: dict[str | None, BlockNode] = {}
         self.num_blocks = 0
 
-    def namespaces(self) -> list[str | None]:
-        return list(self._roots)
-
     def root(self, namespace: str | None) -> BlockNode:
         """Root of a namespace, made on first use."""
         node = self._roots.get(namespace)
@@ -210,7 +201,7 @@ class BlockTree:
         return nodes, start // TOKEN_BYTES
 
     def identities(self, namespace: str | None, tokens: bytes) -> list[bytes]:
-        """Every block that computing packed `tokens` could use, in path order, here or not.
+        """Every block that computing packed `tokens` could use, in path order, in the tree or not.
 
         The whole blocks of the path, and a known block that shares only its first rows. Hashes
         what the tree does not know, under a microsecond per block.

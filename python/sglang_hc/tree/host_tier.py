@@ -85,8 +85,8 @@ class HostTier:
         if outcome.created:
             self._staged.remove(slot)
             node = outcome.node
-            node.slot, node.created, node.last_access = slot, now, now
-            self._policy.insert(node, now)
+            node.slot = slot
+            self._policy.insert(node)
             if self._ttl is not None:
                 self._ttl.touch(node, now)
         return outcome
@@ -98,11 +98,10 @@ class HostTier:
     def access(self, path: Sequence[BlockNode], now: float) -> None:
         """Record a use of the blocks of one path, root first."""
         for node in path:
-            node.last_access = now
             node.hits += 1
             if self._ttl is not None:
                 self._ttl.touch(node, now)
-        self._policy.access(path, now)
+        self._policy.access(path)
 
     def pin(self, nodes: Iterable[BlockNode]) -> None:
         """Keep slots from being evicted or reused until `unpin`."""

@@ -15,7 +15,7 @@ def chain(path: str) -> list[bytes]:
 def write(disk: SimulatedDisk, path: str, now: float) -> None:
     parent = None
     for identity in chain(path):
-        if not disk.holds(identity) and not disk.write(parent, identity, now, now):
+        if not disk.holds(identity) and not disk.write(parent, identity, now):
             break
         parent = identity
 
@@ -23,9 +23,9 @@ def write(disk: SimulatedDisk, path: str, now: float) -> None:
 def test_a_block_can_be_read_once_its_write_is_through():
     window: LookAhead[str] = LookAhead()
     disk = SimulatedDisk(4, make_policy("lru", window))
-    assert disk.write(None, b"a", now=1.0, ready_at=3.0)
+    assert disk.write(None, b"a", ready_at=3.0)
     assert not disk.readable(b"a", 2.9) and disk.readable(b"a", 3.0)
-    assert not disk.write(b"missing", b"b", 1.0, 1.0), "unreachable"
+    assert not disk.write(b"missing", b"b", 1.0), "unreachable"
 
 
 def test_a_newcomer_that_nobody_needs_does_not_displace_what_is_needed():
@@ -50,7 +50,7 @@ def test_only_prefixes_are_kept(name, history):
         if action == "write":
             write(disk, path, float(step))
         elif action == "use":
-            disk.access(chain(path), float(step))
+            disk.access(chain(path))
         else:
             window.update([path], 1, chain)
         disk.check_integrity()

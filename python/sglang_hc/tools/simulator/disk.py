@@ -34,7 +34,6 @@ class SimulatedDisk:
         self._policy = policy
         self._blocks: dict[bytes, DiskBlock] = {}
         self.evicted_blocks = 0
-        self.written_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -46,8 +45,9 @@ class SimulatedDisk:
     def holds(self, block_id: bytes) -> bool:
         return block_id in self._blocks
 
-    def write(self, parent: bytes | None, block_id: bytes, now: float, ready_at: float) -> bool:
-        """Take a block that is not here yet. False when its parent is missing.
+    def write(self, parent: bytes | None, block_id: bytes, ready_at: float) -> bool:
+        """Take a block that is not on disk yet; it can be read from `ready_at` on. False when its
+        parent is missing.
 
         Makes room afterwards, so that the policy can turn the newcomer itself away.
         """
@@ -60,8 +60,7 @@ class SimulatedDisk:
         if above is not None:
             above.children += 1
         self._blocks[block_id] = block
-        self._policy.insert(block, now)
-        self.written_blocks += 1
+        self._policy.insert(block)
         if len(self._blocks) > self.num_slots:
             for victim in self._policy.victims():
                 self._take_out(victim)
@@ -69,7 +68,7 @@ class SimulatedDisk:
                 break
         return True
 
-    def access(self, chain: list[bytes], now: float) -> None:
+    def access(self, chain: list[bytes]) -> None:
         """The leading blocks of a path were used, wherever they were read."""
         path = []
         for block_id in chain:
@@ -78,7 +77,7 @@ class SimulatedDisk:
                 break
             block.hits += 1
             path.append(block)
-        self._policy.access(path, now)
+        self._policy.access(path)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every parent is here and children are counted."""

@@ -230,7 +230,7 @@ class TieredCache:
         if self.host is not None:
             self.host.access(found.host_nodes, now)
         if self.disk is not None:
-            self.disk.access(job.chain, now)
+            self.disk.access(job.chain)
         if load and self.host is not None:
             missing = self.missing(job.number)
             if not any(block_id in self._coming for block_id in found.disk_blocks):
@@ -251,7 +251,7 @@ class TieredCache:
             for identity in chain:
                 if not self.disk.holds(identity):
                     self._disk_write_free = max(self._disk_write_free, now) + self._write_seconds
-                    if not self.disk.write(parent, identity, now, self._disk_write_free):
+                    if not self.disk.write(parent, identity, self._disk_write_free):
                         break
                 parent = identity
         if self.device is not None:
