@@ -84,7 +84,7 @@ class Early:
         copied = -1
         while copied != self.buffer.counters["early_layer_tokens"]:
             copied = self.buffer.counters["early_layer_tokens"]
-            self.buffer.look(["waiting"], lambda rid: waiting)
+            self.buffer.on_schedule_step(["waiting"], lambda rid: waiting)
         self._engine.wait()
         self.buffer.poll()
 

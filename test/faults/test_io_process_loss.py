@@ -30,7 +30,7 @@ def start(directory: str) -> Core:
 
 
 def pid_of(core: Core) -> int:
-    return core.tree.tiers.capture.filing._executor.supervisor.pid
+    return core.tree.tiers.capture.filing.executor.supervisor.pid
 
 
 def wait_for(core: Core, what: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class TiersMachine(RuleBasedStateMachine):
         """A scheduling pass: what waiting requests need is copied early."""
         early = self.tiers.restorer.path.read_buffer
         assert early is not None
-        early.look(list(self.waiting), self.waiting_of)
+        early.on_schedule_step(list(self.waiting), self.waiting_of)
 
     def waiting_of(self, rid: str) -> Waiting:
         salt, tokens, on_device = self.waiting[rid]
@@ -307,7 +307,7 @@ class TiersMachine(RuleBasedStateMachine):
         early = self.tiers.restorer.path.read_buffer
         assert early is not None
         EARLY[type(self).__name__] += early.counters["early_used_layer_tokens"]
-        early.look([], self.waiting_of)
+        early.on_schedule_step([], self.waiting_of)
         assert early.held == 0
         early.clear()
         for rid in list(self.running):

@@ -46,7 +46,7 @@ class Bench:
 
     def look(self, *rids: str, passes: int = 20) -> None:
         for _ in range(passes):
-            self.early.look(rids, self._waiting_of)
+            self.early.on_schedule_step(rids, self._waiting_of)
             self.early.poll()
             self.early.check_integrity()
 

@@ -19,7 +19,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.side_branch import SideBranch
-from sglang_hc.srt import build, capture_memory, runner
+from sglang_hc.srt import build, capture_memory, model_state
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
@@ -93,13 +93,13 @@ class OrderedCore(Core):
         copy_stream = OrderedCopyStream(self.clocks)
         side = copy_stream.side_stream() if beside else None
         told = partial(_told, self.watch)
-        take = runner.take_capture_memory
+        take = model_state.take_capture_memory
         taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
             (build, "copy_stream_for", lambda *_: copy_stream),
             (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side_stream", lambda *_: side),
-            (runner, "take_capture_memory", partial(_with_device_memory, take)),
+            (model_state, "take_capture_memory", partial(_with_device_memory, take)),
             (ComputeStream, "will_read", lambda compute, *made: told(compute, made)),
             (ModelRunner, "_forward_raw", _publishing(ModelRunner._forward_raw, self.watch)),
         ):
@@ -147,7 +147,7 @@ class OrderedCore(Core):
                     watch.region(f"snapshot {staging.index}.{number} on the device", twin)
         for frame, _ in tiers.restorer.path.staging._free:
             watch.region("frame", frame)
-        executor = tiers.capture.filing._executor
+        executor = tiers.capture.filing.executor
         executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, buffers)
 
 

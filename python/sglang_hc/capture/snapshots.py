@@ -8,7 +8,7 @@ executor, which scatters the rows into slots, and knows when a slot's bytes are 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ class Filing:
     """
 
     def __init__(self, executor: Executor, damaged: set[int]) -> None:
-        self._executor = executor
+        self.executor = executor
         self._damaged = damaged
         self._tickets = itertools.count(1)
         self._waiting: deque[tuple[Event | None, Operation | None, Filed]] = deque()
@@ -78,7 +78,7 @@ class Filing:
     def poll(self) -> None:
         """Feed the executor and take in what it has completed. Never waits."""
         self._feed()
-        self._take_in(self._executor.poll())
+        self._take_in(self.executor.poll())
 
     def drain(self) -> None:
         """Wait until everything submitted is in place. For flushes, not for the hot path."""
@@ -87,20 +87,12 @@ class Filing:
             if event is not None:
                 event.wait()
             self._feed()
-        self._take_in(self._executor.drain())
-
-    def levels(self) -> dict[str, int]:
-        """Numbers of the executor that go up and down."""
-        return self._executor.levels()
-
-    def counts(self) -> Counter[str]:
-        """Numbers of the executor that only grow."""
-        return self._executor.counts()
+        self._take_in(self.executor.drain())
 
     def close(self) -> None:
         """Finish and stop the executor."""
         self.drain()
-        self._executor.close()
+        self.executor.close()
 
     def _feed(self) -> None:
         while self._waiting:
@@ -111,7 +103,7 @@ class Filing:
             if operation is not None:
                 ticket = next(self._tickets)
                 self._running[ticket] = (operation, filed)
-                self._executor.submit(ticket, operation)
+                self.executor.submit(ticket, operation)
             elif self._running:
                 _, before = next(reversed(self._running.values()))
                 before.on_done.append(partial(_finish, filed))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -59,3 +60,17 @@ def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Second
     shown = ", ".join(f"{name} {1e3 * median:.3f} ms" for name, median in medians.items())
     logger.info("sglang-hc: %s by %s (%s)", what, best, shown)
     return best
+
+
+def seconds_on(device: torch.device) -> Seconds:
+    """Takes the time of some work on a device, the time to submit it included."""
+    streams = torch.get_device_module(device)
+
+    def seconds(work: Callable[[], object]) -> float:
+        streams.synchronize()
+        begin = time.perf_counter()
+        work()
+        streams.synchronize()
+        return time.perf_counter() - begin
+
+    return seconds

@@ -60,6 +60,13 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
 
 
+def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference of two tensors of one shape, relative to the largest magnitude of
+    `wanted`; nan where an element is."""
+    wanted, found = wanted.float(), found.float()
+    return float((wanted - found).abs().max()) / (float(wanted.abs().max()) or 1.0)
+
+
 def cancelling(
     size: int, out: int, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> Operands:

@@ -109,27 +109,27 @@ class ReadBuffer:
         self._frames = frames
         self._cost = cost
         self._fetching = fetching
-        self._wishes: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
+        self._to_copy: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
         self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
         """Per layer and block: where it is, and as which of the piece's blocks."""
         self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
 
-    def look(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+    def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
         """The waiting requests, next first; once per pass. Copies for them as far as frames go."""
-        if self._wishes:
+        if self._to_copy:
             waiting = set(queue)
-            for rid in [rid for rid in self._wishes if rid not in waiting]:
+            for rid in [rid for rid in self._to_copy if rid not in waiting]:
                 self.drop(rid)
         room = PIECES_PER_PASS
         for rid in queue:
             if not room or not self._frames.has_free:
                 return
-            if rid not in self._wishes:
+            if rid not in self._to_copy:
                 if self._fetching(rid):
                     continue
-                self._wishes[rid] = self._wish(rid, waiting_of)
-            for layer, nodes in self._wishes[rid]:
+                self._to_copy[rid] = self._copies_for(rid, waiting_of)
+            for layer, nodes in self._to_copy[rid]:
                 self._copy(rid, layer, nodes)
                 room -= 1
                 if not room or not self._frames.has_free:
@@ -164,7 +164,7 @@ class ReadBuffer:
 
     def drop(self, rid: str) -> None:
         """The request is not waiting any more; what was copied for it makes room."""
-        if self._wishes.pop(rid, None) is None:
+        if self._to_copy.pop(rid, None) is None:
             return
         for known in list(self._copied.values()):
             for copied in {id(c): c for c, _ in known.values() if c.owner == rid}.values():
@@ -178,7 +178,7 @@ class ReadBuffer:
 
     def clear(self) -> None:
         """Forget everything; waits for copies under way."""
-        for rid in list(self._wishes):
+        for rid in list(self._to_copy):
             self.drop(rid)
         if self._pinned:
             self._pinned[-1][0].wait()
@@ -194,9 +194,11 @@ class ReadBuffer:
         for layer, known in self._copied.items():
             for identity, (copied, index) in known.items():
                 assert copied.layer == layer and copied.identities[index] == identity
-                assert copied.owner in self._wishes
+                assert copied.owner in self._to_copy
 
-    def _wish(self, rid: str, waiting_of: WaitingOf) -> Iterator[tuple[int, Sequence[BlockNode]]]:
+    def _copies_for(
+        self, rid: str, waiting_of: WaitingOf
+    ) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request, as long as its blocks stay."""
         namespace, tokens, on_device, _ = waiting_of(rid)
         match = self._host.tree.match(namespace, tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
@@ -94,11 +94,6 @@ class Restorer:
             self.gate.set_consumer(index)
             self._finish_pass()
             self.poll()
-
-    def prefill_begins(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """The next forward pass prefills (new, context) tokens per request and does nothing else:
-        what it takes is compared with what the costs say."""
-        self.gate.prefill_begins(lengths)
 
     def pass_ended(self) -> bool:
         """A forward pass was submitted: its restorations are complete behind it. Returns whether

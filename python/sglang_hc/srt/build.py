@@ -40,8 +40,8 @@ from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
+from sglang_hc.srt.model_state import MODEL_STATE, ModelState
 from sglang_hc.srt.replicas import directories, host_share, replica_of
-from sglang_hc.srt.runner import MODEL_STATE, ModelState
 from sglang_hc.srt.scheduler import BUILDING, TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.storage_backends import with_remote
@@ -128,7 +128,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 
 
 def _loaded(ctx: Any) -> Model:
-    """What SGLang and `runner.after_load_model` left; refuses what the tiers cannot serve."""
+    """What SGLang and `model_state.after_load_model` left; refuses what the tiers cannot serve."""
     missing = plugin.missing()
     if missing:
         raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")

@@ -18,7 +18,7 @@ from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import calibrate, plugin
 from sglang_hc.srt.model import families
 from sglang_hc.srt.model.exactness import prepare, settle
-from sglang_hc.srt.runner import hidden_excluded
+from sglang_hc.srt.model_state import hidden_excluded
 from sglang_hc.srt.server_args import ALWAYS_ENV
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from sglang_hc.capture.direct import DeviceRing, tensors_of
-from sglang_hc.device.autotune import Seconds, agreeing, fastest
+from sglang_hc.device.autotune import Seconds, agreeing, fastest, seconds_on
 from sglang_hc.device.gather_scatter import PoolRows, gather
 from sglang_hc.srt.kv_pool import Gather, KvPoolRows
-from sglang_hc.srt.model.projection import installed_kernels, seconds_on
+from sglang_hc.srt.model.projection import installed_kernels, unused_slots
 
 CHECKED_ROWS = 48
 TIMED_ROWS = 1024
@@ -71,11 +71,8 @@ def fastest_gather(
     layers: those whose KV is saved, at least one.
     """
     ways = gathers(installed_kernels())
-    page = allocator.page_size
-    slots = allocator.alloc(min(TIMED_ROWS, allocator.available_size()) // page * page)
-    name = choose(pool, layers, ways, slots.to(torch.int64), ring, seconds_on(pool.device))
-    allocator.free(slots)
-    return ways[name]
+    with unused_slots(allocator, TIMED_ROWS) as slots:
+        return ways[choose(pool, layers, ways, slots, ring, seconds_on(pool.device))]
 
 
 def choose(

@@ -1,7 +1,7 @@
 """Hooks around SGLang's scheduler, model runner and tokenizer that belong to no one feature.
 
 `plugin.all_hooks` lists every hook. Order of events in one scheduler process: `after_load_model`
-(`runner.py`) decides the layer plan and installs the taps, before any CUDA graph is captured;
+(`model_state.py`) decides the layer plan and installs the taps, before any CUDA graph is captured;
 SGLang sizes the KV pool and captures; the tree factory (`build.py`) builds the tiers; batches run.
 """
 

@@ -49,9 +49,9 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         chat_head,
         cpu_attention,
         hooks,
+        model_state,
         overflow,
         pins,
-        runner,
         server_args,
     )
 
@@ -69,7 +69,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
         (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
         (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
-        (f"{model_runner}.load_model", HookType.AFTER, runner.after_load_model),
+        (f"{model_runner}.load_model", HookType.AFTER, model_state.after_load_model),
         (f"{model_runner}.forward", HookType.AROUND, hooks.forward),
         (
             "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",

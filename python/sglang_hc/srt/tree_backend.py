@@ -255,7 +255,7 @@ class HcRadixCache(RadixCache):
         if forward_batch.forward_mode == ForwardMode.EXTEND:
             new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
             lengths = zip(map(int, new), map(int, before), strict=True)
-            self.tiers.restorer.prefill_begins(list(lengths))
+            self.tiers.restorer.gate.prefill_begins(list(lengths))
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""

@@ -59,7 +59,7 @@ class WaitingRequests:
         self._update(queue)
         self._view.on_schedule_step(self._order, self._waiting_of)
         if self._read_buffer is not None:
-            self._read_buffer.look(self._order, self._waiting_of)
+            self._read_buffer.on_schedule_step(self._order, self._waiting_of)
 
     def arrange(self, queue: list[Any]) -> None:
         """Put the first ARRANGED of the queue in ready-first's order, until the next `look`."""

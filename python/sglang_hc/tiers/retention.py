@@ -81,10 +81,6 @@ class Retention:
         """The pins of a namespace, the first to end first."""
         return self.pins.of(namespace, self._clock())
 
-    def levels(self) -> dict[str, int]:
-        """Numbers that go up and down."""
-        return {"pins": len(self.pins), "pinned_blocks": self.pins.total_blocks}
-
     def upkeep(self) -> None:
         """End what is over. Called in every pass."""
         now = self._clock()

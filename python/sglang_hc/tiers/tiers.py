@@ -7,8 +7,9 @@ the restorer's gate are called where the model runs, which is the same thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
@@ -19,6 +20,11 @@ from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
+
+
+class _Numbers(Protocol):
+    def levels(self) -> Mapping[str, float]: ...
+    def counts(self) -> Mapping[str, int]: ...
 
 
 @dataclass(eq=False)
@@ -110,28 +116,30 @@ class Tiers:
 
     def levels(self) -> dict[str, float]:
         """Numbers that go up and down."""
-        watch = self.restorer.watch
-        return {
+        found: dict[str, float] = {
             "host_slots": self.host.num_slots,
             "host_free_slots": self.host.free_slots,
             "host_staged_slots": self.host.staged_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
-            **self.capture.filing.levels(),
-            **self.retention.levels(),
-            **(self.disk.levels() if self.disk is not None else {}),
-            **(watch.costs.levels() if watch is not None else {}),
+            "pins": len(self.retention.pins),
+            "pinned_blocks": self.retention.pins.total_blocks,
         }
+        for part in self._with_own_numbers():
+            found.update(part.levels())
+        return found
 
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""
-        disk = self.disk.counts() if self.disk is not None else Counter[str]()
-        buffer, watch = self.restorer.path.read_buffer, self.restorer.watch
-        total = self.restorer.counters + self.capture.counters + self.queue.counters + disk
-        total += self.capture.filing.counts() + self.retention.counters
-        if buffer is not None:
-            total += buffer.counters
-        if watch is not None:
-            total.update(watch.costs.counts())
-        total["expired_blocks"] += self.host.expired_blocks
+        total = Counter(expired_blocks=self.host.expired_blocks)
+        for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
+            total += part.counters if part is not None else Counter()
+        total += self.retention.counters
+        for source in self._with_own_numbers():
+            total.update(source.counts())
         return {"evicted_blocks": self.host.evicted_blocks, **+total}
+
+    def _with_own_numbers(self) -> list[_Numbers]:
+        watch = self.restorer.watch
+        parts = self.capture.filing.executor, self.disk, watch.costs if watch is not None else None
+        return [part for part in parts if part is not None]

@@ -8,18 +8,19 @@ way that agrees with the first is timed on this model's shapes, and the fastest 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 
-from sglang_hc.device.autotune import Seconds, agreeing, fastest
+from sglang_hc.device.autotune import Seconds, agreeing, fastest, seconds_on
 from sglang_hc.device.copy_stream import CopyStream, SideStream
+from sglang_hc.device.exactness import relative_error
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.restore_pass import RestoreSink
 from sglang_hc.restore.side_stream import fastest_side_stream
@@ -102,11 +103,19 @@ def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dic
 def fastest_projection(runner: Any, adapters: list[LayerAdapter], allocator: Any) -> Projection:
     """The way for this model on this GPU; before any request, when nobody uses a slot."""
     context = runner.model_config.context_len
+    with unused_slots(allocator, TIMED_ROWS) as slots:
+        return projection_for(runner.token_to_kv_pool, adapters, slots, context)
+
+
+@contextlib.contextmanager
+def unused_slots(allocator: Any, rows: int) -> Iterator[torch.Tensor]:
+    """Lends (n,) int64 device slots that nobody uses: whole pages, at most `rows`."""
     page = allocator.page_size
-    slots = allocator.alloc(min(TIMED_ROWS, allocator.available_size()) // page * page)
-    way = projection_for(runner.token_to_kv_pool, adapters, slots.to(torch.int64), context)
-    allocator.free(slots)
-    return way
+    slots = allocator.alloc(min(rows, allocator.available_size()) // page * page)
+    try:
+        yield slots.to(torch.int64)
+    finally:
+        allocator.free(slots)
 
 
 def projection_for(
@@ -127,8 +136,6 @@ def fastest_stream(
     sink: RestoreSink,
 ) -> SideStream | None:
     """Where restorations run on this GPU; before any request, when nobody uses a slot."""
-    page = allocator.page_size
-    slots = allocator.alloc(min(SIDE_ROWS, allocator.available_size()) // page * page)
     weight = adapters[0].qkv.weight
     new = torch.zeros((NEW_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     positions = torch.arange(NEW_ROWS, device=weight.device)
@@ -138,11 +145,9 @@ def fastest_stream(
             for _ in range(LAYER_PROJECTIONS):
                 adapters[layer].project(new, positions)
 
-    side = fastest_side_stream(
-        copy_stream, shape, sink, slots.to(torch.int64), compute, seconds_on(slots.device)
-    )
-    allocator.free(slots)
-    return side
+    with unused_slots(allocator, SIDE_ROWS) as slots:
+        seconds = seconds_on(slots.device)
+        return fastest_side_stream(copy_stream, shape, sink, slots, compute, seconds)
 
 
 def choose(
@@ -176,20 +181,6 @@ def choose(
         for rows in warm_rows:
             work(chosen, rows)()
     return chosen
-
-
-def seconds_on(device: torch.device) -> Seconds:
-    """Takes the time of some work on a device, the time to submit it included."""
-    streams = torch.get_device_module(device)
-
-    def seconds(work: Callable[[], object]) -> float:
-        streams.synchronize()
-        begin = time.perf_counter()
-        work()
-        streams.synchronize()
-        return time.perf_counter() - begin
-
-    return seconds
 
 
 def _plain(adapter: LayerAdapter, context: int) -> bool:
@@ -254,9 +245,8 @@ def _written(
 
 def _differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
     """Per layer, against its largest value."""
-    for layer, (a, b) in enumerate(zip(first.float(), other.float(), strict=True)):
-        scale = float(a.abs().max()) or 1.0
-        error = float((a - b).abs().max()) / scale
+    for layer, (a, b) in enumerate(zip(first, other, strict=True)):
+        error = relative_error(a, b)
         if not error <= TOLERANCE[first.dtype]:
             return f"layer {layer} differs by {error:.2e}"
     return None

@@ -29,6 +29,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.config import HcConfig
+from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.restore.restore_pass import Restoration
@@ -199,7 +200,7 @@ def compare_pieces(
     recomputer.recompute(tokens, slots, layers, len(tokens))
     whole = written()
     recomputer.recompute(tokens, slots, layers, half)
-    error = _largest_difference(whole, written())
+    error = max(map(relative_error, whole, written()))
     if not error <= TOLERANCE.get(dtype, COARSE):
         return Pieces(f"tokens run in one piece and in two differ by {error:.2e}", False, error)
     try:
@@ -211,16 +212,8 @@ def compare_pieces(
             "sglang-hc: decode steps could not be compared with a prefill", exc_info=True
         )
         return Pieces(None, False, error)
-    error = max(error, _largest_difference(whole, written()))
+    error = max(error, *map(relative_error, whole, written()))
     return Pieces(None, error == 0.0, error)
-
-
-def _largest_difference(first: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Over all layers, each relative to its largest magnitude."""
-    return max(
-        float((a - b).abs().max()) / (float(a.abs().max()) or 1.0)
-        for a, b in zip(first, other, strict=True)
-    )
 
 
 def _on_device(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang_hc.device.exactness import relative_error
 from sglang_hc.srt.model.families import LayerAdapter
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -39,9 +40,7 @@ def disagreement(
         for name, a, b in zip("KV", wanted, got, strict=True):
             if a.numel() != b.numel():
                 return f"layer {layer}: {name} has {b.numel()} elements, the model has {a.numel()}"
-            reference = a.reshape(b.shape).float()
-            scale = float(reference.abs().max()) or 1.0
-            error = float((reference - b.float()).abs().max()) / scale
+            error = relative_error(a.reshape(b.shape), b)
             if not error <= TOLERANCE[dtype]:
                 return f"layer {layer}: {name} differs from the model's own by {error:.2e}"
     return None
