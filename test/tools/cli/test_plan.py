@@ -115,7 +115,7 @@ def test_one_clear_error_per_mistake(model, capsys, words, message):
     ("config", "message"),
     [
         ({**LLAMA2_7B, "hidden_size": None}, "field hidden_size (or n_embd, d_model) is missing"),
-        ([], "must be a JSON object"),
+        ([], "Expected `object`, got `array`"),
     ],
 )
 def test_config_errors_name_the_file_and_the_field(model, capsys, config, message):
@@ -130,7 +130,7 @@ def test_a_config_that_is_not_json(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text("{")
     assert main(["plan", "--model", str(path), "--gpu", "A30"]) == 2
-    assert "cannot be read as JSON" in capsys.readouterr().err
+    assert "not valid JSON" in capsys.readouterr().err
 
 
 def test_no_torch_is_loaded(model):

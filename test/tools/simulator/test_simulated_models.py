@@ -40,8 +40,8 @@ def test_costs_grow_with_work_and_context():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ("nonsense", "not a readable config.json"),
-        ("[]", "must be a JSON object"),
+        ("nonsense", "not valid JSON"),
+        ("[]", "Expected `object`, got `array`"),
         (json.dumps({"model_type": "llama"}), "no max_position_embeddings; give --context"),
         (json.dumps({"model_type": "llama", "max_position_embeddings": 99}), "num_hidden_layers"),
     ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.tools.bench.workload import Trace, Vocabulary
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.model_config import read_model_config
 
 
 class Tokenizer(Protocol):
@@ -74,16 +74,12 @@ def load_vocabulary(model: str) -> Vocabulary:
 
     Raises UsageError when `model` is not a folder with a usable config.json.
     """
-    path = Path(model) / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
+        config, path = read_model_config(model)
+    except ConfigError as error:
         raise UsageError(
-            f"--model {model}: {path} does not exist; give the folder of the model, or "
-            "--vocab-size when the model is only on the server"
+            f"--model {model}: {error}, or --vocab-size when the model is only on the server"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model {model}: {path} cannot be read ({error})") from None
     inner = config.get("text_config") or config
     size = inner.get("vocab_size")
     if not isinstance(size, int) or size < 2:

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sglang_hc.errors import ConfigError
@@ -17,6 +16,7 @@ from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
+from sglang_hc.tools.model_config import read_model_config
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64
@@ -232,20 +232,10 @@ def _seconds(value: float) -> str:
 
 
 def _load_shape(model: str) -> ModelShape:
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise UsageError(
-            f"--model: {path} does not exist; give a folder with a config.json, or the file"
-        )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--model: {path} cannot be read as JSON ({error})") from error
-    try:
-        return ModelShape.from_config(config, where=str(path))
-    except ModelConfigError as error:
+        config, where = read_model_config(model)
+        return ModelShape.from_config(config, where=where)
+    except (ConfigError, ModelConfigError) as error:
         raise UsageError(f"--model: {error}") from error
 
 

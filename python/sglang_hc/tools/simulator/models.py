@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+from sglang_hc.tools.model_config import read_model_config
 
 
 class ModelError(ValueError):
@@ -134,20 +135,14 @@ def load_model(
 
 
 def _read(text: str) -> tuple[Mapping[str, Any], str]:
-    path = Path(text)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    if not Path(text).exists():
         raise ModelError(
             f"unknown model {text!r}: give one of {', '.join(MODEL_NAMES)}, or a config.json"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as cause:
-        raise ModelError(f"{path}: not a readable config.json ({cause})") from cause
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return data, str(path)
+        return read_model_config(text)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
 
 
 def _window(config: Mapping[str, Any], where: str) -> int:
