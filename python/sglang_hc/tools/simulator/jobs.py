@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_hc.config import HcConfig
+from sglang_hc.config import FLAGS, HcConfig
 from sglang_hc.policy.overflow import CannotCut, OverflowRule
 from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span
 from sglang_hc.tree.block_tree import BLOCK_BYTES
@@ -14,7 +14,7 @@ from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
 
 FINGERPRINT = b"sglang-hc simulator"[:16]
 ROOT = root_id(FINGERPRINT, None)
-OVERFLOW_MODES = ("off", "recompute", "reembed")
+OVERFLOW_MODES = FLAGS["overflow"].choices or ()
 
 
 def pack_span(span: Span) -> bytes:
