@@ -195,12 +195,18 @@ class Core:
 
         What the caches have of tokens[:start] is used, as for any request.
         """
+        return self.score_and_reply(tokens, start, salt)[0]
+
+    def score_and_reply(
+        self, tokens: Sequence[int], start: int, salt: str | None = None
+    ) -> tuple[list[float], Reply]:
+        """`score`, and the reply of one token, which says where the state came from."""
         rid = self.submit(tokens, 1, salt, logprobs_from=start)
         self.run()
-        self.reply(rid)
+        reply = self.reply(rid)
         values = self._requests[rid].logprob.input_token_logprobs_val
         assert len(values) == len(tokens) - start, "not every position has a log probability"
-        return [float(value) for value in values[1:]]
+        return [float(value) for value in values[1:]], reply
 
     def evict(self) -> None:
         """Push everything idle off the device, by the tree's own eviction."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,18 +141,14 @@ class ValueBackend(PageBackend):
 
 
 def with_remote(
-    near: BlockIo | None,
-    config: HcConfig,
-    pool: HostPool,
-    fingerprint: bytes,
-    counts: Counter[str],
+    near: BlockIo | None, config: HcConfig, pool: HostPool, fingerprint: bytes
 ) -> BlockIo:
     """The remote store of the options, behind the holder of blocks that is there already."""
     assert config.remote is not None
     frames = Frames(pool.layout.slot_bytes)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
-    return behind(near, backend, frames, pool, fingerprint, counts)
+    return behind(near, backend, frames, pool, fingerprint)
 
 
 def check_remote(config: HcConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import NamedTuple
 
 from sglang_hc.store.block_io import BlockIo
@@ -16,13 +15,11 @@ from sglang_hc.store.process.supervisor import IoSupervisor
 
 
 class Io(NamedTuple):
-    """blocks: None without a disk tier. counts: of both, and for whoever owns them. Close `blocks`
-    and then `executor`."""
+    """blocks: None without a disk tier. Close `blocks` and then `executor`."""
 
     memory: HostMemory
     executor: Executor
     blocks: BlockIo | None
-    counts: Counter[str]
 
 
 def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
@@ -35,18 +32,16 @@ def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
 
 def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     memory = HostMemory(spec)
-    counts: Counter[str] = Counter()
     blocks = None
     if disk is not None:
-        blocks = DiskThreads(disk.open(spec.layout), memory.pool, counts)
-    return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks, counts)
+        blocks = DiskThreads(disk.open(spec.layout), memory.pool)
+    return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks)
 
 
 def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     descriptor = memory_file(spec)
-    counts: Counter[str] = Counter()
     try:
-        supervisor = IoSupervisor(Setup(spec, disk), descriptor, counts)
+        supervisor = IoSupervisor(Setup(spec, disk), descriptor)
         memory = HostMemory(spec, descriptor)
         executor = ProcessExecutor(supervisor, memory)
         blocks = ProcessBlocks(supervisor) if disk is not None else None
@@ -54,4 +49,4 @@ def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     except BaseException:
         os.close(descriptor)
         raise
-    return Io(memory, executor, blocks, counts)
+    return Io(memory, executor, blocks)

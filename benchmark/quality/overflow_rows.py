@@ -1,0 +1,175 @@
+"""What the cells of overflow_table.py say: comparisons, tables and a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_hc.tools.bench import cells
+
+DTYPES = ("float32", "bfloat16")
+FORMS = {"kv": "kv", "hidden": "hidden", "mixed": "recompute:4,hidden:13,kv:13"}
+TRUNCATED = "TT"
+"""In place of a form: recomputed truncation with the smaller heads, which has nothing stored."""
+
+WINDOWS = (512, 1024, 2048)
+HEADS = (0, 4, 64)
+DEFAULT_HEAD = 64
+KINDS = ("prose", "reference")
+CHUNK = 64
+"""Tokens whose log probabilities are added up in a cell."""
+
+
+class Compared(NamedTuple):
+    """Two arms over the same tokens. perplexity, reference: of the one and the other. change:
+    relative change of perplexity. error: standard error of it, over the samples."""
+
+    tokens: int
+    perplexity: float
+    reference: float
+    change: float
+    error: float
+
+
+def compared(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compared:
+    """pairs: for each sample the chunks of an arm and of its reference; the common ones count."""
+    arm, reference, differences, tokens = 0.0, 0.0, [], 0
+    for some, other in pairs:
+        count = min(len(some), len(other))
+        a, b = sum(some[:count]), sum(other[:count])
+        arm, reference, tokens = arm + a, reference + b, tokens + count * CHUNK
+        differences.append((a - b) / (count * CHUNK))
+    spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+    change = math.exp((arm - reference) / tokens) - 1
+    return Compared(
+        tokens,
+        math.exp(arm / tokens),
+        math.exp(reference / tokens),
+        change,
+        (1 + change) * spread / math.sqrt(len(differences)),
+    )
+
+
+def rows_of(found: dict[str, cells.Cell]) -> list[dict[str, Any]]:
+    """One row per type, window, form, arm and kind of text ("all" too): against TT with the same
+    head, or with the default head where that was not measured."""
+    arms = _by_arm(found)
+    rows = []
+    for (dtype, window, form, arm), mine in sorted(arms.items()):
+        near = (arm.replace("ours", "TT"), f"TT {DEFAULT_HEAD}")
+        against = next((name for name in near if (dtype, window, "kv", name) in arms), None)
+        if against is None:
+            continue
+        reference = arms[dtype, window, "kv", against]
+        for kind in ("all", *KINDS):
+            pairs = [
+                (chunks, reference[number][1])
+                for number, (of, chunks) in mine.items()
+                if number in reference and kind in ("all", of)
+            ]
+            if pairs:
+                place = {"dtype": dtype, "window": window, "form": form, "arm": arm, "kind": kind}
+                numbers = {"cuts": len(pairs), "against": against, **compared(pairs)._asdict()}
+                rows.append(cells.rounded({**place, **numbers}))
+    return rows
+
+
+Arm = tuple[str, int, str, str]
+"""Type, window, form, name."""
+
+
+def _by_arm(found: dict[str, cells.Cell]) -> dict[Arm, dict[int, tuple[str, list[float]]]]:
+    """By number of the sample: the kind of its text and the chunks of the arm."""
+    arms: dict[Arm, dict[int, tuple[str, list[float]]]] = {}
+    for key, cell in found.items():
+        if cell["status"] == cells.OK:
+            dtype, form, window, number = key.split()
+            form = "kv" if form == TRUNCATED else form
+            for arm, chunks in cell["values"]["arms"].items():
+                place = dtype, int(window), form, arm
+                arms.setdefault(place, {})[int(number)] = (cell["values"]["kind"], chunks)
+    return arms
+
+
+def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The two tables of the README. Each comparison is over the tokens that both arms scored."""
+
+    def find(**wanted: Any) -> dict[str, Any] | None:
+        return next((row for row in rows if row.items() >= wanted.items()), None)
+
+    by_head, by_kind = [], []
+    for dtype in DTYPES:
+        for window in WINDOWS:
+            place = {"dtype": dtype, "window": window}
+            for head in HEADS:
+                of = [find(**place, form=form, arm=f"ours {head}", kind="all") for form in FORMS]
+                kv = of[0]
+                if kv is None:
+                    continue
+                perplexities = [f"{kv['reference']:.2f}", f"{kv['perplexity']:.2f}"]
+                nkvt = find(**place, form="kv", arm=f"NKVT {head}", kind="all")
+                cells_ = [*perplexities, *map(_change, of), _factor(nkvt)]
+                cuts = str(min(row["cuts"] for row in of if row))
+                by_head.append([dtype, str(window), str(head), cuts, kv["against"], *cells_])
+            for kind in KINDS:
+                kv = find(**place, form="kv", arm="ours 64", kind=kind)
+                if kv is not None:
+                    others = [find(**place, form="kv", arm=arm, kind=kind) for arm in OTHERS]
+                    start = [dtype, str(window), kind, str(kv["cuts"]), f"{kv['reference']:.2f}"]
+                    by_kind.append([*start, _change(kv), *map(_factor, others)])
+    against = [f"{form} against TT" for form in FORMS]
+    head = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)", *against, "NKVT"]
+    kinds = ["dtype", "window", "text", "cuts", "TT 64", "ours 64 against it", *OTHERS]
+    return {
+        "after-a-cut": {"columns": head, "rows": by_head},
+        "kinds": {"columns": kinds, "rows": by_kind},
+    }
+
+
+OTHERS = ("whole", "ours 4", "ours 0", "NKVT 64")
+
+
+def _change(row: dict[str, Any] | None) -> str:
+    return f"{row['change']:+.2%} ± {row['error']:.2%}" if row else "-"
+
+
+def _factor(row: dict[str, Any] | None) -> str:
+    return f"x{1 + row['change']:.2f}" if row else "-"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Perplexity over that of TT by window, one panel per type, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    figure, panels = pyplot.subplots(
+        1, len(dtypes), figsize=(4.2 * len(dtypes), 3.4), sharey=True, squeeze=False
+    )
+    arms = {
+        "not cut": "whole", "ours, head of 64": "ours 64", "ours, head of 4": "ours 4",
+        "ours, no head": "ours 0", "NKVT": "NKVT 64",
+    }  # fmt: skip
+    for axes, dtype in zip(panels[0], dtypes, strict=True):
+        for place, (label, arm) in enumerate(arms.items()):
+            known = {
+                row["window"]: 1 + row["change"]
+                for row in rows
+                if (row["dtype"], row["arm"], row["form"], row["kind"]) == (dtype, arm, "kv", "all")
+            }
+            places = [WINDOWS.index(window) + (place - 2) * 0.16 for window in known]
+            axes.bar(places, list(known.values()), width=0.15, label=label)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(WINDOWS)), [str(window) for window in WINDOWS])
+        axes.set_xlabel("window (tokens)")
+        axes.set_title(dtype)
+    panels[0][0].legend(fontsize=7)
+    panels[0][0].set_ylabel("perplexity after a cut over TT")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

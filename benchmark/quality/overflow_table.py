@@ -1,0 +1,332 @@
+"""AttentionStore's Table 1 with the server's own code: perplexity of what follows a cut.
+
+    python benchmark/quality/overflow_table.py [--quick] [--cells FILE] [--out FILE] [--plot FILE]
+
+A real model (scripts/get_real_model.py) reads a text as one conversation. Where it has filled a
+window, the half behind the head is dropped, and the log probabilities of the tokens with which the
+text goes on are taken:
+
+TT      the kept tokens are prefilled in their new places (recomputed truncation)
+ours    their state moves there: `--hc-overflow reembed` (AttentionStore section 3.4)
+NKVT    their K stays as it was rotated for the old places (naive truncation of KV)
+whole   nothing is cut
+
+State comes from host memory through the server's scheduler, grafts, restoration and rotation; TT is
+an ordinary prompt of the same engine. The server keeps a whole block as head at least. A head of 0
+tokens is asked for behind that rule. One of 4 does not end with a block, so no block of the cut
+path is one that was stored: its rows are moved by the same rotation within the device pool.
+
+Cells are kept in --cells and are not measured again, so that a run can be cut off and continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "benchmark" / "restore")]
+
+from cases import answer, run_case  # noqa: E402
+from overflow_rows import (  # noqa: E402
+    CHUNK,
+    DEFAULT_HEAD,
+    DTYPES,
+    FORMS,
+    KINDS,
+    TRUNCATED,
+    WINDOWS,
+    plot,
+    rows_of,
+    tables,
+)
+
+from sglang_hc.tools.bench import cells, machine  # noqa: E402
+
+MODEL = "smollm2-135m"
+PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
+CHUNKS = {512: 4, 1024: 3, 2048: 2}
+"""Chunks that are scored after a cut with the default head in KV form, by window: what differs by
+less than its standard error needs many tokens. All other arms have FEWER."""
+
+FEWER = 1
+
+BATCH = 20
+"""Samples of one engine before it is started again: what a crash can cost."""
+
+
+class Sample(NamedTuple):
+    """One conversation: its number, the kind of its text and its tokens."""
+
+    number: int
+    kind: str
+    tokens: list[int]
+
+
+def texts() -> dict[str, list[int]]:
+    """Tokens by kind: public-domain English (benchmark/texts), and the reference of the Python
+    language that comes with the interpreter, half prose, half grammar and code."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    from support.core import MODELS
+    from support.real_text import tokens_of
+
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / MODEL)
+    reference = "\n".join(topics[name] for name in sorted(topics))
+    return {
+        "prose": [token for name in PROSE for token in tokens_of(MODEL, name)],
+        "reference": list(tokenizer.encode(reference, add_special_tokens=False)),
+    }
+
+
+def samples(count: int, known: dict[str, list[int]]) -> list[Sample]:
+    """`count` conversations, of the kinds in turn, spread over each text."""
+    size = max(window + CHUNK * chunks for window, chunks in CHUNKS.items())
+    chosen = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        text = known[kind]
+        of_kind = math.ceil((count - number % len(KINDS)) / len(KINDS))
+        start = number // len(KINDS) * (len(text) - size) // max(1, of_kind - 1)
+        chosen.append(Sample(number, kind, text[start : start + size]))
+    return chosen
+
+
+def kept(tokens: Sequence[int], window: int, head: int) -> list[int]:
+    """What a cut leaves of a full window: half of it, head included."""
+    return [*tokens[:head], *tokens[head + window // 2 : window]]
+
+
+class Told:
+    """A rule of `--hc-overflow` that cuts where the experiment says, heads below a block too."""
+
+    def __init__(self) -> None:
+        from sglang_hc.policy.overflow import Cut
+        from sglang_hc.srt import overflow
+
+        self._type = Cut
+        self.say(0, 0)
+        overflow._rule = lambda _: self
+
+    def say(self, head: int, dropped: int) -> None:
+        self._now = self._type(head, dropped)
+
+    def cut(self, length: int, answer: int | None, keep_first: int | None = None) -> Any:
+        return self._now
+
+    def earlier(self, cut: Any) -> list[int]:
+        return [0]
+
+
+class Unmoved:
+    """A rotation that leaves K as it is."""
+
+    def move(self, layer: int, parts: Any, old: Any, new: Any) -> Any:
+        return parts
+
+
+class Bench:
+    """One engine that scores what follows cuts of one conversation after the other."""
+
+    def __init__(self, dtype: str, form: str) -> None:
+        from support.core import Core
+
+        self.form = form
+        self.core = Core(
+            "--hc-forms", FORMS.get(form, "kv"), "--dtype", dtype, "--hc-host-size-gb", "1.5",
+            "--max-total-tokens", "12288", "--hc-overflow", "reembed", model=MODEL,
+        )  # fmt: skip
+        self.told = Told()
+
+    def cells(self, sample: Sample, windows: Sequence[int]) -> dict[int, dict[str, list[float]]]:
+        """Per window and arm the negative log probabilities of what follows, added up by chunks."""
+        if self.form == TRUNCATED:
+            return {
+                window: {
+                    f"TT {head}": self._recomputed(sample, window, head, FEWER) for head in (0, 4)
+                }
+                for window in windows
+            }
+        core, key = self.core, f"{sample.number}"
+        core.ask(sample.tokens[: max(windows)], 1, key)
+        core.settle()
+        found: dict[int, dict[str, list[float]]] = {window: {} for window in windows}
+        for window in windows:
+            arms = found[window]
+            many = CHUNKS[window] if self.form == "kv" else FEWER
+            for head, chunks in ((0, FEWER), (DEFAULT_HEAD, many)):
+                arms[f"ours {head}"] = self._moved(sample, window, head, chunks, key)
+            if self.form == "kv":
+                arms[f"TT {DEFAULT_HEAD}"] = self._recomputed(sample, window, DEFAULT_HEAD, many)
+                arms["whole"] = self._score(sample, window, sample.tokens[:window], FEWER, key)
+                arms["ours 4"] = self._rows(sample, window, 4, key)
+        if self.form == "kv":
+            restorer = core.tree.tiers.restorer
+            path, restorer.path = restorer.path, replace(restorer.path, rotation=Unmoved())
+            core.evict()
+            for window in windows:
+                arm = f"NKVT {DEFAULT_HEAD}"
+                found[window][arm] = self._moved(sample, window, DEFAULT_HEAD, FEWER, key)
+            restorer.path = path
+        core.evict()
+        return found
+
+    def _score(
+        self,
+        sample: Sample,
+        window: int,
+        before: Sequence[int],
+        chunks: int,
+        key: str,
+        found: int = 0,
+    ) -> list[float]:
+        """The tokens behind the window, given those before the cut or what is left of them.
+
+        found: tokens that must have come from the tiers.
+        """
+        tokens = [*before, *sample.tokens[window : window + CHUNK * chunks]]
+        scored, reply = self.core.score_and_reply(tokens, len(before) - 1, key)
+        came = reply.host + reply.storage
+        assert came >= found, f"{came} tokens came from the tiers, not {found}"
+        return [-sum(scored[i : i + CHUNK]) for i in range(0, len(scored), CHUNK)]
+
+    def _recomputed(self, sample: Sample, window: int, head: int, chunks: int) -> list[float]:
+        """What a cut leaves as a prompt of its own, prefilled."""
+        left = kept(sample.tokens, window, head)
+        return self._score(sample, window, left, chunks, f"TT {head} {sample.number}")
+
+    def _moved(self, sample: Sample, window: int, head: int, chunks: int, key: str) -> list[float]:
+        """After a cut by the server, with state that comes from host memory and moves."""
+        self.told.say(head, window // 2)
+        try:
+            # The last kept token is computed again, with what follows.
+            before, least = sample.tokens[:window], window // 2 - 1
+            return self._score(sample, window, before, chunks, key, least)
+        finally:
+            self.told.say(0, 0)
+
+    def _rows(self, sample: Sample, window: int, head: int, key: str) -> list[float]:
+        """The same for a head that ends within a block: row by row in the device pool."""
+        import torch
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        core, dropped = self.core, window // 2
+        rows = core.kv(sample.tokens[:window], key)
+        new = torch.arange(window - dropped)
+        old = torch.where(new < head, new, new + dropped)
+        allocator = core.scheduler.token_to_kv_pool_allocator
+        slots = allocator.alloc(len(new))
+        pool = allocator.get_kvcache()
+        for layer in range(pool.layer_num):
+            keys, values = rows[2 * layer][old], rows[2 * layer + 1][old]
+            raw = keys.reshape(len(new), -1).view(torch.uint8)
+            (moved,) = core.tree.tiers.restorer.path.rotation.move(layer, [raw], old, new)
+            pool.k_buffer[layer][slots] = moved.view(keys.dtype).view(keys.shape)
+            pool.v_buffer[layer][slots] = values
+        left = kept(sample.tokens, window, head)
+        name = f"rows {head} {key}"
+        core.tree.insert(InsertParams(key=RadixKey(array("q", left), name), value=slots))
+        return self._score(sample, window, left, FEWER, name)
+
+
+def measure(case: dict[str, Any]) -> list[str]:
+    """Measure the samples of one case that are missing, up to BATCH; returns their keys."""
+    file = cells.CellFile(Path(case["cells"]), "overflow table", case["command"])
+    bench, done = None, []
+    for sample in samples(case["samples"], texts()):
+        missing = [
+            window
+            for window in case["windows"]
+            if not file.has(cell_key(case["dtype"], case["form"], window, sample.number))
+        ]
+        if not missing:
+            continue
+        if len(done) >= BATCH:
+            break
+        bench = bench or Bench(case["dtype"], case["form"])
+        begun = time.monotonic()
+        found = bench.cells(sample, missing)
+        seconds = (time.monotonic() - begun) / len(missing)
+        for window, arms in found.items():
+            key = cell_key(case["dtype"], case["form"], window, sample.number)
+            file.add(key, {"kind": sample.kind, "arms": arms}, seconds)
+        done.append(sample.number)
+        print(f"{case['dtype']} {case['form']} {sample.number}: {seconds:.1f} s", file=sys.stderr)
+    return [str(number) for number in done]
+
+
+def cell_key(dtype: str, form: str, window: int, sample: int) -> str:
+    return f"{dtype} {form} {window} {sample}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="2 cuts, windows 512 and 1024")
+    parser.add_argument("--samples", type=int, default=40, help="cuts per window (default: 40)")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--forms", default=",".join([*FORMS, TRUNCATED]))
+    parser.add_argument("--windows", default=",".join(map(str, WINDOWS)))
+    parser.add_argument("--cells", type=Path, help="keep measurements here and go on from them")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--plot", type=Path, help="draw perplexities into this PNG file")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        answer(measure(json.loads(args.case)))
+        return 0
+    if args.quick:
+        args.samples, args.windows = 2, "512,1024"
+    path = args.cells or Path("overflow-table.cells")
+    script = [sys.executable, str(ROOT / "scripts" / "get_real_model.py")]
+    if subprocess.run([*script, "--output", str(ROOT / "models")], check=False).returncode:
+        return 2
+    command = shlex.join(["python", "benchmark/quality/overflow_table.py", *sys.argv[1:]])
+    for dtype in args.dtypes.split(","):
+        for form in args.forms.split(","):
+            case = {
+                **{"dtype": dtype, "form": form, "samples": args.samples, "command": command},
+                **{"windows": [int(w) for w in args.windows.split(",")], "cells": str(path)},
+            }
+            while done := run_case(__file__, case):
+                print(f"{dtype} {form}: samples {', '.join(done)}", flush=True)
+    found = cells.latest(cells.read(path))
+    rows = rows_of(found)
+    made = tables(rows)
+    for line in made["after-a-cut"]["rows"]:
+        print("  ".join(line))
+    if args.out is not None:
+        result = {
+            "experiment": "overflow table",
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": command,
+            "machine": machine.describe(),
+            "measured_at": sorted({cell["commit"] for cell in found.values()}),
+            "seconds": round(sum(cell["seconds"] for cell in found.values())),
+            "model": MODEL,
+            "settings": {"plans": FORMS, "chunk": CHUNK, "chunks": CHUNKS, "fewer": FEWER},
+            "rows": rows,
+            "tables": made,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot is not None:
+        plot(rows, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The arithmetic of the overflow benchmarks: cuts, samples, comparisons, tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmark" / "quality"))
+    try:
+        return importlib.import_module("overflow_table")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def rows(table: ModuleType) -> ModuleType:
+    return sys.modules["overflow_rows"]
+
+
+@pytest.mark.parametrize("head", [0, 4, 64])
+def test_a_cut_keeps_half_a_window_and_its_head(table: ModuleType, head: int) -> None:
+    left = table.kept(range(600), 512, head)
+    assert len(left) == 256
+    assert left[:head] == list(range(head))
+    assert left[head:] == list(range(head + 256, 512))
+
+
+def test_samples_are_of_both_kinds_and_spread(table: ModuleType) -> None:
+    known = {kind: [(kind, i) for i in range(5000 + 10 * n)] for n, kind in enumerate(table.KINDS)}
+    chosen = table.samples(10, known)
+    assert [sample.kind for sample in chosen] == list(table.KINDS) * 5
+    longest = max(w + table.CHUNK * chunks for w, chunks in table.CHUNKS.items())
+    for kind in table.KINDS:
+        of_kind = [sample.tokens for sample in chosen if sample.kind == kind]
+        assert {len(tokens) for tokens in of_kind} == {longest}
+        assert of_kind[0][0] == (kind, 0) and of_kind[-1][-1] == known[kind][-1]
+        assert len({tokens[0] for tokens in of_kind}) == 5
+
+
+def test_two_arms_are_compared_over_the_tokens_of_both(rows: ModuleType) -> None:
+    size = rows.CHUNK
+    pairs = [([2.0 * size, 9.0 * size], [1.0 * size]), ([1.0 * size], [1.0 * size, 5.0 * size])]
+    found = rows.compared(pairs)
+    assert found.tokens == 2 * size
+    assert found.perplexity == pytest.approx(math.exp(1.5))
+    assert found.reference == pytest.approx(math.e)
+    assert found.change == pytest.approx(math.exp(0.5) - 1)
+    assert found.error == pytest.approx(math.exp(0.5) * math.sqrt(0.5) / math.sqrt(2))
+
+
+def cell(kind: str, **arms: list[float]) -> dict[str, Any]:
+    named = {arm.replace("_", " "): chunks for arm, chunks in arms.items()}
+    return {"status": "ok", "values": {"kind": kind, "arms": named}}
+
+
+def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> None:
+    found = {
+        "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0], ours_0=[90.0]),
+        "float32 kv 512 1": cell("reference", ours_64=[64.0], TT_64=[64.0], ours_0=[80.0]),
+        "float32 hidden 512 0": cell("prose", ours_64=[71.0]),
+        "float32 TT 512 0": cell("prose", TT_0=[60.0]),
+        "float32 kv 512 2": {"status": "failed", "values": {"reason": "", "log": ""}},
+    }
+    made = {(r["form"], r["arm"], r["kind"]): r for r in rows.rows_of(found)}
+    assert made["kv", "ours 64", "all"]["cuts"] == 2
+    assert made["kv", "ours 64", "all"]["against"] == "TT 64"
+    assert made["kv", "ours 64", "prose"]["change"] == pytest.approx(math.exp(6 / 64) - 1, rel=1e-5)
+    assert made["hidden", "ours 64", "all"]["change"] == pytest.approx(
+        math.exp(7 / 64) - 1, rel=1e-5
+    )
+    assert (made["kv", "ours 0", "all"]["against"], made["kv", "ours 0", "all"]["cuts"]) == (
+        "TT 0",
+        1,
+    )
+    tables = rows.tables(list(made.values()))
+    assert all(
+        len(cells) == len(one["columns"]) for one in tables.values() for cells in one["rows"]
+    )
+    (line,) = [cells for cells in tables["after-a-cut"]["rows"] if cells[2] == "64"]
+    assert line[3] == "1" and line[-2] == "-", "hidden has one cut, mixed none"
+
+
+def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
+    sys.path.insert(0, str(ROOT / "benchmark" / "quality"))
+    try:
+        after_cut = importlib.import_module("after_cut")
+    finally:
+        sys.path.pop(0)
+    result = json.loads((ROOT / "benchmark/results/cpu-after-cut.json").read_text())
+    assert result["tables"] == after_cut.tables(result["rows"])
+    moved, computed = (
+        [row for row in result["rows"] if row["mode"] == mode] for mode in ("reembed", "recompute")
+    )
+    assert len(moved) == len(computed) == 7
+    assert {row["prompt_tokens"] for row in result["rows"]} == {1076}
+    assert {row["cached_tokens"] for row in moved} == {960}
+    assert {row["cached_tokens"] for row in computed} == {64}
+    assert float(result["tables"]["after-cut"]["rows"][1][-1]) >= 3
