@@ -238,7 +238,7 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     os.kill(pid, signal.SIGKILL)
     started = time.perf_counter()
     polls, work = [], []
-    while io.executor.counts()["io_restarts"] == 0:
+    while io.counts["io_restarts"] == 0:
         begun, worked = time.perf_counter(), time.thread_time()
         io.blocks.poll()
         polls.append(time.perf_counter() - begun)

@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def compare(root: Path, kib: int, total: int, rounds: int) -> list[dict[str, obj
     store = DiskStore.open([spec], model, NO_UPKEEP)
     items = [(block, pool.slot(slot)) for slot, block in enumerate(blocks)]
     expect_ok(store.write_many(items))
-    io = DiskThreads(store, pool)
+    io = DiskThreads(store, pool, Counter())
     arms: dict[str, Callable[[], None]] = {
         "single": lambda: read_single(store, pool, blocks),
         "runs": lambda: read_runs(store, pool, blocks),

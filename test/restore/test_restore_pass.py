@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.restore.restore_pass import Restoration
 from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.block_tree import Moved
 from sglang_hc.tree.identity import pack_tokens
 from support.copy_streams import LateCopyStream
 from support.host import keep
@@ -34,11 +36,22 @@ def token(path: int, position: int) -> int:
     return path * 1000 + position
 
 
-def truth(layer: int, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """K/V of these tokens, per part."""
+def truth(layer: int, tokens: Sequence[int], shift: int = 0) -> list[torch.Tensor]:
+    """K/V of these tokens, per part, at positions that are further from the start by `shift`."""
     paths, positions = np.divmod(np.asarray(tokens), 1000)
     hidden = HIDDEN[layer, paths, positions]
-    return project(layer, hidden, torch.from_numpy(positions))
+    return project(layer, hidden, torch.from_numpy(positions) + shift)
+
+
+class ToyRotation:
+    """Moves what `project` gives."""
+
+    def move(
+        self, layer: int, parts: Sequence[torch.Tensor], old: torch.Tensor, new: torch.Tensor
+    ) -> list[torch.Tensor]:
+        zeros = torch.zeros((len(old), HIDDEN_BYTES), dtype=torch.uint8)
+        ways = zip(parts, project(layer, zeros, new), project(layer, zeros, old), strict=True)
+        return [part + there - here for part, there, here in ways]
 
 
 class ToyRecomputer:
@@ -81,7 +94,8 @@ def check(pool: ToyPool, layer: int, tokens: Sequence[int], slots: torch.Tensor)
 class Bench:
     """Tiers whose host tier holds both paths; everything else of the device pool is `UNTOUCHED`."""
 
-    def __init__(self, plan: LayerPlan) -> None:
+    def __init__(self, plan: LayerPlan, shifts: Sequence[int] = (0, 0, 0)) -> None:
+        """shifts: of the blocks of each path; KV was stored that much further from the start."""
         self.plan = plan
         self.recomputer = ToyRecomputer()
         self.tiers, self.pool, _ = build(
@@ -91,6 +105,9 @@ class Bench:
             copy_stream=LateCopyStream(),
             recomputer=self.recomputer,
         )
+        restorer = self.tiers.restorer
+        restorer.path = replace(restorer.path, rotation=ToyRotation())
+        self.shifts = shifts
         self.recomputer.tiers, self.recomputer.pool = self.tiers, self.pool
         for part in itertools.chain(*self.pool.kv):
             part.fill_(UNTOUCHED)
@@ -108,8 +125,10 @@ class Bench:
             for index, layer in enumerate(plan.hidden_layers):
                 pool.hidden[slot, index, :rows] = HIDDEN[layer, path, first : first + rows].numpy()
             for index, layer in enumerate(plan.kv_layers):
-                for view, part in zip(pool.kv, truth(layer, tokens), strict=True):
+                shift = self.shifts[first // BLOCK_TOKENS]
+                for view, part in zip(pool.kv, truth(layer, tokens, shift), strict=True):
                     view[slot, index, :rows] = part.numpy()
+            node.moved = Moved(node.block_id, self.shifts[first // BLOCK_TOKENS])
         return tuple(nodes)
 
     def valid(self, path: int, stop: int) -> None:
@@ -157,7 +176,7 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
     """One pass: spans of two paths in a row, each later one attends to the one before it. KV layers
     may be copied between HIDDEN layers."""
     plan = LayerPlan(*counts)
-    bench = Bench(plan)
+    bench = Bench(plan, data.draw(st.lists(st.sampled_from([0, 64, 320]), min_size=3, max_size=3)))
     rate = data.draw(st.floats(0, 3))
     bench.tiers.restorer.planner.kv_per_hidden = lambda tokens: rate
     recompute = st.integers(plan.recompute, plan.num_layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def pool() -> HostPool:
 
 @pytest.fixture
 def io(tmp_path: Path, pool: HostPool, faults: Faults) -> Iterator[DiskThreads]:
-    io = DiskThreads(open_store(tmp_path, backend=FaultyBackend(faults)), pool)
+    io = DiskThreads(open_store(tmp_path, backend=FaultyBackend(faults)), pool, Counter())
     yield io
     io.close()
 
@@ -163,7 +164,7 @@ def test_a_directory_that_hangs_holds_up_only_its_own_blocks(
     it holds is answered when it is back."""
     monkeypatch.setattr(threads, "WRITE_QUEUE", 8)
     store = open_store(tmp_path / "a", tmp_path / "b", backend=FaultyBackend(faults))
-    io = DiskThreads(store, pool)
+    io = DiskThreads(store, pool, Counter())
     blocks = save(io, pool, 4)
     go_on = threading.Event()
 

@@ -50,6 +50,7 @@ class FakeIo:
         writes_wait: writes wait for `step` too, instead of being done at once. polls_per_step:
         every so many polls make a step, so that waiting for it ends; 0 for none."""
         self.capacity = capacity
+        self.counts: Counter[str] = Counter()
         self.moves: deque[Move] = deque()
         self.begun: list[bytes] = []
         """Identities of all reads that were asked for."""
@@ -145,9 +146,6 @@ class FakeIo:
 
     def levels(self) -> dict[str, int]:
         return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
 
     def close(self) -> None:
         return None

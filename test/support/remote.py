@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -92,7 +93,7 @@ def make_blocks(
     backend: type[FakeBackend] = FakeBackend,
 ) -> RemoteBlocks:
     frames = Frames(LAYOUT.slot_bytes)
-    return RemoteBlocks(backend(store, frames), frames, pool, fingerprint, clock)
+    return RemoteBlocks(backend(store, frames), frames, pool, fingerprint, Counter(), clock)
 
 
 def make_path(count: int, seed: int = 0) -> list[Block]:

@@ -73,9 +73,6 @@ class StepExecutor:
     def levels(self) -> dict[str, int]:
         return {}
 
-    def counts(self) -> Counter[str]:
-        return Counter()
-
     def close(self) -> None:
         self.drain()
 

@@ -165,11 +165,16 @@ class QueueView:
         it. Looked up once, and again when they have come."""
         self._waiting_of = waiting_of
         costs: dict[str, float | None] = {}
+        record_of = self.requests.get
         for rid in rids:
-            record = self.requests[rid]
-            if not record.awaits and record.restore_seconds is None:
-                record.restore_seconds = self._restore_cost(rid)
-            costs[rid] = ON_THE_WAY if record.awaits else record.restore_seconds
+            record = record_of(rid) or self.requests[rid]
+            if record.awaits:
+                costs[rid] = ON_THE_WAY
+                continue
+            cost = record.restore_seconds
+            if cost is None:
+                cost = record.restore_seconds = self._restore_cost(rid)
+            costs[rid] = cost
         return costs.__getitem__
 
     def fetching(self, rid: str) -> bool:

@@ -1,9 +1,9 @@
 """Which blocks are fetched from disk ahead of their request's turn (AttentionStore section 3.3.1).
 
-Requests are served by their expected turn, those with the same turn by the time their fetch takes.
-A block is fetched once, however many requests wait for it. Of a state that cannot be ready in time
-only what can is fetched, unless waiting for the rest is cheaper than recomputing it; and a request
-whose turn has come waits no longer than what comes can save.
+Fetches start in the order of their requests' expected turns; for equal turns the shorter fetch
+comes first. A block is fetched once, however many requests wait for it. Of a state that cannot be
+ready in time, only the part that can is fetched, unless waiting for the rest is cheaper than
+recomputing it. A request whose turn has come waits no longer than the blocks on their way can save.
 
 One `Prefetcher` decides this in the server (queue/lookahead.py) and in the simulator
 (tools/simulator/tiers.py). It moves no bytes: the tiers (`Below`) say what is where, begin what it
@@ -41,8 +41,8 @@ TRY_BLOCKS = 4
 """Most blocks that are fetched for a try (see `tries.Tries`)."""
 
 QUIET_PASSES = 16
-"""Passes without an event after which the tiers are looked at anyway: a block may have lost its
-last user unseen, and make room now."""
+"""After so many passes without an event the tiers are looked at anyway: a block may have lost its
+last user without an event, and can make room now."""
 
 K = TypeVar("K", bound=Hashable)
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
@@ -159,12 +159,12 @@ class Prefetcher(Generic[K]):
             self._forget(request)
 
     def finished(self, request: K, blocks: int) -> None:
-        """A request of so many blocks is over: S_kv's next sample."""
+        """A request of so many blocks is over; its size is the next sample of S_kv."""
         self._mean.add(max(1, blocks))
         self.cancel(request)
 
     def cancel(self, request: K) -> None:
-        """The request has left the queue, or is over; what is on its way for it is nobody's."""
+        """The request has left the queue or is over. Nobody waits any more for its blocks."""
         self._forget(request)
 
     def give_up(self, request: K) -> None:
@@ -231,7 +231,7 @@ class Prefetcher(Generic[K]):
                 return
 
     def _is_missed(self, request: K) -> bool:
-        """What was in host memory for the request, or came, has left again."""
+        """A block that was in host memory for the request, or fetched for it, has left since."""
         record = self.requests[request]
         if record.last_block is None or self._below.in_host(record.last_block):
             return False
@@ -262,7 +262,8 @@ class Prefetcher(Generic[K]):
         return True
 
     def _has_all(self, request: K) -> bool:
-        """Nothing that the request lacks is worth waiting for, or can be had."""
+        """The request need not wait: it lacks nothing, or what it lacks is not worth a fetch or
+        cannot be fetched now."""
         missing = self._below.missing(request)
         if missing is None:
             return False
@@ -274,7 +275,7 @@ class Prefetcher(Generic[K]):
         if not wanted:
             self.give_up(request)
             return True
-        # What makes no room for the head now will not before its turn is over.
+        # Nothing is on its way, and what protects itself from the head stays until its turn ends.
         return self._is_head(request) and not self.requests.under_way
 
     # -- inner parts -----------------------------------------------------------------------------
@@ -286,7 +287,7 @@ class Prefetcher(Generic[K]):
         while first < end and path[first] in self.requests.under_way:
             self.requests.wait(request, path[first : first + 1])
             first += 1
-        # Further down something may still be on its way that has lost its place.
+        # A later block of the path may still be on its way for a request that has left.
         end = next((i for i in range(first, end) if path[i] in self.requests.under_way), end)
         wanted = self._worth(missing, first, end, turn_in)
         started = 0

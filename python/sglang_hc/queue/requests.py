@@ -90,6 +90,10 @@ class WaitingTable(Generic[K]):
     def __contains__(self, name: object) -> bool:
         return name in self._records
 
+    def knows(self, names: Iterable[K]) -> bool:
+        """Whether there is a record of each of these requests."""
+        return all(map(self._records.__contains__, names))
+
     def __iter__(self) -> Iterator[K]:
         return iter(self._records)
 

@@ -7,7 +7,6 @@ sizes, memory, what lies below host memory, the tiers, the tree.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -270,7 +269,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 
 def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
-    counters: Counter[str] = Counter()
+    counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
     timer, watch = timer_for(copy_stream), None
     if costs is not None and timer is not None:
@@ -328,7 +327,7 @@ def _disk(
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below = io.blocks
     if model.config.remote is not None:
-        below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint)
+        below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint, io.counts)
     if below is None:
         return None
     return DiskTier(below, host) if watch is None else DiskTier(below, host, on_read=watch.read)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,14 +142,18 @@ class ValueBackend(PageBackend):
 
 
 def with_remote(
-    near: BlockIo | None, config: HcConfig, pool: HostPool, fingerprint: bytes
+    near: BlockIo | None,
+    config: HcConfig,
+    pool: HostPool,
+    fingerprint: bytes,
+    counts: Counter[str],
 ) -> BlockIo:
     """The remote store of the options, behind the holder of blocks that is there already."""
     assert config.remote is not None
     frames = Frames(pool.layout.slot_bytes)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
-    return behind(near, backend, frames, pool, fingerprint)
+    return behind(near, backend, frames, pool, fingerprint, counts)
 
 
 def check_remote(config: HcConfig) -> None:

@@ -66,8 +66,7 @@ class WaitingRequests:
         if not self.admission.ready_first:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
-        known = all(rid in self._view.requests for rid in head)
-        if known and len(head) == min(ARRANGED, len(queue)):
+        if len(head) == min(ARRANGED, len(queue)) and self._view.requests.knows(head):
             costs = self._view.readiness(head, self._waiting_of)
             before = list(head)
             order = self.admission.arrange(before, costs)

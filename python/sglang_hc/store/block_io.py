@@ -71,6 +71,10 @@ class BlockIo(Protocol):
     """
 
     @property
+    def counts(self) -> Counter[str]:
+        """Where this and its owner count what happens; handed in by whoever built it."""
+
+    @property
     def name(self) -> str:
         """For people: shown with every hit as the storage back end."""
 
@@ -115,9 +119,6 @@ class BlockIo(Protocol):
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""
-
-    def counts(self) -> Counter[str]:
-        """Numbers that only grow, for what no answer tells."""
 
     def close(self) -> None:
         """Finish what was submitted and give everything back."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_hc.policy.eviction import IsProtected
@@ -94,7 +93,7 @@ class DiskTier:
         self._tickets = itertools.count(1)
         self._reads: dict[int, Promotion] = {}
         self._spills: dict[int, BlockNode] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters = io.counts
         self._watch = ReadWatch(on_read)
 
     @property
@@ -227,10 +226,6 @@ class DiskTier:
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down."""
         return self._io.levels()
-
-    def counts(self) -> Counter[str]:
-        """Numbers that only grow, those of what is below included."""
-        return self.counters + self._io.counts()
 
     def close(self) -> None:
         """Finish writes under way and close the store."""

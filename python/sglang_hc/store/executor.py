@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
@@ -78,9 +78,6 @@ class Executor(Protocol):
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""
-
-    def counts(self) -> Counter[str]:
-        """Numbers that only grow."""
 
     def close(self) -> None:
         """Finish what is queued and stop."""
@@ -167,9 +164,6 @@ class ThreadExecutor:
 
     def levels(self) -> dict[str, int]:
         return {}
-
-    def counts(self) -> Counter[str]:
-        return Counter()
 
     def close(self) -> None:
         self._thread.close()

@@ -24,7 +24,6 @@ from sglang_hc.tree.host_tier import HostTier
 
 class _Numbers(Protocol):
     def levels(self) -> Mapping[str, float]: ...
-    def counts(self) -> Mapping[str, int]: ...
 
 
 @dataclass(eq=False)
@@ -125,8 +124,15 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
-        for part in self._with_own_numbers():
-            found.update(part.levels())
+        watch = self.restorer.watch
+        parts: tuple[_Numbers | None, ...] = (
+            self.capture.filing.executor,
+            self.disk,
+            watch.costs if watch is not None else None,
+        )
+        for part in parts:
+            if part is not None:
+                found.update(part.levels())
         return found
 
     def counts(self) -> dict[str, int]:
@@ -135,11 +141,6 @@ class Tiers:
         for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
             total += part.counters if part is not None else Counter()
         total += self.retention.counters
-        for source in self._with_own_numbers():
-            total.update(source.counts())
+        if self.restorer.watch is not None:
+            total.update(self.restorer.watch.costs.counts())
         return {"evicted_blocks": self.host.evicted_blocks, **+total}
-
-    def _with_own_numbers(self) -> list[_Numbers]:
-        watch = self.restorer.watch
-        parts = self.capture.filing.executor, self.disk, watch.costs if watch is not None else None
-        return [part for part in parts if part is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from unittest import mock
 
 from hypothesis import given, settings
@@ -74,7 +74,9 @@ class Run:
         self.stillborn = 0
         """How many of the next processes die with their first word."""
         self._now = 0.0
-        self.supervisor = IoSupervisor(wire.Setup(MEMORY.spec, None), 0, lambda: self._now)
+        self.supervisor = IoSupervisor(
+            wire.Setup(MEMORY.spec, None), 0, Counter(), lambda: self._now
+        )
         self.executor = ProcessExecutor(self.supervisor, MEMORY)
         self.blocks = ProcessBlocks(self.supervisor)
         with mock.patch.object(io_supervisor, "IoLink", self._start):

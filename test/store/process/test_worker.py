@@ -100,7 +100,7 @@ def test_what_leaves_the_disk_leaves_the_mirror(io: Io) -> None:
         blocks = make_path(8, seed=seed)
         save(io, blocks)
         written += names(blocks)
-    until(lambda: io.blocks.counts()["disk_evicted_blocks"] > 0, io)
+    until(lambda: io.counts["disk_evicted_blocks"] > 0, io)
     known = [name for name in written if io.blocks.contains([name])]
     assert 0 < len(known) < len(written)
     for slot, name in enumerate(known[:SLOTS]):
@@ -129,7 +129,7 @@ def test_what_waiting_requests_need_is_evicted_last(io: Io) -> None:
         others = make_path(8, seed=seed)
         save(io, others)
         io.blocks.touch(names(others))
-    until(lambda: io.blocks.counts()["disk_evicted_blocks"] > 0, io)
+    until(lambda: io.counts["disk_evicted_blocks"] > 0, io)
     assert io.blocks.contains(names(needed)) == 6
 
 
@@ -165,7 +165,7 @@ def test_a_directory_destroyed_with_the_process_costs_its_own_blocks(tmp_path: P
     assert len(kept) == 4
     shutil.rmtree(tmp_path / "b")
     os.kill(pid_of(io), signal.SIGKILL)
-    until(lambda: io.executor.counts()["io_restarts"] == 1, io)
+    until(lambda: io.counts["io_restarts"] == 1, io)
     check_read(io, kept)
     for slot, block in enumerate(lost, start=32):
         io.blocks.read(slot, block.block_id, slot, soon())

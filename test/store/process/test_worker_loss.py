@@ -54,7 +54,7 @@ def test_killed_it_comes_back_with_the_same_blocks(
     assert io.blocks.contains(names(blocks)) == 6
     assert pid_of(io) != first
     check_read(io, blocks)
-    counts = io.executor.counts()
+    counts = io.counts
     assert (counts["io_losses"], counts["io_restarts"], counts["io_lost_operations"]) == (1, 1, 3)
     said = [record.getMessage() for record in caplog.records]
     assert sum("is gone (signal 9)" in line for line in said) == 1
@@ -93,7 +93,7 @@ def test_an_operation_far_behind_its_deadline_counts_as_a_hang(
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)
     io.blocks.read(1, bytes(16), 32, time.monotonic())
-    until(lambda: io.executor.counts()["io_losses"] == 1, io)
+    until(lambda: io.counts["io_losses"] == 1, io)
 
 
 def test_filing_goes_on_without_the_process(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_operations_stay_in_order_across_losses(io: Io) -> None:
             time.sleep(0.2)
     done += io.executor.drain()
     assert [ticket for ticket, _ in done] == list(submitted), "in ticket order, each once"
-    assert io.executor.counts()["io_losses"] >= 2
+    assert io.counts["io_losses"] >= 2
 
 
 def test_back_off_grows_while_it_cannot_start(
@@ -141,7 +141,7 @@ def test_back_off_grows_while_it_cannot_start(
     (tmp_path / "d").rename(tmp_path / "away")
     (tmp_path / "d").write_text("not a directory")
     os.kill(pid_of(io), signal.SIGKILL)
-    until(lambda: io.executor.counts()["io_losses"] >= 3, io)
+    until(lambda: io.counts["io_losses"] >= 3, io)
     assert "cannot be used" in caplog.text
     assert supervisor(io)._backoff >= 4 * io_supervisor.FIRST_BACKOFF_S
     (tmp_path / "d").unlink()
@@ -164,7 +164,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
 
     monkeypatch.setattr(io_supervisor, "IoLink", fails_once)
     os.kill(pid_of(io), signal.SIGKILL)
-    until(lambda: io.executor.counts()["io_restarts"] == 1, io)
+    until(lambda: io.counts["io_restarts"] == 1, io)
     assert "cannot be started: no memory" in caplog.text and len(attempts) == 2
 
 

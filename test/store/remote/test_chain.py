@@ -33,11 +33,11 @@ TARGET = SLOTS - 1
 
 
 @pytest.fixture
-def near(tmp_path: Path, pool: HostPool) -> DiskThreads:
+def near(tmp_path: Path, pool: HostPool, io: RemoteBlocks) -> DiskThreads:
     specs = [DirectorySpec.parse(f"{tmp_path / 'd'}:0.05")]
     model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "toy")
     store = DiskStore.open(specs, model, Upkeep(background=False))
-    return DiskThreads(store, pool)
+    return DiskThreads(store, pool, io.counts)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_block_goes_to_both(
 
 def test_every_answer_is_counted_once(chain: Chain, pool: HostPool) -> None:
     save(chain, pool, make_path(3))
-    counts = chain.counts()
+    counts = chain.counts
     hidden = counts["remote_saved_blocks"] + counts["disk_saved_blocks"]
     assert hidden == 3  # the other three are the answers that the owner of the slots counts
 

@@ -57,7 +57,7 @@ def test_a_lookup_never_waits_and_is_asked_once(io: RemoteBlocks, store, pool) -
     store.open.set()
     until(lambda: not io.ask(names), io.poll)
     assert store.calls.count("exists") == 1
-    assert io.counts()["remote_lookups"] == 1
+    assert io.counts["remote_lookups"] == 1
 
 
 def test_the_first_gap_ends_a_lookup(io: RemoteBlocks, store, pool) -> None:
@@ -177,7 +177,7 @@ def test_a_block_under_another_blocks_key_is_foreign(io: RemoteBlocks, store, po
     mine, other = (storage_key(FINGERPRINT, name) for name in names_of(path))
     store.values[mine] = store.values[other]
     assert load(io, path[0].block_id) is Outcome.DAMAGED
-    assert io.counts()["remote_foreign"] == 1
+    assert io.counts["remote_foreign"] == 1
 
 
 def test_another_models_block_is_never_served(io: RemoteBlocks, store, pool, clock) -> None:
@@ -191,7 +191,7 @@ def test_another_models_block_is_never_served(io: RemoteBlocks, store, pool, clo
     (value,) = store.values.values()
     store.values[storage_key(FINGERPRINT, path[0].block_id)] = value
     assert load(io, path[0].block_id) is Outcome.DAMAGED
-    assert io.counts()["remote_foreign"] == 1
+    assert io.counts["remote_foreign"] == 1
 
 
 def test_a_later_version_is_a_counted_miss(io: RemoteBlocks, store, pool) -> None:
@@ -202,7 +202,7 @@ def test_a_later_version_is_a_counted_miss(io: RemoteBlocks, store, pool) -> Non
     value[8] += 1
     store.values[key] = bytes(value)
     assert load(io, path[0].block_id) is Outcome.DAMAGED
-    assert io.counts()["remote_unknown_version"] == 1
+    assert io.counts["remote_unknown_version"] == 1
 
 
 @pytest.mark.parametrize("answer", [None, [], [True, True, True]])

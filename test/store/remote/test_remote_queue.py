@@ -118,7 +118,7 @@ def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> No
     clock.now += 11
     server.disk.poll()
     assert server.queue.ready("a", waiting)
-    assert server.host.staged_slots == 0 and server.disk.counts()["remote_read_timed_out"] >= 1
+    assert server.host.staged_slots == 0 and server.disk.counters["remote_read_timed_out"] >= 1
     shared.open.set()
     server.disk.close()
     server.host.check_integrity()

@@ -37,8 +37,8 @@ def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
         for name in names[:-1]:
             assert find(io, [name]) == 0
     assert "keeps failing; lookups and reads are off" in caplog.text
-    assert io.counts()["remote_pauses"] == 1 and io.levels() == {"remote_usable": 0}
-    assert io.counts()["remote_lookup_io_error"] == FAILURES_TO_OPEN
+    assert io.counts["remote_pauses"] == 1 and io.levels() == {"remote_usable": 0}
+    assert io.counts["remote_lookup_io_error"] == FAILURES_TO_OPEN
     calls = len(store.calls)
     assert io.contains(names) == 0 and not io.ask(names)
     assert load(io, names[0]) is Outcome.MISSING
@@ -82,7 +82,7 @@ def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, cloc
     clock.now += blocks.LOOKUP_S
     io.poll()
     assert not io.ask(names) and io.contains(names) == 0
-    assert io.counts()["remote_lookup_timed_out"] == 1
+    assert io.counts["remote_lookup_timed_out"] == 1
 
 
 def test_a_hung_store_is_not_asked_until_it_answers(

@@ -10,7 +10,8 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,40 +72,43 @@ class Opening:
 def open_directory(opening: Opening) -> Directory:
     """Lock, check, recover and load one directory, made where missing. Raises DirectoryError, and
     DirectoryLost when the device fails."""
-    path = opening.spec.path
-    root = make_root(path)
-    lock = take_lock(root)
-    try:
+    root = make_root(opening.spec.path)
+    with ExitStack() as held, _errors_for_users(opening.spec.path):
+        lock = take_lock(root)
+        held.callback(os.close, lock)
         backend = opening.backend or DirectBackend(probe_direct(root))
         index = _open_index(root, backend)
         try:
-            return _load(opening, root, backend, index, lock)
+            directory = _load(opening, root, backend, index, lock)
         except IndexDamaged as error:
             index = replace_index(root, backend, str(error))
-            return _load(opening, root, backend, index, lock)
+            directory = _load(opening, root, backend, index, lock)
+        held.pop_all()
+        return directory
+
+
+@contextmanager
+def _errors_for_users(path: str) -> Iterator[None]:
+    """What goes wrong with a directory, as DirectoryError."""
+    try:
+        yield
     except OSError as error:
-        os.close(lock)
         raise _unusable(path, error) from error
     except UnknownVersion as error:
-        os.close(lock)
         raise DirectoryError(version_message(path, str(error))) from error
     except (IndexFull, IndexDamaged) as error:
-        os.close(lock)
         raise DirectoryError(
             f"--hc-disk {path}: the index cannot be read or written ({error}); free some space on "
             "the disk, end the program that holds the index, or run: "
             f"sglang-hc fsck {path} --repair"
         ) from error
-    except BaseException:
-        os.close(lock)
-        raise
 
 
 def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int) -> Directory:
     """The directory with everything in memory; the index is closed again on any error."""
-    slabs: SlabSet | None = None
-    try:
-        clock, slot_format = opening.clock, opening.model.slot_format
+    clock, slot_format = opening.clock, opening.model.slot_format
+    with ExitStack() as held:
+        held.callback(index.close)
         model = index.register_model(
             opening.model.fingerprint,
             clip_label(opening.model.label),
@@ -116,17 +120,14 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         budget = _budget(root, opening.spec)
         data_bytes = _keep_budget(opening, budget, index)
         slabs = SlabSet(root, backend, index, data_bytes, clock)
+        held.callback(slabs.close)
         slabs.open_all()
         _shrink(root, slabs, index)
         _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
         directory = Directory(root, lock, index, slabs, model, CircuitBreaker(clock))
         _load_rows(directory)
+        held.pop_all()
         return directory
-    except BaseException:
-        if slabs is not None:
-            slabs.close()
-        index.close()
-        raise
 
 
 def _load_rows(directory: Directory) -> None:

@@ -45,16 +45,23 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks.
 
-    on_done: called on a thread of this class after each answer, for whoever sleeps until then.
+    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
+    after each answer, for whoever sleeps until then.
     """
 
     name = "disk"
 
     def __init__(
-        self, store: DiskStore, pool: HostPool, on_done: Callable[[], None] = lambda: None
+        self,
+        store: DiskStore,
+        pool: HostPool,
+        counts: Counter[str],
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._pool = pool
+        self.counts = counts
+        self._counted: Counter[str] = Counter()
         self._on_done = on_done
         self._done: deque[BlockDone] = deque()
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
@@ -105,6 +112,10 @@ class DiskThreads:
         """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
+        before, self._counted = self._counted, self._store.counters()
+        for name in _COUNTED:
+            if self._counted[name] != before[name]:
+                self.counts[f"disk_{name}"] += self._counted[name] - before[name]
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
@@ -119,10 +130,6 @@ class DiskThreads:
     def levels(self) -> dict[str, int]:
         store = self._store
         return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
-
-    def counts(self) -> Counter[str]:
-        counters = self._store.counters()
-        return Counter({f"disk_{name}": counters[name] for name in _COUNTED})
 
     def close(self) -> None:
         for directory in self._store.directories:

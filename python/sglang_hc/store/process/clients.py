@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from sglang_hc.store import block_io
@@ -66,9 +66,6 @@ class ProcessExecutor:
     def levels(self) -> dict[str, int]:
         return {"io_up": int(self.supervisor.state is State.UP)}
 
-    def counts(self) -> Counter[str]:
-        return self.supervisor.counters
-
     def close(self) -> None:
         self.supervisor.close()
         if self._stand_in is not None:
@@ -123,6 +120,7 @@ class ProcessBlocks:
 
     def __init__(self, supervisor: IoSupervisor) -> None:
         self._supervisor = supervisor
+        self.counts = supervisor.counts
         self._known: dict[bytes, None] = {}
         """A dict and no set: the garbage collector visits every element of a set, but passes over a
         dict of plain bytes."""
@@ -132,7 +130,6 @@ class ProcessBlocks:
         self._directories = 1
         """In use, as the process said last; one until it says so."""
         self._clearing = False
-        self._counts: Counter[str] = Counter()
         supervisor.clients.append(self)
 
     @property
@@ -198,9 +195,6 @@ class ProcessBlocks:
         directories = self._directories if up else 0
         return {"disk_blocks": len(self._known), "disk_directories": directories}
 
-    def counts(self) -> Counter[str]:
-        return self._counts
-
     def close(self) -> None:
         self._supervisor.close()
 
@@ -217,7 +211,7 @@ class ProcessBlocks:
         if reply.cleared:
             self._clearing = False
         self._directories = reply.directories
-        self._counts.update(reply.counts)
+        self.counts.update(reply.counts)
 
     def up(self) -> None:
         self._directories = 1

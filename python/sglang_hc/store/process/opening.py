@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import NamedTuple
 
 from sglang_hc.store.block_io import BlockIo
@@ -15,11 +16,13 @@ from sglang_hc.store.process.supervisor import IoSupervisor
 
 
 class Io(NamedTuple):
-    """blocks: None without a disk tier. Close `blocks` and then `executor`."""
+    """blocks: None without a disk tier. counts: of both, and for whoever owns them. Close `blocks`
+    and then `executor`."""
 
     memory: HostMemory
     executor: Executor
     blocks: BlockIo | None
+    counts: Counter[str]
 
 
 def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
@@ -32,16 +35,18 @@ def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
 
 def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     memory = HostMemory(spec)
+    counts: Counter[str] = Counter()
     blocks = None
     if disk is not None:
-        blocks = DiskThreads(disk.open(spec.layout), memory.pool)
-    return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks)
+        blocks = DiskThreads(disk.open(spec.layout), memory.pool, counts)
+    return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks, counts)
 
 
 def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     descriptor = memory_file(spec)
+    counts: Counter[str] = Counter()
     try:
-        supervisor = IoSupervisor(Setup(spec, disk), descriptor)
+        supervisor = IoSupervisor(Setup(spec, disk), descriptor, counts)
         memory = HostMemory(spec, descriptor)
         executor = ProcessExecutor(supervisor, memory)
         blocks = ProcessBlocks(supervisor) if disk is not None else None
@@ -49,4 +54,4 @@ def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     except BaseException:
         os.close(descriptor)
         raise
-    return Io(memory, executor, blocks)
+    return Io(memory, executor, blocks, counts)

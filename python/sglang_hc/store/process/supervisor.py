@@ -158,15 +158,20 @@ class IoSupervisor:
     """See the module. Belongs to the scheduler thread; `poll` never waits."""
 
     def __init__(
-        self, setup: wire.Setup, descriptor: int, clock: Callable[[], float] = time.monotonic
+        self,
+        setup: wire.Setup,
+        descriptor: int,
+        counts: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """counts: gets the losses and restarts."""
         self._setup = setup
         self._descriptor = descriptor
         self._clock = clock
         self.clients: list[Client] = []
         self.state = State.DOWN
         self.capacity = 0
-        self.counters: Counter[str] = Counter()
+        self.counts = counts
         self._link: IoLink | None = None
         self._gathered: list[wire.Request] = []
         self._coming: Future[IoLink] | None = None
@@ -286,8 +291,8 @@ class IoSupervisor:
             self._link.connected()
             self.capacity = reply.capacity
             self.state, self._up_since = State.UP, self._heard
-            if self.counters["io_losses"]:
-                self.counters["io_restarts"] += 1
+            if self.counts["io_losses"]:
+                self.counts["io_restarts"] += 1
                 logger.warning("sglang-hc: the I/O process is back, as process %d", self.pid)
             for client in self.clients:
                 client.up()
@@ -345,8 +350,8 @@ class IoSupervisor:
             link.close()
             return
         threading.Thread(target=link.close, name="hc-bury").start()  # it waits for ZMQ's threads
-        self.counters["io_losses"] += 1
-        self.counters["io_lost_operations"] += lost
+        self.counts["io_losses"] += 1
+        self.counts["io_lost_operations"] += lost
         logger.error(
             "sglang-hc: the I/O process %d is gone (%s); %d operations are lost, their blocks are "
             "not kept or computed again. No disk tier until the next attempt, in %.1f s",

@@ -49,7 +49,8 @@ class Worker:
         self._dropped: list[BlockDone] = []
         """Writes that every directory in use had too many of."""
         self._cleared = threading.Event()
-        self._counts: Counter[str] = Counter()
+        self._growth: Counter[str] = Counter()
+        """What was counted and not yet said."""
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.buffers, self._notify)
@@ -57,7 +58,7 @@ class Worker:
         capacity = 0
         if setup.disk is not None:
             self._store = setup.disk.open(setup.memory.layout)
-            self._disk = DiskThreads(self._store, memory.pool, self._notify)
+            self._disk = DiskThreads(self._store, memory.pool, self._growth, self._notify)
             capacity = self._disk.capacity
         if self._store is not None:
             self._name_all(self._store.block_ids())
@@ -112,9 +113,10 @@ class Worker:
             return wire.Answers(filed, [], [], cleared, 0, {})
         blocks, self._dropped = self._disk.poll() + self._dropped, []
         removed = self._take_removed(self._store)
-        before, self._counts = self._counts, self._disk.counts()
+        counts = dict(self._growth)
+        self._growth.clear()
         directories = len(self._store.in_use())
-        return wire.Answers(filed, blocks, removed, cleared, directories, self._counts - before)
+        return wire.Answers(filed, blocks, removed, cleared, directories, counts)
 
     def _take_removed(self, store: DiskStore) -> list[bytes]:
         """The next identities that cannot be read any more; names those that can be read again.

@@ -86,8 +86,10 @@ class RemoteBlocks:
         frames: Frames,
         pool: HostPool,
         fingerprint: bytes,
+        counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """counts: gets the questions, what became of them, and why blocks were not served."""
         self._backend = backend
         self._frames = frames
         self._pool = pool
@@ -99,7 +101,7 @@ class RemoteBlocks:
         self._cleared = True
         self._hangs = False
         self._reads, self._writes = CircuitBreaker(clock), CircuitBreaker(clock)
-        self._counters: Counter[str] = Counter()
+        self.counts = counts
         loads, saves = len(frames.for_loads), len(frames.for_saves)
         self._lookups: JobThread[_Lookup] = JobThread(
             "hc-remote-find", self._find, 1, LOOKUP_QUEUE, clock
@@ -183,10 +185,6 @@ class RemoteBlocks:
         """Whether the store is asked at present."""
         return {"remote_usable": int(self._readable and self._writable)}
 
-    def counts(self) -> Counter[str]:
-        """Questions, what became of them, and why blocks were not served."""
-        return self._counters
-
     def close(self) -> None:
         """Finish what was submitted, for at most CLOSE_S; a thread that hangs is left behind."""
         threads = (self._saves, self._loads, self._lookups)
@@ -212,12 +210,12 @@ class RemoteBlocks:
 
     def _look_up(self, identities: Sequence[bytes]) -> None:
         if self._lookups.full:
-            self._counters["remote_lookup_dropped"] += 1
+            self.counts["remote_lookup_dropped"] += 1
             self._presence.note(identities[0], Presence.ABSENT)
             return
         self._asked.update(identities)
         self._lookups.submit(_Lookup(self._clock() + LOOKUP_S, identities))
-        self._counters["remote_lookups"] += 1
+        self.counts["remote_lookups"] += 1
 
     def _answered(self, lookup: _Lookup) -> None:
         good = lookup.outcome is Outcome.OK
@@ -228,7 +226,7 @@ class RemoteBlocks:
         self._asked.difference_update(lookup.identities)
         self._judge(self._reads, lookup.outcome, "lookups and reads")
         if not good and lookup.outcome is not None:
-            self._counters[f"remote_lookup_{lookup.outcome.value}"] += 1
+            self.counts[f"remote_lookup_{lookup.outcome.value}"] += 1
         count = lookup.count if good else 0
         for identity in lookup.identities[:count]:
             self._presence.note(identity, Presence.PRESENT)
@@ -241,7 +239,7 @@ class RemoteBlocks:
         if outcome is not Outcome.OK:
             self._presence.note(job.identity, _AFTER[outcome])
         if job.verdict in (Verdict.FOREIGN, Verdict.UNKNOWN_VERSION):
-            self._counters[f"remote_{job.verdict.value}"] += 1
+            self.counts[f"remote_{job.verdict.value}"] += 1
         self._judge(self._reads, outcome, "lookups and reads")
         return BlockDone(job.ticket, outcome, TIER)
 
@@ -258,7 +256,7 @@ class RemoteBlocks:
         if outcome in (Outcome.OK, Outcome.MISSING):
             breaker.succeeded()
         elif outcome in (Outcome.IO_ERROR, Outcome.TIMED_OUT) and breaker.failed():
-            self._counters["remote_pauses"] += 1
+            self.counts["remote_pauses"] += 1
             logger.warning(
                 "sglang-hc: the remote store (%s) keeps failing; %s are off for a while",
                 self.name,
@@ -270,7 +268,7 @@ class RemoteBlocks:
         hangs = self._lookups.stuck or self._loads.stuck or self._saves.stuck
         if hangs != self._hangs:
             self._hangs = hangs
-            self._counters["remote_hangs"] += hangs
+            self.counts["remote_hangs"] += hangs
             logger.warning(
                 "sglang-hc: the remote store (%s) %s", self.name,
                 "hangs; it is not asked until it answers" if hangs else "answers again",

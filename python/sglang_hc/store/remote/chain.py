@@ -15,14 +15,15 @@ from sglang_hc.store.remote.blocks import RemoteBlocks
 class Chain:
     """Finds a block in either holder and reads it from the nearer one; writes to both.
 
-    A slot is given back when both are through with it. Belongs to one thread, as BlockIo says.
+    A slot is given back when both are through with it. Belongs to one thread, as BlockIo says. Both
+    count in the same place.
     """
 
     def __init__(self, near: BlockIo, far: BlockIo) -> None:
         self._near, self._far = near, far
         self._written_twice: set[int] = set()
         """Tickets of writes that both holders took and neither has answered."""
-        self._counters: Counter[str] = Counter()
+        self.counts = near.counts
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ class Chain:
             if holder.write(ticket, block, slot, deadline):
                 holders += 1
             else:
-                self._counters["disk_save_dropped"] += 1
+                self.counts["disk_save_dropped"] += 1
         if holders == 2:
             self._written_twice.add(ticket)
         return holders > 0
@@ -77,7 +78,7 @@ class Chain:
         for answer in (*self._near.poll(), *self._far.poll()):
             if answer.ticket in self._written_twice:
                 self._written_twice.remove(answer.ticket)
-                count_write(self._counters, answer)
+                count_write(self.counts, answer)
             else:
                 done.append(answer)
         return done
@@ -97,17 +98,19 @@ class Chain:
     def levels(self) -> dict[str, int]:
         return {**self._near.levels(), **self._far.levels()}
 
-    def counts(self) -> Counter[str]:
-        return self._counters + self._near.counts() + self._far.counts()
-
     def close(self) -> None:
         self._near.close()
         self._far.close()
 
 
 def behind(
-    near: BlockIo | None, backend: RemoteBackend, frames: Frames, pool: HostPool, fingerprint: bytes
+    near: BlockIo | None,
+    backend: RemoteBackend,
+    frames: Frames,
+    pool: HostPool,
+    fingerprint: bytes,
+    counts: Counter[str],
 ) -> BlockIo:
     """A remote store behind the holder of blocks that is there already, if any."""
-    far = RemoteBlocks(backend, frames, pool, fingerprint)
+    far = RemoteBlocks(backend, frames, pool, fingerprint, counts)
     return far if near is None else Chain(near, far)

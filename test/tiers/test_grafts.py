@@ -1,0 +1,241 @@
+"""Grafts: whatever is where, and whatever fails, a moved block holds the bytes of its original."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.capture.snapshots import Filing
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.overflow import Cut, OverflowRule
+from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.windows import LookAhead
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tree.block_tree import BlockNode, Moved
+from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
+from sglang_hc.tree.identity import pack_tokens
+from support.fake_io import FakeIo
+from support.host import FINGERPRINT, host_tier, identities, keep
+from support.tiers import StepExecutor
+
+RULE = OverflowRule(window=512, keep_first=64, drop=0.4, reserve=64)
+"""Steps of 128 tokens."""
+
+TOKENS = [(i * 31) % 997 for i in range(900)]
+LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 8, (8, 8), "uint8"))
+
+
+def mark(block_id: bytes) -> np.ndarray:
+    """The bytes of a block's state, which nobody else has."""
+    return np.frombuffer(hashlib.shake_256(block_id).digest(LAYOUT.slot_bytes), dtype=np.uint8)
+
+
+def kept(dropped: int, length: int) -> bytes:
+    return pack_tokens(TOKENS[:64] + TOKENS[64 + dropped : length])
+
+
+def space(dropped: int) -> str | None:
+    return f"cut {dropped}" if dropped else None
+
+
+def earlier(cut: Cut) -> EarlierCuts:
+    before = RULE.earlier(cut)
+    left_out = pack_tokens(TOKENS[64 + before[-1] : 64 + cut.dropped])
+    if before[-1]:
+        before.append(0)
+    return EarlierCuts(64, cut.dropped, tuple((n, space(n)) for n in before), left_out)
+
+
+class World:
+    """Tiers below the device, and one conversation."""
+
+    def __init__(self, slots: int = 48, *, disk: bool = True) -> None:
+        self.host = host_tier(slots)
+        self.pool = HostPool(LAYOUT, slots)
+        self.io = FakeIo(self.pool)
+        self.disk = DiskTier(self.io, self.host, lambda: 0.0) if disk else None
+        self.executor = StepExecutor(self.pool, [])
+        self.filing = Filing(self.executor, self.host.damaged_slots)
+        self.counters: Counter[str] = Counter()
+        self.grafts = Grafts(self.host, self.disk, self.filing, self.counters, lambda: 0.0)
+        self.places: dict[bytes, int] = {}
+        """Of each state that was computed: which block of its path it is."""
+
+    def compute(self, dropped: int, length: int) -> None:
+        """A turn of `length` tokens was served: what host memory lacks of it was computed."""
+        path = kept(dropped, length)
+        for node in keep(self.host, path, space(dropped)):
+            self.pool.slot(node.slot)[:] = mark(node.block_id)
+            self.places[node.block_id] = len(node.path()) - 1
+            if self.disk is not None:
+                self.disk.spill(node)
+        if self.disk is not None:
+            self.disk.poll()
+
+    def cut(self, length: int) -> tuple[Cut, list[bytes], tuple[EarlierPath, ...]]:
+        """The cut of a turn of `length` tokens, its blocks and where they were."""
+        cut, path = RULE.cut(length, None), kept(RULE.cut(length, None).dropped, length)
+        return cut, identities(path, space(cut.dropped)), earlier(cut).paths(FINGERPRINT, path)
+
+    def graft(self, length: int) -> int:
+        """Begin to move what can be moved for a turn; returns how many blocks."""
+        cut, path, ways = self.cut(length)
+        name = space(cut.dropped)
+        first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
+        count = self.grafts.find(path, ways, first)
+        assert count is not None
+        tokens = kept(cut.dropped, length)
+        return self.grafts.fetch(name, tokens, path, ways, first, count, None)
+
+    def end(self) -> None:
+        """Carry out what is under way."""
+        self.filing.drain()
+        self.io.end_all()
+        if self.disk is not None:
+            self.disk.poll()
+
+    def blocks(self, length: int) -> list[BlockNode]:
+        cut = RULE.cut(length, None)
+        return list(self.host.tree.match(space(cut.dropped), kept(cut.dropped, length)).nodes)
+
+    def check(self) -> None:
+        """Every block has the bytes it should, no slot is lost, nothing is pinned."""
+        self.host.check_integrity()
+        assert not self.host.staged_slots and not len(self.grafts.coming)
+        for node in self.host.tree.nodes():
+            assert node.pins == 0 and node.ready
+            origin, shift = node.moved or Moved(node.block_id, 0)
+            assert np.array_equal(self.pool.slot(node.slot), mark(origin))
+            place = len(node.path()) - 1
+            assert self.places[origin] - place == shift // BLOCK_TOKENS
+
+
+def test_the_head_and_what_is_behind_the_cut_move() -> None:
+    world = World(disk=False)
+    world.compute(0, 440)
+    assert world.graft(480) == 4
+    world.end()
+    moved = [node.moved for node in world.blocks(480)]
+    whole = identities(kept(0, 440))
+    assert moved == [Moved(whole[0], 0), *(Moved(whole[i], 128) for i in (3, 4, 5))]
+    assert world.counters["overflow_moved_tokens"] == 3 * BLOCK_TOKENS
+    world.check()
+
+
+def test_what_has_moved_moves_again_with_its_first_origin() -> None:
+    world = World(disk=False)
+    world.compute(0, 440)
+    for length in (480, 640):
+        world.graft(length)
+        world.end()
+        world.compute(RULE.cut(length, None).dropped, length)
+    whole = identities(kept(0, 440))
+    assert world.blocks(640)[1].moved == Moved(whole[5], 256)
+    world.check()
+
+
+def test_bytes_that_are_still_being_filed_are_waited_for() -> None:
+    world = World(disk=False)
+    world.compute(0, 440)
+    cut, path, ways = world.cut(480)
+    last = world.host.tree.match(None, kept(0, 384)).nodes[-1]
+    last.ready = False
+    assert world.grafts.find(path, ways, 0) is None
+    world.host.mark_ready(last)
+    assert world.grafts.find(path, ways, 0) == 4
+    assert cut.dropped == 128
+
+
+def test_a_copy_that_fails_is_not_served() -> None:
+    world = World(disk=False)
+    world.compute(0, 440)
+    world.executor.fail_next = 2
+    assert world.graft(480) == 4
+    world.end()
+    assert world.blocks(480) == [] and world.counters["file_failed"] >= 1
+    world.check()
+    assert world.graft(480) == 4, "it may be tried again"
+    world.end()
+    assert len(world.blocks(480)) == 4
+    world.check()
+
+
+def test_making_room_does_not_take_what_is_copied() -> None:
+    world = World(slots=9, disk=False)
+    world.compute(0, 440)  # 7 blocks, the tail included
+    assert 0 < world.graft(480) <= 4
+    world.end()
+    world.check()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -> None:
+    world = World()
+    world.compute(0, 440)
+    world.graft(480)
+    world.end()
+    world.compute(128, 520)
+    world.host.clear()
+    if lost:  # the disk has evicted one of the originals
+        world.io._blocks.pop(identities(kept(0, 440))[4])
+    assert world.graft(520) == (2 if lost else 6)
+    world.end()
+    assert len(world.blocks(520)) == (2 if lost else 6)
+    world.check()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
+    world = World(disk=disk)
+    window: LookAhead[str] = LookAhead()
+    view = QueueView(world.host, world.disk, window, (48, 0), "queue", mover=world.grafts)
+    world.compute(0, 440)
+    if disk:
+        world.host.clear()
+    cut = RULE.cut(480, None)
+    waiting = Waiting(space(cut.dropped), kept(cut.dropped, 480), 0, earlier(cut))
+    view.arrived("r", None, lambda rid: waiting)
+    view.on_schedule_step(["r"], lambda rid: waiting)
+    whole = identities(kept(0, 440))
+    assert all(window.next_use(whole[i]) is not None for i in (0, 3, 4, 5)), "they are needed"
+    assert window.next_use(whole[1]) is None, "it was dropped"
+    assert not view.ready("r", lambda rid: waiting)
+    world.end()
+    assert view.ready("r", lambda rid: waiting)
+    assert view.take_loaded("r") == (4 * BLOCK_TOKENS if disk else 0)
+    assert len(world.blocks(480)) == 4
+    world.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_turns_under_any_losses(data: st.DataObject) -> None:
+    """Turns of a growing conversation; between them host memory loses blocks, copies and reads
+    fail, the disk forgets. What is served is always what was computed for these tokens."""
+    world = World(slots=data.draw(st.integers(16, 48)), disk=data.draw(st.booleans()))
+    lengths = data.draw(st.lists(st.integers(300, 900), min_size=2, max_size=7).map(sorted))
+    for length in lengths:
+        cut = RULE.cut(length, None)
+        if cut.dropped:
+            world.executor.fail_next = data.draw(st.integers(0, 2))
+            world.graft(length)
+            world.filing.drain()
+            for _ in range(data.draw(st.integers(0, 2))):
+                world.io.step(data.draw(st.sampled_from([Outcome.IO_ERROR, Outcome.TIMED_OUT])))
+            world.executor.fail_next = 0
+            world.end()
+        world.check()
+        world.compute(cut.dropped, length)
+        world.check()
+        world.host.evict(data.draw(st.integers(0, 12)), 0.0)
+        for block_id in list(itertools.islice(world.io.held(), data.draw(st.integers(0, 3)))):
+            world.io._blocks.pop(block_id)
