@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 OPTION = "--hc-profile"
 
 FORMAT = "sglang-hc cost model"
-VERSION = 2
+VERSION = 3
+"""In older versions a copy from a lower tier went on to the device."""
 
 ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""

@@ -60,7 +60,9 @@ def test_a_link_that_is_faster_than_its_profile_is_used_within_twenty_requests(
 
 
 def served(profile: str, directory: str, asked: list[list[int]]) -> tuple[list[int], dict]:
-    core = engine(profile, "--hc-disk", f"{directory}:1")
+    # Without chunks nothing is computed while the rest is read: it is tried, or not read at all.
+    whole = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5")
+    core = engine(profile, "--hc-disk", f"{directory}:1", *whole)
     found = [core.ask([*history, 7, 8, 9], 1).storage for history in asked]
     core.settle()
     return found, core.tree.stats()

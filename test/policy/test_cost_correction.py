@@ -16,10 +16,8 @@ from sglang_hc.policy.cost_correction import (
     WINDOW,
     CorrectedCosts,
     Resource,
-    read_line,
 )
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.line_fit import Line
 from support.profiles import cost_model
 
 MODEL = cost_model(host=1e-6, disk=5e-6, project=2e-6, prefill=1e-4)
@@ -98,9 +96,8 @@ def test_each_resource_corrects_its_own_costs() -> None:
     assert new.copy_hidden(host, 1000) == pytest.approx(3 * 0.5e-3)
     assert new.project_kv(1000) == pytest.approx(4 * 2e-3)
     assert new.prefill_layer(1000, 0) == pytest.approx(5 * 1e-1)
-    # From disk: four of five microseconds are the read, the last is the copy from host memory.
-    assert new.copy_kv(disk, 1000) == pytest.approx(6 * 4e-3 + 2 * 1e-3)
-    assert new.copy_hidden(disk, 1000) == pytest.approx(6 * 2e-3 + 3 * 0.5e-3)
+    assert new.copy_kv(disk, 1000) == pytest.approx(6 * 5e-3)
+    assert new.copy_hidden(disk, 1000) == pytest.approx(6 * 2.5e-3)
 
 
 def test_what_staging_holds_takes_as_much_longer_as_the_copies_do() -> None:
@@ -108,15 +105,31 @@ def test_what_staging_holds_takes_as_much_longer_as_the_copies_do() -> None:
     assert costs.model.ahead == pytest.approx(1.5)
 
 
-@given(st.floats(1 / BOUND, BOUND), *[st.floats(0, 1) for _ in range(6)])
-def test_disk_and_link_as_slow_as_each_other_scale_the_whole_copy(
-    factor, fixed, slope, floor, far_fixed, far_slope, far_floor
-) -> None:
-    host = Line(fixed, slope, floor)
-    far = Line(fixed + far_fixed, slope + far_slope, floor + far_floor)
-    read = read_line(far, host)
-    assert min(read.fixed, read.per_token, read.floor) >= 0
-    assert read.seconds(100) + host.seconds(100) >= far.seconds(100) * (1 - 1e-9)
+def test_a_store_without_a_profile_is_priced_by_what_its_reads_take() -> None:
+    costs = CorrectedCosts(MODEL)
+    assert SourceTier.REMOTE not in costs.model.copies
+    costs.observe_remote(3e-5)
+    assert costs.model.copy_kv(SourceTier.REMOTE, 1000) == pytest.approx(3e-2)
+    assert costs.model.copy_hidden(SourceTier.REMOTE, 1000) == pytest.approx(3e-2)
+    assert costs.model.copies[SourceTier.DISK] == MODEL.copies[SourceTier.DISK]
+    for seconds in (2.9e-5, 3.2e-5, 9e-3):  # within the band, and one that was very slow
+        costs.observe_remote(seconds)
+    assert costs.changes == 1
+    for _ in range(WINDOW):
+        costs.observe_remote(6e-5)
+    assert costs.model.copy_kv(SourceTier.REMOTE, 1000) == pytest.approx(6e-2)
+    for nothing in (0.0, -1.0, math.inf, math.nan):
+        costs.observe_remote(nothing)
+    assert costs.counts()["cost_observations_remote"] == 4 + WINDOW
+
+
+def test_a_remote_store_keeps_its_price_when_another_cost_is_corrected() -> None:
+    costs = settled(MODEL, disk=4)
+    costs.observe_remote(3e-5)
+    for _ in range(WINDOW):
+        costs.observe(Resource.PREFILL, 1.0, 5.0)
+    assert costs.model.copy_kv(SourceTier.REMOTE, 1000) == pytest.approx(3e-2)
+    assert costs.model.copy_kv(SourceTier.DISK, 1000) == pytest.approx(4 * 5e-3)
 
 
 def test_what_is_shown_says_which_way_the_profile_is_wrong() -> None:

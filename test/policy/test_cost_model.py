@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 
 import pytest
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import Form
-from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier
-from sglang_hc.policy.line_fit import FitError
+from sglang_hc.forms import Form, LayerPlan
+from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier, TierCopy
+from sglang_hc.policy.line_fit import FitError, Line
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
@@ -44,9 +45,20 @@ def test_datasheet_costs_are_bytes_and_flops_over_rates():
     assert SHEET.complaints() == ()
 
 
-def test_disk_is_no_faster_than_the_link_behind_it():
+def test_what_comes_from_disk_is_copied_once_more_behind_it():
     model = datasheet_costs(A100, SHAPE, 10e9, 40e9)
-    assert model.copy_kv(SourceTier.DISK, 64) == model.copy_kv(SourceTier.HOST, 64)
+    far, near = (model.copy_kv(tier, 64) for tier in (SourceTier.DISK, SourceTier.HOST))
+    assert far == near / 4
+    assert model.layer_times(SourceTier.DISK, 64).copy_kv == far + near
+    assert model.layer_times(SourceTier.HOST, 64).copy_kv == near
+
+
+def test_stored_layers_are_copied_each_in_its_form():
+    plan = LayerPlan(3, 4, 5)
+    kv, hidden = (f(SourceTier.DISK, 640) for f in (SHEET.copy_kv, SHEET.copy_hidden))
+    assert SHEET.copy_stored(SourceTier.DISK, plan, 640) == 4 * hidden + 5 * kv
+    bare = replace(SHEET, project=None, copies={SourceTier.DISK: TierCopy(Line(0.0, 1e-6))})
+    assert bare.copy_stored(SourceTier.DISK, LayerPlan(0, 0, 5), 640) == 5 * 640 * 1e-6
 
 
 def test_few_tokens_take_as_long_as_reading_the_weights():
@@ -94,5 +106,6 @@ def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
     times = SHEET.layer_times(SourceTier.DISK, 512, context=1024, new=100, pieces=4)
     assert times.recompute == SHEET.prefill_layer(512, 1024)
     assert times.new == SHEET.prefill_layer(100, 1536)
-    assert times.copy_kv == SHEET.copy_kv(SourceTier.DISK, 512)
+    both = SHEET.copy_kv(SourceTier.DISK, 512) + SHEET.copy_kv(SourceTier.HOST, 512)
+    assert times.copy_kv == both
     assert (times.start, times.pieces) == (0.0, 4)

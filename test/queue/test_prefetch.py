@@ -46,6 +46,7 @@ class Tiers:
         self.asking: set[str] = set()
         self.begun: list[tuple[str, str]] = []
         self.staged: set[bytes] = set()
+        self.meets: set[str] = set()
         self.looks = 0
         self.kept_free = 0
 
@@ -79,6 +80,18 @@ class Tiers:
         if done:
             self.begun.append((request, request[first : first + done]))
         return done
+
+    def meet(
+        self,
+        request: str,
+        missing: Missing,
+        end: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> bool:
+        if request not in self.meets:
+            return False
+        self.begun.append((request, f"meet {request[missing.first : end]}"))
+        return True
 
     def make_room(self, is_protected: IsProtected[Block] | None) -> bool:
         if len(self.host) + len(self.staged) < self.slots:
@@ -143,6 +156,26 @@ def test_of_one_turn_the_smaller_first() -> None:
     world = World(SLOW_PREFILL, mode="on-arrival")
     world.arrive("defg", "h", "abc")
     assert world.look() == [("h", "h"), ("abc", "abc"), ("defg", "defg")]
+
+
+def test_a_request_that_meets_its_history_waits_for_nothing_and_is_looked_at_no_more() -> None:
+    world = World(SLOW_PREFILL)
+    world.below.meets = {"abc", "def"}
+    world.arrive("abc", "def")
+    assert world.look() == [("abc", "meet abc"), ("def", "def")], "the turn of one only has come"
+    assert world.prefetcher.ready("abc", 0.0)
+    assert not world.prefetcher.ready("def", 0.0), "what is under way is waited for"
+    for _ in range(40):
+        assert world.look() == []
+
+
+def test_a_history_is_met_at_the_turn_where_it_was_not_worth_fetching() -> None:
+    world = World(FAST_PREFILL)
+    world.arrive("abc")
+    assert world.look() == []
+    world.below.meets = {"abc"}
+    assert world.prefetcher.ready("abc", 0.0)
+    assert world.begun() == [("abc", "meet abc")]
 
 
 def test_what_would_be_late_is_left_when_recomputing_is_cheaper() -> None:

@@ -73,7 +73,7 @@ class Server:
             self.waiting.finished(self.running.pop(at).rid, 1)
 
     def look(self, _: None) -> None:
-        self.waiting.on_schedule_step(self.waiting_queue)
+        self.waiting.on_schedule_step(self.waiting_queue, 0)
         self.window.check_integrity()
         names = [req.rid for req in self.waiting_queue if req.rid in self.known]
         assert list(self.window.order) == names

@@ -92,7 +92,7 @@ def host_queue(
     costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
-    on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
+    on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
     told which blocks waiting requests need."""

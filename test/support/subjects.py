@@ -68,7 +68,7 @@ class ServerSubject:
         prefetch: str,
         host_slots: int,
         costs: RestoreCosts = NOTHING_KNOWN,
-        on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
+        on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0

@@ -93,6 +93,9 @@ class CorrectedCosts:
         self.model = measured
         self.changes = 0
         self._factors = {resource: _Factor() for resource in Resource}
+        self._remote: deque[float] = deque(maxlen=WINDOW)
+        self._remote_seconds = 0.0
+        self._remote_observations = 0
 
     def observe(self, resource: Resource, predicted: float, observed: float) -> None:
         """Something that uses this resource alone took `observed` seconds; by `measured` it takes
@@ -102,6 +105,19 @@ class CorrectedCosts:
         if not (0.0 < predicted < math.inf and 0.0 < observed < math.inf):
             return
         if self._factors[resource].add(observed / predicted):
+            self.changes += 1
+            self.model = self._corrected()
+
+    def observe_remote(self, seconds: float) -> None:
+        """One token of one stored layer came from a remote store in `seconds`, which no profile
+        knows: what is seen is the price. Times that are not positive and finite are ignored."""
+        if not 0.0 < seconds < math.inf:
+            return
+        self._remote.append(seconds)
+        self._remote_observations += 1
+        median, known = statistics.median(self._remote), self._remote_seconds
+        if not known or not 1 / DEAD_BAND <= median / known <= DEAD_BAND:
+            self._remote_seconds = median
             self.changes += 1
             self.model = self._corrected()
 
@@ -128,6 +144,7 @@ class CorrectedCosts:
             f"cost_observations_{resource.value}": factor.observations
             for resource, factor in self._factors.items()
         }
+        found["cost_observations_remote"] = self._remote_observations
         return {**found, "cost_corrections": self.changes}
 
     # -- the corrected model ---------------------------------------------------------------------
@@ -137,49 +154,24 @@ class CorrectedCosts:
         project = cost.project
         if project is not None:
             project = _scaled(project, self.factor(Resource.PROJECTION))
+        copies = {tier: self._copy(tier) for tier in cost.copies}
+        if self._remote_seconds:
+            line = Line(0.0, self._remote_seconds)
+            copies[SourceTier.REMOTE] = TierCopy(line, line if project is not None else None)
         return replace(
             cost,
-            copies={tier: self._copy(tier) for tier in cost.copies},
+            copies=copies,
             prefill=_scaled(cost.prefill, self.factor(Resource.PREFILL)),
             project=project,
             ahead=cost.ahead * self.factor(Resource.KV_COPY),
         )
 
     def _copy(self, tier: SourceTier) -> TierCopy:
-        copy, host = self.measured.copies[tier], self.measured.copies.get(SourceTier.HOST)
+        copy = self.measured.copies[tier]
         kv, hidden = self.factor(Resource.KV_COPY), self.factor(Resource.HIDDEN_COPY)
-        if tier is SourceTier.HOST or host is None:
-            return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
-        read = self.factor(Resource.DISK) if tier is SourceTier.DISK else 1.0
-        return TierCopy(
-            _through_host(copy.kv, host.kv, read, kv),
-            copy.hidden and host.hidden and _through_host(copy.hidden, host.hidden, read, hidden),
-        )
-
-
-def read_line(far: Line, host: Line) -> Line:
-    """The part of a copy from a lower tier that ends in host memory: the copy from there to the
-    device is taken off."""
-    return Line(
-        max(0.0, far.fixed - host.fixed),
-        max(0.0, far.per_token - host.per_token),
-        max(0.0, far.floor - host.floor),
-        far.r2,
-    )
-
-
-def _through_host(far: Line, host: Line, read: float, copy: float) -> Line:
-    """A copy whose way to host memory takes `read` times as long as measured, and whose way from
-    there to the device `copy` times."""
-    if read == copy:
-        return _scaled(far, read)
-    to_host, to_device = _scaled(read_line(far, host), read), _scaled(host, copy)
-    return Line(
-        to_host.fixed + to_device.fixed,
-        to_host.per_token + to_device.per_token,
-        to_host.floor + to_device.floor,
-        far.r2,
-    )
+        if tier is SourceTier.DISK:
+            kv = hidden = self.factor(Resource.DISK)
+        return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
 
 
 def _scaled(fit: F, factor: float) -> F:

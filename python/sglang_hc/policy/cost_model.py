@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import Form
+from sglang_hc.forms import Form, LayerPlan
 from sglang_hc.policy.line_fit import (
     POOR_R2,
     FitError,
@@ -44,7 +44,8 @@ class SourceTier(enum.Enum):
 
 @dataclass(frozen=True)
 class TierCopy:
-    """Copy of one layer from one tier onto the device. hidden: None when there is no such form."""
+    """Copy of one layer's tokens: from host memory onto the device, or from a lower tier into host
+    memory, which they reach before they go on. hidden: None when there is no such form."""
 
     kv: Line
     hidden: Line | None = None
@@ -102,13 +103,22 @@ class CostModel:
         """The machine was busy while it was measured."""
         return self.noise is not None and self.noise > NOISY
 
+    def copy_stored(self, tier: SourceTier, stored: LayerPlan, tokens: int) -> float:
+        """Seconds for all stored layers of `tokens` tokens, see `TierCopy`.
+
+        Raises KeyError for a tier that the model has no costs for.
+        """
+        seconds = stored.kv * self.copy_kv(tier, tokens)
+        return seconds + (stored.hidden * self.copy_hidden(tier, tokens) if stored.hidden else 0.0)
+
     def copy_hidden(self, tier: SourceTier, tokens: int) -> float:
-        """Seconds to bring `tokens` hidden states of a layer; infinite without a HIDDEN form."""
+        """Seconds for `tokens` hidden states of a layer, see `TierCopy`; infinite without a HIDDEN
+        form."""
         line = self._tier(tier).hidden
         return math.inf if line is None else line.seconds(tokens)
 
     def copy_kv(self, tier: SourceTier, tokens: int) -> float:
-        """Seconds to bring the K and V of `tokens` tokens of a layer from `tier`."""
+        """Seconds for the K and V of `tokens` tokens of a layer, see `TierCopy`."""
         return self._tier(tier).kv.seconds(tokens)
 
     def project_kv(self, tokens: int) -> float:
@@ -122,13 +132,15 @@ class CostModel:
     def layer_times(
         self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, pieces: int = 1
     ) -> LayerTimes:
-        """Times to restore `tokens` from one tier behind `context` tokens that are on the device.
+        """Times to restore `tokens` behind `context` tokens that are on the device. What comes from
+        a lower tier is copied twice.
 
         Raises KeyError for a tier that the model has no costs for.
         """
+        ways = {tier, SourceTier.HOST}
         return LayerTimes(
-            copy_hidden=self.copy_hidden(tier, tokens),
-            copy_kv=self.copy_kv(tier, tokens),
+            copy_hidden=sum(self.copy_hidden(way, tokens) for way in ways),
+            copy_kv=sum(self.copy_kv(way, tokens) for way in ways),
             project=self.project_kv(tokens),
             recompute=self.prefill_layer(tokens, context),
             new=self.prefill_layer(new, context + tokens),

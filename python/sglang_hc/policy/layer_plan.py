@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, makespan
+from sglang_hc.policy.meeting import History, best_split
 
 HISTORIES = (2048, 4096)
 """Tokens of the histories that a plan is made for: half of the conversations in HCache figure 3b
@@ -92,14 +93,59 @@ def auto_plan(
     At least one layer is stored: where recomputing everything is the fastest for usual histories,
     what is stored still serves longer ones, and each restoration decides for itself.
     """
-    cases = [
-        cost.layer_times(tier, history, new=NEW_TOKENS) for tier in tiers for history in HISTORIES
-    ]
+    cases = [(tier, history) for tier in tiers for history in HISTORIES]
     hidden = allow_hidden and cost.project is not None
-    plan = best_layer_plan(cases, shape, allow_hidden=hidden, allow_recompute=allow_recompute)
+    plan = plan_for(cost, shape, cases, allow_hidden=hidden, allow_recompute=allow_recompute)
     if plan.recompute == plan.num_layers:
-        plan = best_layer_plan(cases, shape, allow_hidden=hidden, allow_recompute=False)
+        plan = plan_for(cost, shape, cases, allow_hidden=hidden, allow_recompute=False)
     return AutoPlan(plan, "; ".join(_explain(cost, shape, plan, tier, hidden) for tier in tiers))
+
+
+def plan_for(
+    cost: CostModel,
+    shape: StateShape,
+    cases: Sequence[tuple[SourceTier, int]],
+    *,
+    new: int = NEW_TOKENS,
+    allow_hidden: bool,
+    allow_recompute: bool,
+) -> LayerPlan:
+    """The layer plan for histories of so many tokens in these tiers, `new` tokens behind each.
+
+    Where all are in host memory that is `best_layer_plan`'s. What lies lower is computed from its
+    front while its end is read, which no pipeline of layers describes. Then the candidates are the
+    plans that suit host memory, all cases as pipelines, and the single forms. The one whose worst
+    loss against each case's best candidate is smallest wins, on a tie the smaller state.
+    """
+
+    def pipelined(tiers: Iterable[tuple[SourceTier, int]]) -> LayerPlan:
+        times = [cost.layer_times(tier, tokens, new=new) for tier, tokens in tiers]
+        return best_layer_plan(
+            times, shape, allow_hidden=allow_hidden, allow_recompute=allow_recompute
+        )
+
+    if all(tier is SourceTier.HOST for tier, _ in cases):
+        return pipelined(cases)
+    plans = [pipelined(cases), pipelined((SourceTier.HOST, tokens) for _, tokens in cases)]
+    plans.append(LayerPlan(0, 0, shape.num_layers))
+    if allow_hidden:
+        plans.append(LayerPlan(0, shape.num_layers, 0))
+    worst = {plan: 1.0 for plan in sorted(plans, key=lambda plan: stored_bytes(plan, shape))}
+    for tier, tokens in cases:
+        seconds = {plan: served_seconds(cost, plan, tier, tokens, new) for plan in worst}
+        best = min(seconds.values())
+        if best > 0:
+            worst = {plan: max(worst[plan], seconds[plan] / best) for plan in worst}
+    return min(worst, key=worst.__getitem__)
+
+
+def served_seconds(
+    cost: CostModel, plan: LayerPlan, tier: SourceTier, tokens: int, new: int
+) -> float:
+    """Until `new` tokens are through the last layer behind a history in this tier."""
+    if tier is SourceTier.HOST:
+        return makespan(cost.layer_times(tier, tokens, new=new), plan)
+    return best_split(cost, plan, tier, History(0, tokens, 0, new)).seconds
 
 
 def _explain(
@@ -107,13 +153,16 @@ def _explain(
 ) -> str:
     """Expected seconds of one restoration against the single forms."""
     history, layers = HISTORIES[0], plan.num_layers
-    times = cost.layer_times(tier, history)
     others = {"KV only": LayerPlan(0, 0, layers), "recompute": LayerPlan(layers, 0, 0)}
     if hidden:
         others["hidden only"] = LayerPlan(0, layers, 0)
-    rivals = ", ".join(f"{name} {_ms(makespan(times, way))}" for name, way in others.items())
+
+    def shown(way: LayerPlan) -> str:
+        return _ms(served_seconds(cost, way, tier, history, 0))
+
+    rivals = ", ".join(f"{name} {shown(way)}" for name, way in others.items())
     return (
-        f"{history} tokens from {tier.value} in {_ms(makespan(times, plan))} ({rivals}), "
+        f"{history} tokens from {tier.value} in {shown(plan)} ({rivals}), "
         f"{stored_bytes(plan, shape)} bytes a token"
     )
 

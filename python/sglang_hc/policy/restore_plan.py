@@ -71,7 +71,8 @@ _SHORT_OF_LOADING = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive stored tokens of one tier, in path order.
+    """Consecutive stored tokens of one tier, in path order. Those of a lower tier are read into
+    host memory, one span after the other, before a restoration that takes them begins.
 
     wait: seconds until the tier can deliver them: a prefetch on its way, a disk's queue.
     """
@@ -148,12 +149,14 @@ def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePla
         return RestorePlan(Decision.REFUSE, reason, 0, 0, refused, refused, refused)
     best_seconds, best_tokens, best_layers = refused, 0, 0
     as_stored = refused
-    tokens, copy_hidden, copy_kv, start = 0, 0.0, 0.0, backlog
+    tokens, copy_hidden, copy_kv, start, read = 0, 0.0, 0.0, backlog, 0.0
     for span in spans:
         tokens += span.tokens
+        if span.tier is not SourceTier.HOST:
+            read += cost.copy_stored(span.tier, stored, span.tokens)
         if stored.hidden:
-            copy_hidden += cost.copy_hidden(span.tier, span.tokens)
-        copy_kv += cost.copy_kv(span.tier, span.tokens)
+            copy_hidden += cost.copy_hidden(SourceTier.HOST, span.tokens)
+        copy_kv += cost.copy_kv(SourceTier.HOST, span.tokens)
         start = max(start, span.wait)
         times = LayerTimes(
             copy_hidden=copy_hidden,
@@ -166,10 +169,11 @@ def _choose(ask: _Question, spans: Sequence[Span], backlog: float) -> RestorePla
             overlap=cost.overlap,
             ahead=cost.ahead,
         )
-        loaded = max(paths(times, stored.recompute, stored.hidden, stored.kv))
+        loaded = read + max(paths(times, stored.recompute, stored.hidden, stored.kv))
         seconds, layers = loaded, stored.recompute
         if allow_recompute:
             seconds, layers = best_prefix(times, stored)
+            seconds += read
         # On a tie with recomputation nothing is loaded: that keeps the link free.
         if seconds < best_seconds or (seconds == best_seconds and best_tokens):
             best_seconds, best_tokens, best_layers = seconds, tokens, layers

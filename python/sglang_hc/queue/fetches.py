@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.meeting import History, Split
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.windows import RunningMean
 
@@ -37,7 +38,10 @@ class FetchCosts(Protocol):
 
 
 class RestoreCosts(FetchCosts, Protocol):
-    """And what ready-first compares requests by."""
+    """And what ready-first compares requests by, and a meeting point is chosen by."""
+
+    def split(self, history: History, decoding: int) -> Split | None:
+        """See `meeting.SplitCosts`."""
 
     @property
     def host_token_seconds(self) -> float:
@@ -63,6 +67,9 @@ class UnknownCosts:
 
     def try_seconds(self, context: int, new: int) -> float:
         return 0.0
+
+    def split(self, history: History, decoding: int) -> Split | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,20 @@ from typing import Any, NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import Block, IsProtected
+from sglang_hc.policy.meeting import History
 from sglang_hc.policy.pins import RetentionPriority
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
+from sglang_hc.queue.meeting import Action, Meeting, Prompt, Step
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
-from sglang_hc.tree.promotions import Promotions
+from sglang_hc.tree.promotions import Promotion, Promotions
 
 
 class Waiting(NamedTuple):
@@ -91,11 +95,13 @@ class QueueView:
         costs: RestoreCosts = UNKNOWN_COSTS,
         ready_first: bool = False,
         mover: Mover | None = None,
+        can_meet: bool = False,
     ) -> None:
         """slots: blocks the host tier holds, and the disk tier (0 without one). priority: told to
         the disk; None leaves it to evict by age. costs: what fetching and recomputing take on this
         machine. ready_first: see `Admission.arrange`. mover: None where state does not move to new
-        positions."""
+        positions. can_meet: a prompt may be computed in chunks, and its front be computed where its
+        end was stored."""
         self._host = host
         self._disk = disk
         self._mover = mover
@@ -107,6 +113,9 @@ class QueueView:
         self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=ready_first)
+        self._can_meet = can_meet
+        self._meeting: Meeting | None = None
+        self._decoding = 0
         self._changed: set[bytes] = set()
         self._priority = priority
         for below in (disk, mover):
@@ -123,8 +132,12 @@ class QueueView:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
-        """The waiting requests, the next to be served first; once per pass, at its top."""
+    def on_schedule_step(
+        self, queue: Sequence[str], waiting_of: WaitingOf, decoding: int = 0
+    ) -> None:
+        """The waiting requests, the next to be served first, and how many requests decode; once
+        per pass, at its top."""
+        self._decoding = decoding
         departed = self.requests.update(queue)
         admitted = self.admission.admitted(departed)
         if not (queue or departed or len(self.window) or self._changed):
@@ -158,7 +171,13 @@ class QueueView:
             self.counters["prefetch_bypassed"] += self.fetching(rid)
             self._prefetcher.give_up(rid)
             return True
-        return self._prefetcher.ready(rid, self._now())
+        ready = self._prefetcher.ready(rid, self._now())
+        meeting = self.meeting_of(rid)
+        if meeting is not None:
+            waiting = self._of(rid)
+            known = self._host.tree.match(waiting.namespace, waiting.tokens).tokens
+            meeting.wait(max(known, waiting.on_device), self._now())
+        return ready
 
     def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness[str]:
         """What it costs to restore each of these requests; None while blocks are on their way to
@@ -189,13 +208,79 @@ class QueueView:
         tokens, record.loaded_tokens = record.loaded_tokens, 0
         return tokens
 
+    # -- histories computed and read at the same time --------------------------------------------
+
+    def meeting_of(self, rid: str) -> Meeting | None:
+        """The meeting of this request, waiting or admitted; None when it has none."""
+        meeting = self._meeting
+        return meeting if meeting is not None and meeting.rid == rid else None
+
+    def next_step(self, meeting: Meeting, head: int) -> Step:
+        """See `Meeting.next`. A meeting that is over is closed."""
+        step = meeting.next(head, self._decoding, self._now())
+        if step.action is Action.OVER:
+            self.end_meeting(meeting.rid)
+        return step
+
+    def join(self, meeting: Meeting, head: int) -> Sequence[BlockNode] | None:
+        """See `Meeting.join`. The meeting is over."""
+        nodes = meeting.join(head, self._now())
+        self.counters["meetings_restored" if nodes is not None else "meetings_cut_off"] += 1
+        self.end_meeting(meeting.rid)
+        return nodes
+
+    def end_meeting(self, rid: str) -> None:
+        """The request needs no more of its stored history. Nothing happens if it has no meeting."""
+        meeting = self.meeting_of(rid)
+        if meeting is not None:
+            self._meeting = None
+            meeting.close()
+
+    def meet(
+        self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
+    ) -> bool:
+        """See `prefetch.Below`. There is one meeting at a time."""
+        disk = self._disk
+        if not self._can_meet or self._meeting is not None or disk is None:
+            return False
+        if self.requests[request].earlier:
+            return False  # some of these blocks are made of others
+        waiting = self._of(request)
+        known = max(missing.first * BLOCK_TOKENS, missing.on_device)
+        blocks = known // BLOCK_TOKENS, end
+        prompt = Prompt(waiting.namespace, waiting.tokens)
+
+        def read(low: int, high: int) -> list[Promotion]:
+            begun = disk.fetch_tail(*prompt, missing.path, low, high, is_protected)
+            for promotion in begun:
+                self.requests.begin(promotion.block_id)
+            return begun
+
+        tree, coming = self._host.tree, disk.coming
+        meeting = Meeting(request, prompt, blocks, tree, coming, read, self._costs)
+        history = History(known, meeting.stop - known, 0, meeting.new)
+        split = self._costs.split(history, self._decoding)
+        if split is None or not 0 < split.head < history.coming:
+            return False
+        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
+            return False
+        self._meeting = meeting
+        self.counters["meetings"] += 1
+        # Were it in host memory, all of it would be loaded.
+        self.counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
+        return True
+
+    # -- ends of requests ------------------------------------------------------------------------
+
     def left(self, rid: str) -> None:
         """The request left the queue without being admitted."""
+        self.end_meeting(rid)
         self.admission.left(rid)
         self._prefetcher.cancel(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
+        self.end_meeting(rid)
         self.admission.left(rid)
         self._prefetcher.finished(rid, blocks)
 

@@ -68,6 +68,16 @@ class Below(Protocol[K_contra]):
         """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
         slot without displacing what `is_protected` protects. Returns how many."""
 
+    def meet(
+        self,
+        request: K_contra,
+        missing: Missing,
+        end: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> bool:
+        """Begin to read the blocks before `end` of the path from the back, for a request whose turn
+        has come and which computes their front meanwhile, if that is the fastest."""
+
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         """Evict until so many slots of host memory are free, but no protected block."""
 
@@ -201,7 +211,7 @@ class Prefetcher(Generic[K]):
         chosen = list(islice(self._candidates(), LOOKED_AT))
         chosen.sort(key=lambda candidate: (candidate[0], candidate[2].count))
         for turn_in, request, missing in chosen:
-            self._start(request, missing, turn_in)
+            self._start(request, missing, turn_in, at_turn=self._is_head(request))
         if len(chosen) == LOOKED_AT:
             self._quiet = 0
 
@@ -269,7 +279,7 @@ class Prefetcher(Generic[K]):
             return False
         if not missing.count:
             return True
-        wanted = self._start(request, missing, 0.0)
+        wanted = self._start(request, missing, 0.0, at_turn=True)
         if self.requests.is_fetching(request):
             return False
         if not wanted:
@@ -280,15 +290,17 @@ class Prefetcher(Generic[K]):
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _start(self, request: K, missing: Missing, turn_in: float) -> int:
+    def _start(self, request: K, missing: Missing, turn_in: float, *, at_turn: bool) -> int:
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
-        room. Returns the blocks that were wanted besides those under way."""
+        room. Returns the blocks that were wanted, and are waited for, besides those under way."""
         path, first, end = missing.path, missing.first, missing.first + missing.count
         while first < end and path[first] in self.requests.under_way:
             self.requests.wait(request, path[first : first + 1])
             first += 1
         # A later block of the path may still be on its way for a request that has left.
         end = next((i for i in range(first, end) if path[i] in self.requests.under_way), end)
+        if at_turn and missing.first == first < end and self._meet(request, missing, end):
+            return 0
         wanted = self._worth(missing, first, end, turn_in)
         started = 0
         if wanted:
@@ -306,6 +318,14 @@ class Prefetcher(Generic[K]):
             patience = missing.try_seconds(self.costs)
         self.requests[request].patience = patience
         return wanted
+
+    def _meet(self, request: K, missing: Missing, end: int) -> bool:
+        """Let the request compute its front while the rest is read; it waits for nothing then."""
+        if not self._below.meet(request, missing, end, self._sooner_than(request)):
+            return False
+        self._reached(request, missing, missing.first)
+        self.give_up(request)
+        return True
 
     def _begin(self, request: K, missing: Missing, first: int, count: int) -> int:
         """Fetch `count` blocks, or as many as find room; the request waits for them."""
@@ -364,8 +384,7 @@ class Prefetcher(Generic[K]):
         return is_protected
 
     def _is_head(self, request: K) -> bool:
-        order = self.window.order
-        return not order or order[0] == request
+        return self.window.order[:1] in ([], [request])
 
     def _stop_waiting(self, request: K) -> None:
         self.requests.stop_waiting(request)

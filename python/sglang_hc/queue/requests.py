@@ -138,6 +138,10 @@ class WaitingTable(Generic[K]):
     def under_way(self) -> KeysView[bytes]:
         return self._under_way.keys()
 
+    def begin(self, block_id: bytes) -> None:
+        """A block is under way from now on; whoever needs it may wait for it."""
+        self._under_way.setdefault(block_id, set())
+
     def wait(self, name: K, block_ids: Iterable[bytes]) -> None:
         """The request waits for blocks, which are under way from now on if they were not before."""
         awaits = self[name].awaits

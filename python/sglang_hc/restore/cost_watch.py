@@ -29,7 +29,7 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event, HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts, Resource, read_line
+from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.restore_pass import (
     LayerGate,
@@ -176,16 +176,14 @@ class CostWatch:
 
     # -- disk ------------------------------------------------------------------------------------
 
-    def read(self, blocks: int, observed: float) -> None:
-        """So many blocks came from an idle disk in `observed` seconds."""
-        copies = self.costs.measured.copies
-        disk, host = copies.get(SourceTier.DISK), copies.get(SourceTier.HOST)
-        if disk is None or host is None:
+    def read(self, tier: str, blocks: int, observed: float) -> None:
+        """So many blocks came from an idle disk or remote store in `observed` seconds."""
+        if tier == SourceTier.REMOTE.value:
+            layers = self.plan.hidden + self.plan.kv
+            self.costs.observe_remote(observed / (blocks * BLOCK_TOKENS * layers))
+        if tier != SourceTier.DISK.value or SourceTier.DISK not in self.costs.measured.copies:
             return
-        tokens = blocks * BLOCK_TOKENS
-        seconds = self.plan.kv * read_line(disk.kv, host.kv).seconds(tokens)
-        if disk.hidden is not None and host.hidden is not None:
-            seconds += self.plan.hidden * read_line(disk.hidden, host.hidden).seconds(tokens)
+        seconds = self.costs.measured.copy_stored(SourceTier.DISK, self.plan, blocks * BLOCK_TOKENS)
         self.took([Resource.DISK], seconds, observed)
 
 

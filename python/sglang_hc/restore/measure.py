@@ -134,7 +134,7 @@ def measure(
             read, noise = disk_samples(disks, layout, [n for (n,) in times], left, clock)
             noises.append(noise)
             found[SourceTier.DISK, form] = [
-                (n, seconds / layout.plan.num_layers + times[n,]) for n, seconds in read
+                (n, seconds / layout.plan.num_layers) for n, seconds in read
             ]
     return Samples(
         copies=found,

@@ -18,6 +18,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.restore_plan import (
     LONG_HISTORY,
     Decision,
@@ -143,18 +144,35 @@ class RestoreChoice:
     @property
     def block_seconds(self) -> float:
         """Reading one block of many from disk; 0 when that is not known, or does not count."""
-        return 0.0 if self._always else BLOCK_TOKENS * self._token_seconds(SourceTier.DISK)
+        return 0.0 if self._always else BLOCK_TOKENS * self._read_seconds
 
     @property
     def host_token_seconds(self) -> float:
         """Restoring one token of many from host memory."""
-        return self._token_seconds(SourceTier.HOST) or UnknownCosts.host_token_seconds
+        cost = None if self._costs is None else self._costs.model
+        if cost is None:
+            return UnknownCosts.host_token_seconds
+        seconds = cost.copy_stored(SourceTier.HOST, self._plan, LONG_HISTORY) / LONG_HISTORY
+        return seconds or UnknownCosts.host_token_seconds
 
     @property
     def disk_token_seconds(self) -> float:
         """Restoring one token of many from disk."""
-        assumed = self.host_token_seconds * UnknownCosts.disk_token_seconds
-        return self._token_seconds(SourceTier.DISK) or assumed
+        if self._read_seconds:
+            return self._read_seconds + self.host_token_seconds
+        return self.host_token_seconds * UnknownCosts.disk_token_seconds
+
+    def split(self, history: History, decoding: int) -> Split | None:
+        """Where a history that is on its way from below should meet what is computed of it; None
+        when the costs of that are not known, or do not count."""
+        cost = self._weighed
+        tier = self._source
+        if cost is None or tier is None:
+            return None
+        can_recompute = self._can_recompute
+        return best_split(
+            cost, self._plan, tier, history, decoding=decoding, can_recompute=can_recompute
+        )
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """By how much sooner a request starts with `fetched` more tokens in host memory, behind
@@ -232,17 +250,19 @@ class RestoreChoice:
                 seconds += kv * cost.copy_kv(span.tier, tokens)
         return seconds
 
-    def _token_seconds(self, tier: SourceTier) -> float:
-        """Copies of all stored layers, over a history long enough to hide what a copy costs at
-        least; 0 when it is not known."""
-        stored = self._plan
-        cost = None if self._costs is None else self._costs.model
-        if cost is None or tier not in cost.copies:
+    @property
+    def _source(self) -> SourceTier | None:
+        """The tier below host memory whose speed is known."""
+        known = () if self._costs is None else self._costs.model.copies
+        return next((t for t in (SourceTier.DISK, SourceTier.REMOTE) if t in known), None)
+
+    @property
+    def _read_seconds(self) -> float:
+        """Reading all stored layers of one token into host memory, for a history long enough to
+        hide what a read costs at least; 0 when it is not known."""
+        if self._costs is None or self._source is None:
             return 0.0
-        seconds = stored.kv * cost.copy_kv(tier, LONG_HISTORY)
-        if stored.hidden:
-            seconds += stored.hidden * cost.copy_hidden(tier, LONG_HISTORY)
-        return seconds / LONG_HISTORY
+        return self._costs.model.copy_stored(self._source, self._plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, decision: str, reason: str) -> None:
         self._counters[f"restore_decision_{decision}"] += 1

@@ -299,6 +299,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         costs=planner,
         ready_first=config.schedule == "ready-first",
         mover=Grafts(host, disk, filing, counters) if device.rotation is not None else None,
+        can_meet=_can_meet(model, device),
     )
     path = RestorePath(
         io.memory.pool,
@@ -319,6 +320,13 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         Retention(host, disk, pins, priority),
         device.exactness,
     )
+
+
+def _can_meet(model: Model, device: Device) -> bool:
+    """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
+    what is stored of the end of a history may have any computed front before it then."""
+    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
+    return chunked and (device.recomputer is not None or not model.config.exact)
 
 
 def _disk(

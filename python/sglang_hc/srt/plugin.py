@@ -49,6 +49,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         chat_head,
         cpu_attention,
         hooks,
+        meeting,
         model_state,
         overflow,
         pins,
@@ -58,6 +59,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     args = "sglang.srt.server_args.ServerArgs"
     model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     updates = (
@@ -76,6 +78,8 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
             HookType.AFTER,
             hooks.arrange,
         ),
+        (f"{adder}.add_one_req", HookType.AROUND, meeting.add_one_req),
+        (f"{adder}.add_chunked_req", HookType.AROUND, meeting.add_chunked_req),
         (f"{scheduler}.__init__", HookType.AROUND, hooks.build_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, hooks.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, hooks.internal_state),

@@ -23,6 +23,11 @@ class OwnScheduler:
         queue: list[Any] = self._scheduler().waiting_queue  # type: ignore[union-attr]
         return queue
 
+    @property
+    def decoding(self) -> int:
+        """Requests that decode."""
+        return len(self._scheduler().running_batch.reqs)  # type: ignore[union-attr]
+
     @cached_property
     def exporter(self) -> Exporter | None:
         """Where the tiers' numbers go with --enable-metrics, labelled as SGLang's own are."""

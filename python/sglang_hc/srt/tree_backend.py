@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
 
 
@@ -121,13 +123,23 @@ class HcRadixCache(RadixCache):
         Returns what was promised, or the part of it that is worth restoring, or nothing: the rest
         is recomputed.
         """
-        req, restorer = params.req, self.tiers.restorer
-        start, hit = len(req.prefix_indices), params.host_hit_length
-        blocks = self._host.blocks(req, start + hit)
+        req = params.req
+        stop = len(req.prefix_indices) + params.host_hit_length
+        blocks = self._host.blocks(req, stop)
         if blocks is None:
             return self._refuse(req, "blocks_gone")
-        tokens = req.full_untruncated_fill_ids
-        new = max(1, len(tokens) - start - hit)
+        slots, node = self.load_back(req, blocks, stop)
+        req.host_hit_length = len(slots)
+        return slots, node
+
+    def load_back(
+        self, req: Any, blocks: Sequence[BlockNode], stop: int
+    ) -> tuple[torch.Tensor, Any]:
+        """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
+        path `blocks` are ready. The request holds a lock on its prefix."""
+        restorer, start = self.tiers.restorer, len(req.prefix_indices)
+        hit, tokens = stop - start, req.full_untruncated_fill_ids
+        new = max(1, len(tokens) - stop)
         choice = restorer.planner.choose([Span(SourceTier.HOST, hit)], start, new)
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
@@ -142,7 +154,7 @@ class HcRadixCache(RadixCache):
             return self._refuse(req, "tree_changed")
         self.inc_lock_ref(node)
         restoration = Restoration(
-            blocks[: -(-stop // BLOCK_TOKENS)],
+            tuple(blocks[: -(-stop // BLOCK_TOKENS)]),
             start,
             stop,
             slots,
@@ -152,8 +164,14 @@ class HcRadixCache(RadixCache):
         self._compute.will_read(slots, req.prefix_indices)
         restorer.planner.take(choice)
         restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
-        req.host_hit_length = count
         return slots, node
+
+    def continue_behind(self, req: Any, restored: int) -> None:
+        """A running request goes on behind so many restored tokens: they count as served by the
+        store, and its state is saved from there on."""
+        if not req.retracted_stain:
+            req.cached_tokens_storage += restored
+        self.tiers.capture.drop(req.rid)
 
     def _extend(self, node: Any, key: RadixKey, slots: torch.Tensor) -> Any:
         """A new node for `key` below a locked node that the request's match ended at.
@@ -208,7 +226,7 @@ class HcRadixCache(RadixCache):
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
-        self.waiting.on_schedule_step(self._scheduler.waiting_queue)
+        self.waiting.on_schedule_step(self._scheduler.waiting_queue, self._scheduler.decoding)
         if tiers.restorer.has_queued:
             with self._compute.entered():
                 tiers.restorer.run_now()

@@ -7,16 +7,18 @@ puts the questions to the tiers. Belongs to the scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.meeting import Meeting, Step
 from sglang_hc.queue.requests import departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.overflow import dropped_of, earlier_of
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
 
 
@@ -49,15 +51,15 @@ class WaitingRequests:
         """Who is overtaken, and the order of ready-first."""
         return self._view.admission
 
-    def on_schedule_step(self, queue: list[Any]) -> None:
+    def on_schedule_step(self, queue: list[Any], decoding: int) -> None:
         """Top of a scheduling pass over SGLang's waiting requests: what they need is kept, fetched
-        and copied early."""
+        and copied early. decoding: requests that decode meanwhile."""
         if self._arranged:  # as it was before
             self._arranged = False
             arrival = self._view.requests.arrival
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(req.rid))
         self._update(queue)
-        self._view.on_schedule_step(self._order, self._waiting_of)
+        self._view.on_schedule_step(self._order, self._waiting_of, decoding)
         if self._read_buffer is not None:
             self._read_buffer.on_schedule_step(self._order, self._waiting_of)
 
@@ -90,6 +92,18 @@ class WaitingRequests:
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""
         return rid not in self._view.requests or self._view.ready(rid, self._waiting_of)
+
+    def meeting_of(self, rid: str) -> Meeting | None:
+        """The meeting of a request, waiting or admitted; None when it has none."""
+        return self._view.meeting_of(rid)
+
+    def next_step(self, meeting: Meeting, head: int) -> Step:
+        """What comes next for a request of whose prompt the device has `head` tokens."""
+        return self._view.next_step(meeting, head)
+
+    def join(self, meeting: Meeting, head: int) -> Sequence[BlockNode] | None:
+        """The blocks of its path, those behind `head` tokens ready; None when they are not."""
+        return self._view.join(meeting, head)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""

@@ -38,23 +38,24 @@ WRITE_DEADLINE_S = 30.0
 class ReadWatch:
     """A span of reads begins when the first is asked for and ends when none is under way.
 
-    `observed` is told of (blocks, seconds), only if nothing disturbed it: no write, no failure, no
-    read from elsewhere. Times are on `time.monotonic`, which is one clock for all processes of a
-    machine.
+    `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write, no
+    failure, no read from another tier. Times are on `time.monotonic`, which is one clock for all
+    processes of a machine.
     """
 
-    def __init__(self, observed: Callable[[int, float], None]) -> None:
+    def __init__(self, observed: Callable[[str, int, float], None]) -> None:
         self._observed = observed
         self._began = 0.0
         self._ended = 0.0
         self._blocks = 0
         self._under_way = 0
         self._is_clean = False
+        self._tier = ""
 
     def asked(self, blocks: int, now: float, *, idle: bool) -> None:
         """Reads are submitted. idle: nothing is being written."""
         if not self._under_way:
-            self._began, self._blocks, self._is_clean = now, 0, True
+            self._began, self._blocks, self._is_clean, self._tier = now, 0, True, ""
         self._is_clean = self._is_clean and idle
         self._blocks += blocks
         self._under_way += blocks
@@ -63,15 +64,15 @@ class ReadWatch:
         """Something else uses the disk now."""
         self._is_clean = False
 
-    def came(self, at: float | None, *, good: bool) -> None:
-        """A read is over since `at`, None where that is not known. good: the disk served it."""
+    def came(self, at: float | None, tier: str, *, good: bool) -> None:
+        """A read is over since `at`, None where that is not known. good: `tier` served it."""
         self._under_way -= 1
-        if at is None or not good:
+        if at is None or not good or self._tier not in ("", tier):
             self._is_clean = False
         else:
-            self._ended = max(self._ended, at)
+            self._ended, self._tier = max(self._ended, at), tier
         if not self._under_way and self._is_clean:
-            self._observed(self._blocks, self._ended - self._began)
+            self._observed(self._tier, self._blocks, self._ended - self._began)
 
 
 class DiskTier:
@@ -82,9 +83,9 @@ class DiskTier:
         io: BlockIo,
         host: HostTier,
         clock: Callable[[], float] = time.monotonic,
-        on_read: Callable[[int, float], None] = lambda blocks, seconds: None,
+        on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
     ) -> None:
-        """on_read: told of (blocks, seconds) that an idle disk took."""
+        """on_read: told of (tier, blocks, seconds) that idle sources took."""
         self._io = io
         self._host = host
         self.now = clock
@@ -153,6 +154,24 @@ class DiskTier:
         self.read([(promotion, promotion.block_id) for promotion in promotions])
         return len(promotions)
 
+    def fetch_tail(
+        self,
+        namespace: str | None,
+        tokens: bytes,
+        path: Sequence[bytes],
+        low: int,
+        high: int,
+        is_protected: IsProtected[BlockNode] | None = None,
+    ) -> list[Promotion]:
+        """Start reading blocks [low, high), the last one first, before what they continue is in
+        the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up."""
+        if not self._usable:
+            return []
+        now = self.now()
+        promotions = self.coming.begin_tail(namespace, tokens, path, low, high, now, is_protected)
+        self.read([(promotion, promotion.block_id) for promotion in promotions])
+        return promotions
+
     def read(self, promotions: Sequence[tuple[Promotion, bytes]]) -> None:
         """Start reading blocks into the slots of promotions that began, each with the identity
         whose bytes it gets."""
@@ -187,7 +206,7 @@ class DiskTier:
             if promotion is None:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
-            self._watch.came(done.at, good=done.outcome is Outcome.OK and done.tier == "disk")
+            self._watch.came(done.at, done.tier, good=done.outcome is Outcome.OK)
             if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)

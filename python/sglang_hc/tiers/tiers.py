@@ -89,6 +89,8 @@ class Tiers:
         """Forget what the host tier holds; what is on disk stays. Waits for copies under way."""
         self.restorer.run_now()
         self.drain()
+        if self.disk is not None:
+            self.disk.coming.give_up_all()
         self.restorer.clear()
         self.capture.clear()
 

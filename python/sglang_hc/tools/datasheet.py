@@ -100,9 +100,9 @@ def datasheet_costs(
 ) -> CostModel:
     """Costs from FLOP counts and bandwidths; nothing measured, no fixed costs.
 
-    link: bytes/s from host memory to the device. disk: bytes/s of all disks together; chunks
-    from disk stream through host memory, so that copy runs at the slower of the two. Compute
-    runs at `hardware.flops`, but no faster than the layer's weights can be read once.
+    link: bytes/s from host memory to the device. disk: bytes/s of all disks together, into host
+    memory. Compute runs at `hardware.flops`, but no faster than the layer's weights can be read
+    once.
     """
     state = shape.state_shape()
 
@@ -114,7 +114,7 @@ def datasheet_costs(
 
     copies = {SourceTier.HOST: copy(link)}
     if disk is not None:
-        copies[SourceTier.DISK] = copy(min(link, disk))
+        copies[SourceTier.DISK] = copy(disk)
     weight_seconds = shape.element_bytes / hardware.memory_bandwidth
     return CostModel(
         fingerprint=f"data sheet: {hardware.name}, {shape.describe()}",

@@ -5,12 +5,16 @@
 
 A block's parent in the tree stays pinned until the block has joined it: what is on its way must not
 lose its place. Metadata only: whoever calls moves the bytes, and says when they are in place. A
-slot is given back only after its own `came` or `failed`, because somebody may write it until then.
+slot is given back only after its own `complete` or `fail`, because somebody may write it until
+then.
+
+The end of a history may be read before its beginning is in the tree (`begin_tail`). Such blocks
+keep their slots and wait until `join` names the block that they continue, or they are given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -22,7 +26,10 @@ from sglang_hc.tree.host_tier import HostTier
 @dataclass(eq=False)
 class Promotion:
     """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
-    tree (None: the namespace's root). `moved`: see `BlockNode`."""
+    tree (None: the namespace's root). waits_for: the identity of a parent that is neither yet.
+    `moved`: see `BlockNode`.
+
+    here: the bytes have come, or will not. lost: the block cannot join the tree any more."""
 
     block_id: bytes
     tokens: bytes
@@ -31,9 +38,15 @@ class Promotion:
     above: Promotion | None
     parent: BlockNode | None
     below: list[Promotion] = field(default_factory=list)
+    waits_for: bytes | None = None
     here: bool = False
     lost: bool = False
     moved: Moved | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """The bytes are in the slot, and the block has joined the tree or still may."""
+        return self.here and not self.lost
 
 
 class Promotions:
@@ -46,6 +59,8 @@ class Promotions:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._coming: dict[bytes, Promotion] = {}
+        self._orphans: dict[bytes, list[Promotion]] = {}
+        """Those that wait for a parent, by its identity."""
         self.on_published: Callable[[bytes], object] = lambda block_id: None
         self.on_lost: Callable[[bytes], object] = lambda block_id: None
 
@@ -99,6 +114,52 @@ class Promotions:
             self._host.unpin((parent,))
         return promotions
 
+    def begin_tail(
+        self,
+        namespace: str | None,
+        tokens: bytes,
+        path: Sequence[bytes],
+        low: int,
+        high: int,
+        now: float,
+        is_protected: IsProtected[BlockNode] | None = None,
+    ) -> list[Promotion]:
+        """Slots for blocks [low, high) of the path of packed `tokens`, the last one first: for as
+        many as find room without evicting what `is_protected` protects. They need no parent yet.
+
+        path: identities of the whole blocks. None of these may be on its way.
+        """
+        promotions: list[Promotion] = []
+        for index in reversed(range(low, high)):
+            slot = self._host.stage(now, is_protected)
+            if slot is None:
+                break
+            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            before = path[index - 1] if index else self._host.tree.root(namespace).block_id
+            promotion = Promotion(path[index], piece, namespace, slot, None, None, waits_for=before)
+            self._coming[promotion.block_id] = promotion
+            self._orphans.setdefault(before, []).append(promotion)
+            promotions.append(promotion)
+        return promotions
+
+    def join(self, parent: BlockNode, now: float) -> None:
+        """What waits for this block of the tree, or root, continues it from now on."""
+        tips: dict[BlockNode, None] = {}
+        for promotion in self._adopted(parent):
+            self._publish(promotion, tips, now)
+        for tip in tips:
+            self._host.access(tip.path(), now)
+
+    def give_up(self, promotions: Iterable[Promotion]) -> None:
+        """Those of these that still wait for their parent will not join the tree."""
+        for promotion in promotions:
+            if promotion.waits_for is not None and not promotion.lost:
+                self._lose(promotion)
+
+    def give_up_all(self) -> None:
+        """As `give_up`, of all that are on their way."""
+        self.give_up(list(self._coming.values()))
+
     def complete(self, promotions: Sequence[Promotion], now: float) -> None:
         """The bytes of these are in their slots."""
         tips: dict[BlockNode, None] = {}
@@ -106,7 +167,7 @@ class Promotions:
             promotion.here = True
             if promotion.lost:
                 self._free(promotion)
-            elif promotion.above is None:
+            elif promotion.above is None and promotion.waits_for is None:
                 self._publish(promotion, tips, now)
         for tip in tips:
             self._host.access(tip.path(), now)
@@ -140,15 +201,30 @@ class Promotions:
             for child in item.below:
                 child.above, child.parent = None, node
                 self._host.pin((node,))
-                if child.here:
-                    ready.append(child)
+            ready += [child for child in item.below if child.here]
+            ready += self._adopted(node)
             self._end(item)
             self.on_published(item.block_id)
+
+    def _adopted(self, parent: BlockNode) -> list[Promotion]:
+        """Gives those that wait for `parent` their place below it. Returns those that are here."""
+        children = self._orphans.pop(parent.block_id, [])
+        for child in children:
+            child.waits_for = None
+            if not parent.is_root:
+                child.parent = parent
+                self._host.pin((parent,))
+        return [child for child in children if child.here]
 
     def _lose(self, promotion: Promotion) -> None:
         """Neither this block nor those below it can join the tree."""
         if promotion.above is not None:
             promotion.above.below.remove(promotion)
+        if promotion.waits_for is not None:
+            waiting = self._orphans[promotion.waits_for]
+            waiting.remove(promotion)
+            if not waiting:
+                del self._orphans[promotion.waits_for]
         lost = [promotion]
         while lost:
             item = lost.pop()

@@ -37,7 +37,13 @@ def test_json_has_the_plan_and_times_in_seconds(model, plan):
                "--disk-gbps", "6.9", "--context", "1024")  # fmt: skip
     assert out["layer_plan"] == {"recompute": 0, "hidden": 31, "kv": 1}
     assert out["tiers"]["host"]["layer_plan"] == out["layer_plan"]
-    assert out["tiers"]["disk"]["layer_plan"]["recompute"] > 0
+    disk = out["tiers"]["disk"]
+    assert 0 < disk["computed_while_read_tokens"] < 1024 and not out["computed_while_read_tokens"]
+    read = 1024 - disk["computed_while_read_tokens"]
+    assert disk["copy_busy_seconds"] == pytest.approx(
+        read * disk["bytes_per_token"]["plan"] / 6.9e9
+    )
+    assert disk["copy_busy_seconds"] == pytest.approx(disk["compute_busy_seconds"], rel=0.2)
     # 1024 tokens of KV in 32 layers at 26 GB/s.
     assert out["restore_seconds"]["kv"] == pytest.approx(1024 * 32 * 16384 / 26e9)
     assert out["bytes_per_token"] == {
@@ -82,7 +88,9 @@ def test_table_for_people(model, capsys):
     assert main(["plan", "--model", model() + "/config.json", *words]) == 0
     out = capsys.readouterr().out
     for text in ("312 TFLOP/s (data sheet) x 0.65 (assumption)", "from host: hidden:31,kv:1",
-                 "from disk: recompute:", "KV only", "hidden only", "TTFT", "bytes/token",
+                 "from disk: hidden:",
+                 "computed while the others are read",
+                 "KV only", "hidden only", "TTFT", "bytes/token",
                  "bottleneck: balanced", "would balance at 24.8 GB/s", "270,336"):  # fmt: skip
         assert text in out
     assert max(map(len, out.splitlines())) <= 100

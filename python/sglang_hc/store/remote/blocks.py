@@ -241,7 +241,7 @@ class RemoteBlocks:
         if job.verdict in (Verdict.FOREIGN, Verdict.UNKNOWN_VERSION):
             self.counts[f"remote_{job.verdict.value}"] += 1
         self._judge(self._reads, outcome, "lookups and reads")
-        return BlockDone(job.ticket, outcome, TIER)
+        return BlockDone(job.ticket, outcome, TIER, job.at)
 
     def _saved(self, job: _Transfer) -> BlockDone:
         outcome = job.outcome
@@ -309,6 +309,7 @@ class RemoteBlocks:
                 header = self._frames.header(frame)
                 job.verdict = inspect(header, slot, self._fingerprint, job.identity)
                 intact = job.verdict is Verdict.INTACT
+                job.at = time.monotonic()
                 job.outcome = Outcome.OK if intact else Outcome.DAMAGED
 
     def _put(self, jobs: list[_Transfer]) -> None:

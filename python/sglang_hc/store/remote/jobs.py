@@ -20,12 +20,14 @@ class Job:
     """One operation: answered once, by the thread that does it or by its deadline.
 
     lock: held by the thread while it touches the caller's memory; never across a back end's call.
+    at: when the thread did it, on `time.monotonic`; None when it did not.
     """
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self.lock = threading.Lock()
         self.outcome: Outcome | None = None
+        self.at: float | None = None
 
     def settle(self, outcome: Outcome) -> None:
         """Answer, unless it was answered before."""

@@ -11,8 +11,9 @@ from typing import Any
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
+from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
+from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
@@ -108,12 +109,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything said about one tier. `ways["plan"]` is the choice, the others the single forms."""
+    """Everything said about one tier. `ways["plan"]` is the choice, the others the single forms.
+    head: tokens that are computed while the others are read; 0 for host memory."""
 
     ways: dict[str, Way]
     copy_busy: float
     compute_busy: float
     balance_gbps: float
+    head: int
 
     @property
     def bottleneck(self) -> str:
@@ -128,15 +131,28 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
     layers = state.num_layers
     alone = cost.layer_times(tier, context)
     then_new = cost.layer_times(tier, context, new=new)
-    chosen = best_layer_plan(then_new, state, allow_hidden=shape.attention != "MLA")
+    hidden = shape.attention != "MLA"
+    chosen = plan_for(
+        cost, state, [(tier, context)], new=new, allow_hidden=hidden, allow_recompute=True
+    )
+
+    def meeting(plan: LayerPlan, behind: int) -> Split:
+        return best_split(cost, plan, tier, History(0, context, 0, behind))
 
     def way(plan: LayerPlan) -> Way:
-        ttft = makespan(then_new, plan)
+        restore, ttft = makespan(alone, plan), makespan(then_new, plan)
         if plan.recompute == layers:  # history and new tokens are then one prefill
             ttft = layers * cost.prefill_layer(context + new, 0)
-        return Way(plan, makespan(alone, plan), ttft, stored_bytes(plan, state))
+        elif tier is not SourceTier.HOST:
+            restore, ttft = meeting(plan, 0).seconds, meeting(plan, new).seconds
+        return Way(plan, restore, ttft, stored_bytes(plan, state))
 
     copy_busy, compute_busy = busy(alone, chosen)
+    head = 0
+    if tier is not SourceTier.HOST:
+        head = meeting(chosen, new).head
+        copy_busy = cost.copy_stored(tier, chosen, context - head)
+        compute_busy = layers * cost.prefill_layer(head, 0)
     return Report(
         ways={
             "plan": way(chosen),
@@ -147,6 +163,7 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
         copy_busy=copy_busy,
         compute_busy=compute_busy,
         balance_gbps=_balance(alone, state.hidden_bytes * context),
+        head=head,
     )
 
 
@@ -182,6 +199,7 @@ def _tier_json(report: Report) -> dict[str, Any]:
         "copy_busy_seconds": report.copy_busy,
         "compute_busy_seconds": report.compute_busy,
         "hidden_balance_gbps": report.balance_gbps,
+        "computed_while_read_tokens": report.head,
     }
 
 
@@ -217,6 +235,8 @@ def _tier_text(tier: SourceTier, report: Report) -> list[str]:
             f"  {name:{width}}  {_seconds(way.restore):>10}  {ratio:>7}  {_seconds(way.ttft):>10}  "
             f"{way.bytes_per_token:>11,}"
         )
+    if tier is not SourceTier.HOST:
+        lines.append(f"  the first {report.head} tokens are computed while the others are read")
     return [
         *lines,
         f"  bottleneck: {report.bottleneck} (copy works {_seconds(report.copy_busy)}, compute "

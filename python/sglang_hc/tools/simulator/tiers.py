@@ -222,6 +222,12 @@ class TieredCache:
             device, known - device, end - known, tuple(blocks), on_device.nodes, in_host.nodes
         )
 
+    def meet(
+        self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
+    ) -> bool:
+        """Simulated requests are prefilled whole: none meets what is read."""
+        return False
+
     def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
         """The request starts. `load`: its blocks on disk are read now, through the host tier."""
         self._now = now

@@ -1,0 +1,200 @@
+"""One history that is computed from its front while its end is read backwards, until both meet.
+
+    begin     blocks from the meeting point on are asked for, the last one first
+    next      before each chunk of the prompt: compute so much more, wait, or restore the rest
+    join      the blocks behind the head continue the path that the head's own commit has made
+    close     what is not needed any more gives its slots back
+
+Nothing is promised to the scheduler before it is here. A block that is late or lost only moves the
+meeting point towards the end, at worst to the end itself, which is a plain recomputation. Belongs
+to the scheduler thread and never waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.meeting import History, Split
+from sglang_hc.queue.prefetch import PATIENCE
+from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
+from sglang_hc.tree.identity import TOKEN_BYTES
+from sglang_hc.tree.promotions import Promotion, Promotions
+
+LEAST_TOKENS = BLOCK_TOKENS
+"""Computed at first when the rest is not here yet, and twice as many each further time, so that a
+source that stands still costs few passes."""
+
+
+class SplitCosts(Protocol):
+    """Prices a history that is on its way."""
+
+    def split(self, history: History, decoding: int) -> Split | None:
+        """The best meeting point while so many requests decode; None when costs are not known."""
+
+
+class Action(enum.Enum):
+    """What happens before the next chunk of the prompt."""
+
+    COMPUTE = enum.auto()
+    """Compute the given tokens more."""
+    WAIT = enum.auto()
+    """Leave the device to requests that decode: the rest is nearly here."""
+    RESTORE = enum.auto()
+    """Everything behind the head is here."""
+    OVER = enum.auto()
+    """Nothing is left to meet: compute the rest of the prompt as usual."""
+
+
+class Step(NamedTuple):
+    """tokens: for COMPUTE, 0 else."""
+
+    action: Action
+    tokens: int = 0
+
+
+class Prompt(NamedTuple):
+    """A request's packed prompt."""
+
+    namespace: str | None
+    tokens: bytes
+
+
+ReadTail = Callable[[int, int], list[Promotion]]
+"""Begins to read blocks [low, high) of the prompt, the last one first; those that found a slot."""
+
+
+class Meeting:
+    """Blocks [first, end) of a prompt are below host memory when this begins.
+
+    What comes before them is on the device or in host memory.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        prompt: Prompt,
+        blocks: tuple[int, int],
+        tree: BlockTree,
+        coming: Promotions,
+        read: ReadTail,
+        costs: SplitCosts,
+    ) -> None:
+        """blocks: first and end. coming: where what `read` begins waits for its parent."""
+        self.rid = rid
+        self._prompt = prompt
+        self.first, self.end = blocks
+        self._tree = tree
+        self._coming = coming
+        self._read = read
+        self._costs = costs
+        self._low = self.end
+        self._blocks: dict[int, Promotion] = {}
+        self._least = LEAST_TOKENS
+        self._computing: int | None = None  # the head before the chunk that was given last
+        self._wait_until: float | None = None
+
+    @property
+    def stop(self) -> int:
+        """Tokens up to the end of what was stored."""
+        return self.end * BLOCK_TOKENS
+
+    @property
+    def new(self) -> int:
+        """Tokens of the prompt behind that, at least the one whose logits are wanted."""
+        return max(1, len(self._prompt.tokens) // TOKEN_BYTES - self.stop)
+
+    def read_down_to(self, low: int) -> int:
+        """Ask for the blocks from `low` on that were not asked for yet. Returns how many found a
+        slot, from the last one down."""
+        low = max(low, self.first)
+        if low >= self._low:
+            return 0
+        begun = self._read(low, self._low)
+        for promotion in begun:
+            self._low -= 1
+            self._blocks[self._low] = promotion
+        return len(begun)
+
+    def is_here(self, head: int) -> bool:
+        """Whether nothing behind `head` tokens is still to come."""
+        return head >= self.stop or self._missing(head // BLOCK_TOKENS) == head // BLOCK_TOKENS
+
+    def next(self, head: int, decoding: int, now: float) -> Step:
+        """What comes next when `head` tokens are computed, and others decode so many requests."""
+        if head >= self.stop:
+            return Step(Action.OVER)
+        block = head // BLOCK_TOKENS
+        missing = self._missing(block)
+        if missing == block:
+            return Step(Action.RESTORE)
+        coming = missing * BLOCK_TOKENS - head
+        held = self.stop - missing * BLOCK_TOKENS
+        if self._computing is not None and head > self._computing:
+            self._least, self._computing = 2 * self._least, None
+        split = self._costs.split(History(head, coming, held, self.new), decoding)
+        if split is None:
+            return Step(Action.OVER)
+        lost = self._lost_up_to(block)
+        if split.head == 0 and not lost and self._may_wait(split, decoding, now):
+            return Step(Action.WAIT)
+        wanted = max(head + split.head, head + self._least, lost)
+        target = -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS
+        if target >= self.stop:
+            return Step(Action.OVER)
+        self._computing = head
+        self.read_down_to(target // BLOCK_TOKENS)
+        return Step(Action.COMPUTE, target - head)
+
+    def wait(self, head: int, now: float) -> None:
+        """The request is not admitted in this pass although it might be: the source goes on. What
+        is here down to the first block needs no meeting any more."""
+        if self._missing(self._low) == self._low and self._low > head // BLOCK_TOKENS:
+            self.read_down_to((self._low + head // BLOCK_TOKENS) // 2)
+        if self._low == self.first:
+            self.join(self.first * BLOCK_TOKENS, now)
+
+    def join(self, head: int, now: float) -> Sequence[BlockNode] | None:
+        """The blocks of the path, those behind `head` tokens ready to be restored. None when they
+        are not, because the blocks before them did not get into host memory."""
+        namespace, tokens = self._prompt
+        block, tree = head // BLOCK_TOKENS, self._tree
+        above = tree.match(namespace, tokens[: block * BLOCK_BYTES]).nodes if block else ()
+        if len(above) < block:
+            return None
+        self._coming.join(above[-1] if above else tree.root(namespace), now)
+        nodes = tree.match(namespace, tokens[: self.end * BLOCK_BYTES]).nodes
+        if len(nodes) < self.end or not all(node.ready for node in nodes[block:]):
+            return None
+        return nodes
+
+    def close(self) -> None:
+        """Give up what has not joined the tree."""
+        self._coming.give_up(self._blocks.values())
+
+    def _missing(self, block: int) -> int:
+        """One behind the last block, from `block` on, that is not in host memory; `block` when all
+        are."""
+        for index in reversed(range(block, self.end)):
+            promotion = self._blocks.get(index)
+            if promotion is None or not promotion.is_good:
+                return index + 1
+        return block
+
+    def _lost_up_to(self, block: int) -> int:
+        """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
+        for index in reversed(range(block, self.end)):
+            promotion = self._blocks.get(index)
+            if promotion is not None and promotion.lost:
+                return (index + 1) * BLOCK_TOKENS
+        return 0
+
+    def _may_wait(self, split: Split, decoding: int, now: float) -> bool:
+        """Waiting helps those that decode, and has a bound: the source may be slower than said."""
+        if not decoding:
+            return False
+        if self._wait_until is None:
+            self._wait_until = now + min(PATIENCE, 2 * split.seconds)
+        return now < self._wait_until

@@ -1,0 +1,103 @@
+"""A prompt's chunks while the end of its history is read from below (`queue/meeting.py`).
+
+SGLang computes a long prompt in chunks. Here a request that meets its stored history is given short
+chunks, and between two of them what has come is restored in place of being computed. SGLang sees a
+request whose prefix has grown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.srt.tree_backend import HcRadixCache
+
+
+def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any):
+    """AROUND PrefillAdder.add_one_req: the first chunk ends where the history is to be met.
+
+    Nobody is added behind such a chunk in this pass: only one request at a time may be cut.
+    """
+    tree = self.tree_cache
+    if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
+        meeting = tree.waiting.meeting_of(req.rid)
+        if meeting is not None:
+            head = len(req.prefix_indices) + req.host_hit_length
+            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, meeting, head))
+    return original(self, req, *args, **kwargs)
+
+
+def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
+    """AROUND PrefillAdder.add_chunked_req: restore the rest if it is here, compute a part of it,
+    or, as SGLang does with sliding windows, return the request without adding it to this batch."""
+    tree = self.tree_cache
+    if isinstance(tree, HcRadixCache):
+        meeting = tree.waiting.meeting_of(req.rid)
+        if meeting is not None:
+            tokens = _between_chunks(tree, meeting, req)
+            if not tokens:
+                self.rem_chunk_tokens = 0  # nobody else may be cut meanwhile
+                return req
+            self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
+    return original(self, req)
+
+
+UNLIMITED = 1 << 62
+"""Tokens of a chunk that need not end early."""
+
+
+def _chunk(tree: HcRadixCache, meeting: Meeting, head: int) -> int:
+    """Tokens of the first chunk, behind `head` tokens that the device has or gets."""
+    step = tree.waiting.next_step(meeting, head)
+    if step.action is Action.OVER:
+        return UNLIMITED
+    # What is here already joins after the first chunk: its parent block must be computed first.
+    return _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
+
+
+def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
+    """Tokens that the next chunk may have; 0 for no chunk in this pass."""
+    head = len(req.prefix_indices)
+    if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
+        return _aligned(tree, head, 1)
+    if req.inflight_middle_chunks > 0 and not meeting.is_here(head):
+        # With overlap scheduling the last chunk is still running: once it is over more will be
+        # here. SGLang takes its result in before the next pass.
+        return 0
+    step = tree.waiting.next_step(meeting, head)
+    if step.action is Action.RESTORE:
+        _restore(tree, meeting, req)
+        return UNLIMITED
+    if step.action is Action.OVER:
+        return UNLIMITED
+    return _aligned(tree, head, step.tokens) if step.action is Action.COMPUTE else 0
+
+
+def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
+    """So many tokens or more, so that the chunk ends with a block and with a page."""
+    unit = math.lcm(BLOCK_TOKENS, tree.page_size)
+    return -(-(head + tokens) // unit) * unit - head
+
+
+def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
+    """Put what was read behind the request's prefix; what cannot be is computed."""
+    head = len(req.prefix_indices)
+    blocks = tree.waiting.join(meeting, head)
+    limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+    stop = min(meeting.stop, limit) // tree.page_size * tree.page_size
+    if blocks is None or stop <= head:
+        return
+    slots, node = tree.load_back(req, blocks, stop)
+    if not len(slots):
+        return
+    tree.inc_lock_ref(node)
+    tree.dec_lock_ref(req.last_node)
+    req.last_node = node
+    req.prefix_indices = torch.cat([req.prefix_indices, slots])
+    req.cache_protected_len = len(req.prefix_indices)
+    tree.continue_behind(req, len(slots))

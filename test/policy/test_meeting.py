@@ -1,0 +1,86 @@
+"""The meeting point: never slower than reading all or computing all, and better in between."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.restore_plan import Span, plan_restore
+from support.profiles import cost_model
+
+LAYERS = 8
+KV = LayerPlan(0, 0, LAYERS)
+PREFILL = 1e-4
+
+
+def serial(cost, history: History) -> float:
+    spans = [Span(SourceTier.DISK, history.coming)]
+    spans += [Span(SourceTier.HOST, history.held)] if history.held else []
+    read = cost.copy_stored(SourceTier.DISK, KV, history.coming)
+    total = history.coming + history.held
+    host = [Span(SourceTier.HOST, total)]
+    return read + plan_restore(cost, KV, host, context=history.context, new=history.new).seconds
+
+
+def recompute(cost, history: History) -> float:
+    tokens = history.coming + history.held + history.new
+    return LAYERS * cost.prefill_layer(tokens, history.context)
+
+
+@pytest.mark.parametrize("times_slower", [0.25, 1.0, 4.0])
+def test_the_source_and_the_device_end_together(times_slower: float) -> None:
+    """With costs that are linear, of N tokens those are computed that take as long as the rest."""
+    cost = cost_model(host=1e-9, disk=times_slower * PREFILL, prefill=PREFILL)
+    split = best_split(cost, KV, SourceTier.DISK, History(0, 4096, 0, 64))
+    wanted = 4096 * times_slower / (1 + times_slower)
+    assert split.head == pytest.approx(wanted, abs=BLOCK_TOKENS)
+    assert split.stall == pytest.approx(LAYERS * PREFILL * split.head)
+    bound = LAYERS * PREFILL * (wanted + 64)
+    assert bound * 0.98 < split.seconds < bound * 1.05
+
+
+@given(
+    st.floats(0, 1e-3), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-3),
+    st.integers(0, 4000), st.integers(1, 100), st.integers(0, 64), st.integers(1, 3000),
+)  # fmt: skip
+def test_it_is_never_slower_than_one_way_alone(
+    host, disk, prefill, context, blocks, held, new
+) -> None:
+    cost = cost_model(host=host, disk=disk, prefill=prefill)
+    history = History(context, blocks * BLOCK_TOKENS, held * BLOCK_TOKENS, new)
+    split = best_split(cost, KV, SourceTier.DISK, history)
+    rivals = [serial(cost, history), recompute(cost, history)]
+    assert split.seconds <= min(rivals) * (1 + 1e-9)
+    assert 0 <= split.head <= history.coming and split.head % BLOCK_TOKENS == 0
+
+
+def test_a_slower_source_moves_the_meeting_point_to_the_end() -> None:
+    heads = [
+        best_split(
+            cost_model(host=1e-9, disk=disk, prefill=PREFILL), KV, SourceTier.DISK,
+            History(0, 8192, 0, 64),
+        ).head
+        for disk in (0.0, 1e-5, 1e-4, 1e-3, 1.0)
+    ]  # fmt: skip
+    assert heads[0] == 0 and heads[-1] == 8192
+    assert all(a < b for a, b in itertools.pairwise(heads))
+
+
+def test_others_who_decode_make_the_head_shorter() -> None:
+    cost = cost_model(host=1e-9, disk=1e-4, prefill=PREFILL)
+    heads = [
+        best_split(cost, KV, SourceTier.DISK, History(0, 8192, 0, 64), decoding=count).head
+        for count in (0, 1, 8)
+    ]
+    assert heads[0] > 0 and heads == sorted(heads, reverse=True) and heads[-1] == 0
+
+
+def test_a_tier_without_costs_is_an_error_of_the_caller() -> None:
+    with pytest.raises(KeyError, match="no costs for tier remote"):
+        best_split(cost_model(), KV, SourceTier.REMOTE, History(0, 64, 0, 1))

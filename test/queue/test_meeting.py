@@ -1,0 +1,239 @@
+"""The meeting of a computed front and a read end: any order of arrival, failure and progress."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.meeting import History, Split
+from sglang_hc.queue.meeting import LEAST_TOKENS, Action, Meeting, Prompt
+from sglang_hc.queue.prefetch import PATIENCE
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.promotions import Promotion
+from support.fake_io import FakeIo
+from support.host import host_tier, keep, tokens_of
+
+WORD = "abcdefghijkl"
+SPOKEN = tokens_of(WORD + "q")
+
+
+class World:
+    """A history of as many blocks as letters, `held` of them in host memory, and costs that always
+    say to compute `share` of what is coming."""
+
+    def __init__(self, slots: int = 40, held: int = 0, share: float = 0.5) -> None:
+        self.host = host_tier(slots)
+        self.io = FakeIo()
+        self.disk = DiskTier(self.io, self.host, lambda: 0.0)
+        self.path = self.host.tree.identities(None, tokens_of(WORD))
+        self.io.hold(self.path)
+        self.ends: Counter[bytes] = Counter()
+        self.disk.coming.on_published = self.ended
+        self.disk.coming.on_lost = self.ended
+        self.share = share
+        self.asked: list[History] = []
+        if held:
+            keep(self.host, tokens_of(WORD[:held]))
+        self.head = held * BLOCK_TOKENS
+        self.meeting = Meeting(
+            "r", Prompt(None, SPOKEN), (held, len(WORD)), self.host.tree, self.disk.coming,
+            self.read, self,
+        )  # fmt: skip
+
+    def ended(self, block_id: bytes) -> None:
+        self.ends[block_id] += 1
+
+    def read(self, low: int, high: int) -> list[Promotion]:
+        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high)
+
+    def split(self, history: History, decoding: int) -> Split | None:
+        self.asked.append(history)
+        head = int(history.coming * self.share) // BLOCK_TOKENS * BLOCK_TOKENS
+        return Split(head, 1.0, 0.0)
+
+    def deliver(self, which: int = 0, outcome: Outcome = Outcome.OK) -> None:
+        """End one of the reads under way."""
+        if self.io.moves:
+            self.io.moves.rotate(-(which % len(self.io.moves)))
+            self.io.step(outcome)
+            self.disk.poll()
+
+    def compute(self, tokens: int, *, saved: bool = True) -> None:
+        self.head += tokens
+        if saved:
+            keep(self.host, SPOKEN[: self.head // BLOCK_TOKENS * BLOCK_BYTES])
+
+    def settle(self) -> None:
+        """The request is over, and so is every read: nothing is left of the meeting."""
+        self.meeting.close()
+        while self.io.moves:
+            self.deliver()
+        self.host.check_integrity()
+        assert self.host.staged_slots == 0 and not len(self.disk.coming)
+        assert all(node.pins == 0 for node in self.host.tree.nodes())
+        assert self.ends == Counter(self.io.begun), "every read ends once"
+
+
+def test_the_end_is_read_from_the_last_block_down() -> None:
+    world = World()
+    assert world.meeting.read_down_to(8) == 4
+    assert world.io.begun == list(reversed(world.path[8:]))
+    assert world.meeting.read_down_to(9) == 0, "these were asked for"
+    world.settle()
+
+
+def test_what_is_here_continues_what_was_computed() -> None:
+    world = World(held=2)
+    world.meeting.read_down_to(8)
+    step = world.meeting.next(world.head, 0, 0.0)
+    assert step.action is Action.COMPUTE
+    while world.io.moves:
+        world.deliver(1)
+    world.compute(8 * BLOCK_TOKENS - world.head)
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
+    nodes = world.meeting.join(world.head, 0.0)
+    assert nodes is not None and [node.block_id for node in nodes] == world.path
+    assert all(node.ready for node in nodes)
+    world.settle()
+
+
+def test_a_lost_block_moves_the_meeting_behind_it() -> None:
+    world = World(share=0.0)
+    world.meeting.read_down_to(6)
+    for place in (0, 0, 0, 0, 0):
+        world.deliver(place, Outcome.DAMAGED if world.io.moves[0].block_id == world.path[9]
+                      else Outcome.OK)  # fmt: skip
+    step = world.meeting.next(world.head, 0, 0.0)
+    assert step == (Action.COMPUTE, 10 * BLOCK_TOKENS)
+    world.compute(step.tokens)
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
+    world.settle()
+
+
+def test_blocks_whose_front_was_not_saved_are_not_restored() -> None:
+    world = World()
+    world.meeting.read_down_to(6)
+    world.compute(6 * BLOCK_TOKENS, saved=False)
+    while world.io.moves:
+        world.deliver()
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
+    assert world.meeting.join(world.head, 0.0) is None
+    world.settle()
+
+
+def test_a_source_that_stands_still_costs_a_few_passes() -> None:
+    world = World(share=0.0)
+    world.meeting.read_down_to(1)
+    chunks = []
+    while (step := world.meeting.next(world.head, 0, 0.0)).action is Action.COMPUTE:
+        chunks.append(step.tokens)
+        world.compute(step.tokens)
+    assert step.action is Action.OVER
+    assert chunks == [LEAST_TOKENS, 2 * LEAST_TOKENS, 4 * LEAST_TOKENS]
+    world.settle()
+
+
+def test_waiting_does_not_lengthen_the_chunk_behind_it() -> None:
+    world = World(share=0.0)
+    world.meeting.read_down_to(1)
+    world.compute(world.meeting.next(world.head, 0, 0.0).tokens)
+    for _ in range(9):
+        assert world.meeting.next(world.head, 1, 0.0).action is Action.WAIT
+    assert world.meeting.next(world.head, 1, 99.0).tokens == 2 * LEAST_TOKENS
+    world.settle()
+
+
+def test_a_chunk_that_finds_no_place_in_a_batch_is_given_again() -> None:
+    world = World(share=0.0)
+    world.meeting.read_down_to(1)
+    steps = {world.meeting.next(world.head, 0, 0.0) for _ in range(20)}
+    assert steps == {(Action.COMPUTE, LEAST_TOKENS)}
+    world.settle()
+
+
+@pytest.mark.parametrize("decoding", [0, 1])
+def test_waiting_is_for_those_who_decode_and_has_an_end(decoding: int) -> None:
+    world = World(share=0.0)
+    world.meeting.read_down_to(6)
+    first = world.meeting.next(world.head, decoding, 100.0)
+    assert (first.action is Action.WAIT) == bool(decoding)
+    if decoding:
+        bound = min(PATIENCE, 2 * 1.0)
+        assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
+        assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
+    world.settle()
+
+
+def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_block() -> None:
+    world = World(held=1)
+    world.meeting.read_down_to(8)
+    for _ in range(40):
+        world.meeting.wait(world.head, 0.0)
+        world.deliver()
+    match = world.host.tree.match(None, SPOKEN)
+    assert match.tokens == len(WORD) * BLOCK_TOKENS and all(node.ready for node in match.nodes)
+    world.settle()
+
+
+def test_a_full_host_tier_shortens_what_is_read() -> None:
+    world = World(slots=3)
+    assert world.meeting.read_down_to(2) == 3
+    assert world.io.begun == list(reversed(world.path[9:]))
+    world.settle()
+
+
+OUTCOMES = st.sampled_from([Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_order_of_events_ends_with_every_slot_in_one_hand(data: st.DataObject) -> None:
+    """Whatever comes when, the request gets to its end, what it restores is its own path from its
+    head on, and afterwards nothing of the meeting is left."""
+    held = data.draw(st.integers(0, 4), "held")
+    world = World(
+        slots=data.draw(st.integers(len(WORD), 40), "slots"),
+        held=held,
+        share=data.draw(st.floats(0, 1), "share"),
+    )
+    world.meeting.read_down_to(data.draw(st.integers(0, len(WORD) - 1), "low"))
+    decoding = data.draw(st.integers(0, 2), "decoding")
+    passes, now = 0, 0.0
+    while True:
+        for _ in range(data.draw(st.integers(0, 5), "events")):
+            event = data.draw(st.sampled_from(["read", "read", "queue", "abort", "weights"]))
+            if event == "read":
+                world.deliver(data.draw(st.integers(0, 11)), data.draw(OUTCOMES))
+            elif event == "queue":
+                world.meeting.wait(world.head, now)
+            elif event == "weights" and not world.io.moves:
+                world.disk.coming.give_up_all()
+            elif event == "abort" and data.draw(st.integers(0, 9)) == 0:
+                world.settle()
+                return
+        now += 0.7
+        step = world.meeting.next(world.head, decoding, now)
+        passes += 1
+        assert passes < 40, "every pass gets on, or waits for a bounded time"
+        if step.action is Action.OVER:
+            break
+        if step.action is Action.RESTORE:
+            nodes = world.meeting.join(world.head, now)
+            if nodes is not None:
+                assert [node.block_id for node in nodes] == world.path
+                assert all(node.ready for node in nodes[world.head // BLOCK_TOKENS :])
+            break
+        if step.action is Action.COMPUTE:
+            assert step.tokens > 0 and (world.head + step.tokens) % BLOCK_TOKENS == 0
+            cut = data.draw(st.sampled_from([step.tokens, max(1, step.tokens - 40)]), "cut")
+            try:
+                world.compute(cut, saved=data.draw(st.integers(0, 9)) > 0)
+            except AssertionError:
+                pass  # no room to save it
+    world.settle()
