@@ -1,10 +1,8 @@
 """What the waiting queue tells the tiers (AttentionStore section 3.3).
 
-Once per scheduling pass the queue is looked at: what the requests in the eviction window need stays
-in its tiers, and for the requests in the prefetch window reads from disk are started. What is
-fetched for whom, and who waits for how long, `policy.prefetch.Prefetcher` decides; here its
-questions about the tiers are answered. Belongs to the scheduler thread; a pass costs the requests
-that came and went.
+Once per scheduling pass: what requests in the eviction window need stays, and reads from disk start
+for those in the prefetch window. `Prefetcher` decides; this module answers its questions about the
+tiers. Belongs to the scheduler thread; a pass costs the requests that came and went.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class Waiting(NamedTuple):
 
 
 WaitingOf = Callable[[str], Waiting]
-
 
 UNKNOWN_COSTS = UnknownCosts()
 
@@ -202,9 +199,9 @@ class QueueView:
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk while this request waited for them; asked once."""
-        if rid not in self.requests:
+        record = self.requests.get(rid)
+        if record is None:
             return 0
-        record = self.requests[rid]
         tokens, record.loaded_tokens = record.loaded_tokens, 0
         return tokens
 
