@@ -58,7 +58,7 @@ def environment(scratch: Path) -> dict[str, str]:
     """Variables for the steps: this tree first, and an entry point when none is installed."""
     paths = [str(ROOT / name) for name in PACKAGES]
     if not any(point.name == "hc" for point in metadata.entry_points(group=PLUGINS)):
-        paths.append(str(_entry_point(scratch)))
+        paths.append(str(entry_point(scratch)))
     paths += [path for path in (os.environ.get("PYTHONPATH", ""),) if path]
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -72,7 +72,7 @@ def server_args() -> str:
     return TRITON_FLAGS if without else ""
 
 
-def _entry_point(scratch: Path) -> Path:
+def entry_point(scratch: Path) -> Path:
     """A folder with the metadata that pip would have written."""
     from sglang_hc import __version__
 

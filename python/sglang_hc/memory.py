@@ -16,17 +16,17 @@ def total_memory() -> int:
     The host of a virtual machine may hold back a part of its memory until it is needed. MemTotal is
     then small at first and grows, so the memory that the machine was built with counts.
     """
-    machine = max(_meminfo("MemTotal"), _present())
-    return min([machine, *(limit for limit, _ in _cgroups())])
+    machine = max(meminfo("MemTotal"), _present())
+    return min([machine, *(limit for limit, _ in cgroups())])
 
 
 def available_memory() -> int:
     """Bytes that are free now, within the machine and within every enclosing control group."""
-    rooms = [max(limit - used, 0) for limit, used in _cgroups()]
-    return min([_meminfo("MemAvailable"), *rooms])
+    rooms = [max(limit - used, 0) for limit, used in cgroups()]
+    return min([meminfo("MemAvailable"), *rooms])
 
 
-def _meminfo(field: str) -> int:
+def meminfo(field: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -43,7 +43,7 @@ def _present() -> int:
     return sum(pages) * mmap.PAGESIZE
 
 
-def _cgroups() -> list[tuple[int, int]]:
+def cgroups() -> list[tuple[int, int]]:
     """(limit, used without reclaimable file cache) of each control group that limits memory."""
     root = Path("/sys/fs/cgroup")
     found: list[tuple[int, int]] = []

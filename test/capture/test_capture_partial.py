@@ -109,7 +109,7 @@ def test_decode_steps_that_find_filing_behind_are_cut_off(steps: int, lost: int)
     for step in range(steps):
         passes(tiers, [(1, 120 + step, 1)])
     assert tiers.capture.counters["backpressure"] == lost
-    while executor._queue:
+    while executor.waiting:
         executor.step()
     passes(tiers, [(1, 120 + steps, 1)])  # there is room again, but not for this request
     commit(tiers, 1, 121 + steps)

@@ -125,7 +125,7 @@ def test_both_directions_the_side_and_the_model_have_a_stream_each(
     assert back.opposite() is copies and copies.opposite() is back
     side = copies.side_stream()
     assert side is not None
-    streams = [copies._stream, back._stream, side.args[0], back.side_stream().args[0]]  # type: ignore[attr-defined, union-attr]
+    streams = [copies.stream, back.stream, side.args[0], back.side_stream().args[0]]  # type: ignore[attr-defined, union-attr]
     assert [stream.cuda_stream for stream in streams] == [9, 11, 12, 13]
 
 
@@ -202,7 +202,7 @@ def test_cuda_copies_of_scattered_ranges_by_every_way_and_across_registrations(
     ranges = cuda_copies.Ranges(order * page + 24, np.arange(40) * 1000, sizes)
     wanted = host[torch.from_numpy(order), 24:1024]
     runtime, major = cuda_copies.cuda_runtime(), cuda_copies.cuda_major()
-    stream = copies._stream.cuda_stream
+    stream = copies.stream.cuda_stream
     for name, way in cuda_copies.range_copies(runtime, major).items():
         target = torch.zeros(40, 1000, dtype=torch.uint8, device=device)
         torch.cuda.synchronize()

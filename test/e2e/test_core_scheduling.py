@@ -35,7 +35,7 @@ def when(core: Core, condition: Callable[[], bool], action: Callable[[], None]) 
         if not called and condition():
             called.append(True)
             action()
-        return core._receive()
+        return core.receive()
 
     core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
     return called
@@ -123,7 +123,7 @@ def aborted(form: str, where: str) -> dict[str, Any]:
     evict(core)
     first = core.submit([*prompt(8, 200), *prompt(9, 150)], 60)
     second = core.submit(prompt(10, 100), 40)
-    requests, scheduler = core._requests, core.scheduler
+    requests, scheduler = core.requests, core.scheduler
     conditions = {
         "waiting": lambda: second in requests and bool(scheduler.waiting_queue),
         "chunked": lambda: scheduler.chunked_req is not None,
@@ -166,7 +166,7 @@ def retracting(form: str, retract: bool) -> tuple[list, list, int, dict]:
     rids = [core.submit(tokens, 24) for tokens in prompts]
     core.run()
     first = [core.reply(rid).tokens for rid in rids]
-    retractions = sum(core._requests[rid].retraction_count for rid in rids)
+    retractions = sum(core.requests[rid].retraction_count for rid in rids)
     evict(core)
     rids = [
         core.submit([*tokens, *reply], 24) for tokens, reply in zip(prompts, first, strict=True)

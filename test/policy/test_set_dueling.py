@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import EvictionPolicy, make_policy
-from sglang_hc.policy.set_dueling import OPEN, SetDueling, bucket_of
+from sglang_hc.policy.set_dueling import SetDueling, bucket_of
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock
 
@@ -87,11 +87,11 @@ def test_a_use_soon_after_the_duel_began_decides_nothing():
         duels.entered(bytes([number]), 64)
     duels.begin(b"old", 30, b"young", 64)
     duels.used(b"young", 0, 64)
-    assert not duels._scores
+    assert duels.score(30) == 0
     for number in range(8):
         duels.entered(bytes([number]), 64)
     duels.used(b"old", 0, 64)
-    assert duels._scores[bucket_of(30)] > 0
+    assert duels.score(30) > 0
 
 
 names = st.integers(0, 400).map(lambda n: n.to_bytes(2, "big"))
@@ -109,9 +109,7 @@ def test_duels_stay_pairs_and_few(history, blocks):
             duels.entered(one, blocks)
         else:
             duels.used(one, 0, blocks)
-        assert all(duels._open[duel[0]][0] == name for name, duel in duels._open.items())
-        assert len(duels._open) <= 2 * OPEN and len(duels._gaps) <= OPEN
-        assert all(-1 <= score <= 1 for score in duels._scores.values())
+        duels.check_integrity()
 
 
 def test_buckets_grow_with_age():

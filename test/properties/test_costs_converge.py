@@ -130,7 +130,7 @@ def test_a_machine_that_was_busy_for_an_hour_is_believed_again() -> None:
     assert found[0].decision == "load" and found[-1].decision == "refuse"
     refused = [choice for choice in found if not choice.tokens]
     assert len(refused) > 270
-    machine._true = cost
+    machine.true = cost
     found = [machine.serve(800, 64) for _ in range(4 * (LAST_GAP + 1) + 1)]
     assert found[-1].decision == "load"
 

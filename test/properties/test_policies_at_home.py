@@ -349,12 +349,10 @@ def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter
     for action, word in history:
         assert fetch_step(server, action, word) == fetch_step(simulator, action, word)
         assert server.in_host() == simulator.in_host()
-        assert len(server.prefetcher.requests.under_way) == len(
-            simulator.prefetcher.requests.under_way
-        )
-        assert server.prefetcher.counters == simulator.prefetcher.counters
-        server.prefetcher.requests.check_integrity()
-    return server.prefetcher.counters
+        assert len(server.requests.under_way) == len(simulator.requests.under_way)
+        assert server.counters == simulator.counters
+        server.requests.check_integrity()
+    return server.counters
 
 
 ways = [

@@ -114,13 +114,16 @@ class Tiers:
 class World:
     """A queue over those tiers; admissions come every ten seconds."""
 
-    def __init__(self, costs: FetchCosts, mode: str = "queue", slots: int = 1000) -> None:
+    def __init__(
+        self, costs: FetchCosts, mode: str = "queue", slots: int = 1000, blocks: int = 4
+    ) -> None:
+        """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)
         self.prefetcher: Prefetcher[str] = Prefetcher(
             LookAhead(), self.below, costs, (slots, 10_000), mode
         )
         for number in range(9):
-            self.prefetcher.finished("before", 4)
+            self.prefetcher.finished("before", blocks)
             self.prefetcher.admitted([f"before {number}"], 10.0 * number)
         self.queue: list[str] = []
 
@@ -213,8 +216,7 @@ def test_a_shared_block_is_fetched_once_and_awaited_by_both() -> None:
 
 
 def test_as_much_as_finds_room_begins_and_the_rest_when_there_is_more() -> None:
-    world = World(UnknownCosts(), slots=6)
-    world.prefetcher._mean.value = 2.0
+    world = World(UnknownCosts(), slots=6, blocks=2)
     world.arrive("abcd", "efgh")
     assert world.look() == [("abcd", "abcd"), ("efgh", "ef")]
     world.come()
@@ -301,8 +303,7 @@ def test_an_answer_that_is_not_there_yet_is_asked_for_in_every_pass() -> None:
 
 
 def test_a_burst_takes_several_passes() -> None:
-    world = World(UnknownCosts())
-    world.prefetcher._mean.value = 1.0
+    world = World(UnknownCosts(), blocks=1)
     names = [chr(200 + number) for number in range(LOOKED_AT + 5)]
     world.arrive(*names)
     assert [len(world.look()) for _ in range(3)] == [LOOKED_AT, 5, 0]

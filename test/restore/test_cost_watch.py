@@ -25,8 +25,9 @@ from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
-from support.copy_streams import LateCopyStream, LateEvent
+from support.copy_streams import LateCopyStream
 from support.profiles import cost_model
+from support.streams import COMPUTE, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, HIDDEN_BYTES, PARTS, ToyPool
 
 COST = cost_model(host=1e-3, disk=5e-3, project=2e-3, prefill=1e-2)
@@ -287,12 +288,12 @@ def test_on_a_device_the_copies_into_free_frames_and_one_projection_are_timed() 
 
 def test_while_another_restoration_is_under_way_no_copies_are_timed() -> None:
     plan, timer = LayerPlan(0, 0, LAYERS), LateTimer()
-    seen, _ = watch(timer, plan)
-    under_way = LateCopyStream()
-    under_way.enqueued = 1
-    seen._restored = LateEvent(under_way, 1)
+    device = StreamDevice(0)
+    seen = CostWatch(Seen(), plan, timer, SimulatedCopyStream(device))
+    device.submit(COMPUTE, None)
+    seen.restored()
     watched(seen, plan, ToyPool(BLOCK_TOKENS, LAYERS)).finish()
     assert timer.made == 0
-    under_way.performed = 1
+    device.run()
     watched(seen, plan, ToyPool(BLOCK_TOKENS, LAYERS)).finish()
     assert timer.made == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -81,9 +82,18 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
                 assert torch.equal(part[restoration.device_slots], rows)
 
 
-def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
-    RestorePass, StreamPool, StreamDevice, HostPool, Restoration
-]:  # fmt: skip
+class Prepared(NamedTuple):
+    """A pass that has begun, and what it works on."""
+
+    restore: RestorePass
+    path: RestorePath
+    target: StreamPool
+    device: StreamDevice
+    pool: HostPool
+    restoration: Restoration
+
+
+def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> Prepared:
     """A pass over `count` tokens in slots 0, 1, ..."""
     plan = plan or LayerPlan(0, 3, 2)
     pool = filled_pool(plan, -(-count // BLOCK_TOKENS))
@@ -91,13 +101,12 @@ def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> tuple[
     copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, count, plan.num_layers)
     restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
-    ring = StagingRing(frames, FRAME, CPU, copy_stream)
-    restore = RestorePass(RestorePath(pool, target, copy_stream, ring), [restoration])
-    return restore, target, device, pool, restoration
+    path = RestorePath(pool, target, copy_stream, StagingRing(frames, FRAME, CPU, copy_stream))
+    return Prepared(RestorePass(path, [restoration]), path, target, device, pool, restoration)
 
 
 def test_waiting_out_of_order_and_twice() -> None:
-    restore, target, device, pool, restoration = run_of(300)
+    restore, _, target, device, pool, restoration = run_of(300)
     for layer in (3, 1, 3, 4):
         restore.wait(layer)
         device.run()
@@ -106,7 +115,7 @@ def test_waiting_out_of_order_and_twice() -> None:
 
 
 def test_finishing_writes_every_layer_once() -> None:
-    restore, target, device, pool, restoration = run_of(130)
+    restore, _, target, device, pool, restoration = run_of(130)
     restore.finish()
     restore.finish()
     device.run()
@@ -116,11 +125,10 @@ def test_finishing_writes_every_layer_once() -> None:
 
 
 def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
-    restore, target, device, pool, restoration = run_of(130)
+    restore, path, target, device, pool, restoration = run_of(130)
     restore.wait(0)
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    ring = restore._staging
-    RestorePass(RestorePath(pool, target, restore._copy_stream, ring), [other])
+    RestorePass(path, [other])
     device.run()
     for got, rows in zip(target.rows(4), expected(pool, restoration, 4), strict=True):
         assert torch.equal(got, rows)
@@ -128,12 +136,12 @@ def test_a_pass_that_is_not_over_is_finished_when_the_next_begins() -> None:
 
 def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
     """A batch that runs when a restoration is queued would hold its copies back."""
-    restore, target, device, pool, restoration = run_of(64, frames=8)
+    restore, path, _, device, _, restoration = run_of(64, frames=8)
     restore.finish()
     device.run()
     device.submit(COMPUTE, None, after=(COPIES, 10**9))  # a computation that does not end
     other = Restoration(restoration.nodes, 0, 64, torch.arange(64))
-    RestorePass(RestorePath(pool, target, restore._copy_stream, restore._staging), [other])
+    RestorePass(path, [other])
     assert device.run_only(COPIES)
 
 
@@ -212,17 +220,16 @@ def test_a_limit_below_a_block_is_refused() -> None:
 
 def test_memory_does_not_grow_with_layers_or_tokens() -> None:
     """Frames are taken and given back; no other device memory holds rows."""
-    restore, _, device, _, _ = run_of(500, frames=2, plan=LayerPlan(0, 20, 10))
-    seen = set()
+    run = run_of(500, frames=2, plan=LayerPlan(0, 20, 10))
     for layer in range(30):
-        seen.update(staged.parts[0].data_ptr() for staged in restore._staged)
-        restore.wait(layer)
-        device.run()
-    assert len(seen) == 2
+        run.restore.wait(layer)
+        run.device.run()
+    frames = {frame.untyped_storage().data_ptr() for frame in run.path.staging.free}
+    assert len(frames) == 2 and run.path.copy_stream.targets == frames
 
 
 def test_the_gate_finishes_the_pass_of_the_running_batch() -> None:
-    restore, target, device, pool, restoration = run_of(130)
+    restore, _, target, device, pool, restoration = run_of(130)
     gate = LayerGate()
     index = gate.produce(restore)
     gate.wait_until(0)  # a batch that waits for nothing
@@ -309,15 +316,14 @@ def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
 
 def test_frames_are_gone_when_the_last_pass_over_them_is() -> None:
     """Without a run of the garbage collector, which may not come for minutes."""
-    restore, _, device, _, _ = run_of(130)
-    restore.finish()
-    device.run()
-    ring = restore._staging
-    frames = [weakref.ref(frame) for frame, _ in ring._free]
+    run = run_of(130)
+    run.restore.finish()
+    run.device.run()
+    frames = [weakref.ref(frame) for frame in run.path.staging.free]
     assert len(frames) == 2
     gc.disable()
     try:
-        del ring, restore
+        del run
         assert [frame() for frame in frames] == [None, None]
     finally:
         gc.enable()

@@ -163,7 +163,7 @@ def test_a_pass_enqueues_a_bounded_number_of_copies() -> None:
     bench = Bench()
     bench.look(bench.wait(0), passes=1)
     assert bench.copies <= PIECES_PER_PASS * 2 * BLOCK_TOKENS
-    assert len(bench.frames._free) == 40 - PIECES_PER_PASS
+    assert len(bench.frames.free) == 40 - PIECES_PER_PASS
 
 
 def test_a_request_is_looked_up_once() -> None:
@@ -287,7 +287,7 @@ def test_clearing_waits_for_copies_and_forgets_everything() -> None:
     rid = bench.wait(0)
     bench.look(rid, passes=1)
     bench.early.clear()
-    assert bench.early.held == 0 and len(bench.frames._free) == 40
+    assert bench.early.held == 0 and len(bench.frames.free) == 40
     assert all(node.pins == 0 for node in bench.host.tree.nodes())
     bench.look(rid)  # still waiting: copied anew
     assert bench.early.held > 0

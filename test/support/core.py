@@ -80,10 +80,10 @@ class Core:
         publish(self.args, role="scheduler")
         self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
         self._inbox: list[Any] = []
-        self._requests: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
         self._names = itertools.count()
         self._quiet = 0
         self._steps: int | None = None
@@ -172,7 +172,7 @@ class Core:
             return
 
     def reply(self, rid: str) -> Reply:
-        req = self._requests[rid]
+        req = self.requests[rid]
         assert req.finished(), f"{rid} is not finished"
         return Reply(
             list(req.output_ids),
@@ -204,7 +204,7 @@ class Core:
         rid = self.submit(tokens, 1, salt, logprobs_from=start)
         self.run()
         reply = self.reply(rid)
-        values = self._requests[rid].logprob.input_token_logprobs_val
+        values = self.requests[rid].logprob.input_token_logprobs_val
         assert len(values) == len(tokens) - start, "not every position has a log probability"
         return [float(value) for value in values[1:]], reply
 
@@ -218,10 +218,10 @@ class Core:
     def believe_profile(self) -> None:
         """What is seen from now on corrects no cost, and nothing that the costs refuse is tried:
         for tests of decisions by stated costs."""
+        from sglang_hc.policy.tries import Tries
+
         self.tree.tiers.restorer.watch.costs.observe = lambda *_: None
-        choice = self.tree.tiers.restorer.planner
-        for tries in (choice._restore_tries, choice._hidden_tries, choice._fetch_tries):
-            tries._left = 1 << 40
+        Tries.due = property(lambda _: False)  # there is no other engine in this process
 
     def flood(self, rng: random.Random, tokens: int, vocabulary: int = 900) -> None:
         """Push everything idle out of the device pool with unrelated requests."""
@@ -264,7 +264,7 @@ class Core:
             ]
         return [pool.kv_buffer[i][slots].clone() for i in range(pool.layer_num)]
 
-    def _receive(self) -> list[Any]:
+    def receive(self) -> list[Any]:
         self.passes += 1
         inbox, self._inbox = self._inbox, []
         if self._steps is not None:
@@ -280,7 +280,7 @@ class Core:
 
     def _note(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def add(req: Any, *args: Any, **kwargs: Any) -> Any:
-            self._requests[req.rid] = req
+            self.requests[req.rid] = req
             return original(req, *args, **kwargs)
 
         return add

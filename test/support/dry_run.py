@@ -51,8 +51,8 @@ def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
     changed: Any = server_args
     changed.get_device_memory_capacity = lambda device=None: gpu_gib * 1024
     memory: Any = sglang_hc.memory
-    memory._meminfo = lambda field: memory_gib * GIB
-    memory._cgroups = list
+    memory.meminfo = lambda field: memory_gib * GIB
+    memory.cgroups = list
     tool: Any = machine
     tool.has_gpu = lambda: True
 

@@ -48,7 +48,7 @@ class SimulatedMachine:
         self.counters: Counter[str] = Counter()
         self.now = 0.0
         self._plan = plan
-        self._true = true
+        self.true = true
         self._noise = noise
         self._choice = RestoreChoice(self.costs, plan, recompute, self.counters, lambda: self.now)
 
@@ -75,7 +75,7 @@ class SimulatedMachine:
             self._see(Resource.PROJECTION, lambda cost: hidden * cost.project_kv(tokens))
 
     def _see(self, resource: Resource, seconds: Callable[[CostModel], float]) -> None:
-        observed = seconds(self._true) * self._noise()
+        observed = seconds(self.true) * self._noise()
         self.costs.observe(resource, seconds(self.costs.measured), observed)
 
 

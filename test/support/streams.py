@@ -113,12 +113,14 @@ class StreamDevice:
 
 
 class SimulatedCopyStream(FakeCopyStream):
-    """The device's copies in one direction. `calls` counts what was asked to be copied."""
+    """The device's copies in one direction. `calls` counts what was asked to be copied, `targets`
+    are the addresses of the memory it was copied to."""
 
     def __init__(self, device: StreamDevice, queue: int = COPIES) -> None:
         self._device = device
         self._queue = queue
         self.calls = 0
+        self.targets: set[int] = set()
 
     def computed(self) -> StreamEvent:
         return StreamEvent(self._device, self._device.current)
@@ -128,11 +130,11 @@ class SimulatedCopyStream(FakeCopyStream):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.shape == source.shape
-        self.calls += 1
+        self._asked(target)
         self._device.submit(self._queue, lambda: target.copy_(source))
 
     def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
-        self.calls += 1
+        self._asked(target)
         for into, out_of in each_range(target, source, ranges):
             self._device.submit(self._queue, partial(into.copy_, out_of))
 
@@ -150,6 +152,10 @@ class SimulatedCopyStream(FakeCopyStream):
 
     def close(self) -> None:
         self._device.run()
+
+    def _asked(self, target: torch.Tensor) -> None:
+        self.calls += 1
+        self.targets.add(target.untyped_storage().data_ptr())
 
 
 class StreamPool:

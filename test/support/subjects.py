@@ -6,13 +6,14 @@ the calls that the scheduler, or the simulator's engine, would make.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
 from sglang_hc.queue.lookahead import Waiting
-from sglang_hc.queue.prefetch import Prefetcher
+from sglang_hc.queue.requests import WaitingTable
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from support.fake_io import FakeIo
@@ -29,7 +30,10 @@ class Subject(Protocol):
     order: list[str]
 
     @property
-    def prefetcher(self) -> Prefetcher: ...
+    def requests(self) -> WaitingTable: ...
+
+    @property
+    def counters(self) -> Counter[str]: ...
 
     def serve(self, word: str) -> int:
         """A request that did not wait runs to its end. Returns the blocks hit in host memory."""
@@ -81,8 +85,12 @@ class ServerSubject:
         )
 
     @property
-    def prefetcher(self) -> Prefetcher:
-        return self.queue._prefetcher
+    def requests(self) -> WaitingTable:
+        return self.queue.requests
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.queue.counters
 
     def serve(self, word: str) -> int:
         self.now += 1
@@ -165,13 +173,17 @@ class SimulatorSubject:
         self._words: dict[bytes, str] = {}
         sizes = TierSizes(0, host_slots, DISK_BLOCKS)
         self.cache = TieredCache(sizes, costs, policy=eviction, prefetch=prefetch)
-        self.cache._write_seconds = 0.0
+        self.cache.write_seconds = 0.0
         assert self.cache.host is not None
         self.host = self.cache.host
 
     @property
-    def prefetcher(self) -> Prefetcher:
-        return self.cache.prefetcher
+    def requests(self) -> WaitingTable:
+        return self.cache.prefetcher.requests
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.cache.prefetcher.counters
 
     def serve(self, word: str) -> int:
         self.now += 1
@@ -193,7 +205,7 @@ class SimulatorSubject:
         self.now += 1
         job = self.cache.jobs[self._numbers.pop(self.order.pop(0))]
         found = self._begin(job)
-        self.prefetcher.admitted([job.number], self.now)
+        self.cache.prefetcher.admitted([job.number], self.now)
         self._look()
         return self._run(job, found)
 

@@ -42,18 +42,18 @@ class StepExecutor:
 
     def __init__(self, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
         self._pool, self._buffers = pool, buffers
-        self._queue: deque[tuple[int, Operation]] = deque()
+        self.waiting: deque[tuple[int, Operation]] = deque()
         self._done: list[Completion] = []
         self.fail_next = 0
 
     def submit(self, ticket: int, operation: Operation) -> None:
-        self._queue.append((ticket, operation))
+        self.waiting.append((ticket, operation))
 
     def step(self) -> None:
         """Perform the oldest operation, if any."""
-        if not self._queue:
+        if not self.waiting:
             return
-        ticket, operation = self._queue.popleft()
+        ticket, operation = self.waiting.popleft()
         ok = self.fail_next == 0
         if ok:
             perform(operation, self._pool, self._buffers)
@@ -66,7 +66,7 @@ class StepExecutor:
         return done
 
     def drain(self) -> list[Completion]:
-        while self._queue:
+        while self.waiting:
             self.step()
         return self.poll()
 

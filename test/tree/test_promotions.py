@@ -167,4 +167,4 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
     assert sorted(world.published + world.lost) == sorted(begun)
     assert not len(world.coming) and world.host.staged_slots == 0
     assert all(not node.pins for node in world.host.tree.nodes())
-    assert not world.host._detached
+    assert world.host.free_slots + world.host.published_blocks == world.host.num_slots

@@ -152,6 +152,11 @@ class EvictionPolicy(ABC, Generic[B]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def items(self) -> int:
+        """Items of the order, stale ones included: at most a few times the blocks."""
+        return len(self._order) + len(self._fresh)
+
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._entries
 

@@ -120,4 +120,14 @@ class SetDueling:
         """Whether a block used `age` ago is usually used before the youngest."""
         if self._recent < LEAST or self._lru_hits > LOOP * self._part_hits:
             return False
-        return self._scores.get(bucket_of(age), 0.0) > CLEAR
+        return self.score(age) > CLEAR
+
+    def score(self, age: int) -> float:
+        """From -1, the young one was always used first, to 1, the old one was. 0: no duel yet."""
+        return self._scores.get(bucket_of(age), 0.0)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the duels that are open are few, and pairs."""
+        assert all(self._open[other][0] == one for one, (other, *_) in self._open.items())
+        assert len(self._open) <= 2 * OPEN and len(self._gaps) <= OPEN
+        assert all(-1 <= score <= 1 for score in self._scores.values())

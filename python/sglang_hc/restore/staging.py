@@ -196,6 +196,11 @@ class StagingRing:
     def has_free(self) -> bool:
         return bool(self._free)
 
+    @property
+    def free(self) -> list[torch.Tensor]:
+        """The frames that no pass has."""
+        return [frame for frame, _ in self._free]
+
     def take(self) -> torch.Tensor:
         """A frame, (frame_bytes,) uint8, for copies enqueued from now on. IndexError: none left."""
         frame, read = self._free.popleft()

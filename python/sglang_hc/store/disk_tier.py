@@ -217,6 +217,11 @@ class DiskTier:
             self.coming.complete(came, self.now())
 
     @property
+    def spilling(self) -> list[BlockNode]:
+        """Blocks whose write is under way."""
+        return list(self._spills.values())
+
+    @property
     def busy(self) -> int:
         """Operations under way."""
         return len(self._spills) + len(self._reads)

@@ -52,6 +52,9 @@ class HostTier:
     def staged_slots(self) -> int:
         return len(self._staged)
 
+    def is_staged(self, slot: int) -> bool:
+        return slot in self._staged
+
     @property
     def published_blocks(self) -> int:
         return self.tree.num_blocks

@@ -251,7 +251,7 @@ def test_the_entry_point_is_the_one_that_pip_installs(modules: Any, tmp_path: Pa
     project = (ROOT / "pyproject.toml").read_text()
     name, _, target = install.ENTRY.partition(" = ")
     assert f'[project.entry-points."{install.PLUGINS}"]\n{name} = "{target}"' in project
-    folder = install._entry_point(tmp_path)
+    folder = install.entry_point(tmp_path)
     code = (
         "from importlib.metadata import entry_points as e, version as v\n"
         f"print([p.value for p in e(group={install.PLUGINS!r}) if p.name == 'hc'], v('sglang-hc'))"

@@ -105,7 +105,7 @@ class TieredCache:
             order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
-        self._write_seconds = costs.block_seconds
+        self.write_seconds = costs.block_seconds
         if self.host is None or self.disk is None:
             prefetch = "off"
         self.prefetcher: Prefetcher[int] = Prefetcher(
@@ -256,7 +256,7 @@ class TieredCache:
             parent: bytes | None = None
             for identity in chain:
                 if not self.disk.holds(identity):
-                    self._disk_write_free = max(self._disk_write_free, now) + self._write_seconds
+                    self._disk_write_free = max(self._disk_write_free, now) + self.write_seconds
                     if not self.disk.write(parent, identity, self._disk_write_free):
                         break
                 parent = identity
