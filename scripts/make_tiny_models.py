@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import nn
     from transformers import PreTrainedTokenizerFast
 
@@ -91,126 +90,82 @@ class Family:
         return int(next(self.arguments[name] for name in names if name in self.arguments))
 
 
-def _rope_model(config_class: str, about: str, **arguments: Any) -> Family:
+def _rope_model(config_class: str, about: str, vocab_size: int = 1024, **arguments: Any) -> Family:
     """A tiny decoder with the argument names that Llama gave the ecosystem."""
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }
-    return Family(config_class, {**shape, **arguments}, about)
+    shape = dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Family(config_class, {**shape, **arguments}, about, vocab_size)
 
 
 def _demo(about: str, num_key_value_heads: int, intermediate_size: int) -> Family:
     """A Llama of about 85 M parameters in its 12 layers, plus 12.6 M in the two embeddings."""
-    arguments = {
-        "hidden_size": 768,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": num_key_value_heads,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    }
-    return Family("LlamaConfig", arguments, about, vocab_size=8192)
+    return _rope_model(
+        "LlamaConfig", about, 8192, hidden_size=768, intermediate_size=intermediate_size,
+        num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=num_key_value_heads,
+        max_position_embeddings=8192,
+    )  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {
     "llama-mha": _rope_model("LlamaConfig", "Llama, multi-head attention"),
     "llama-gqa": _rope_model(
-        "LlamaConfig",
-        "Llama, grouped-query attention",
-        num_attention_heads=8,
+        "LlamaConfig", "Llama, grouped-query attention", num_attention_heads=8,
         num_key_value_heads=2,
     ),
     "mistral": _rope_model(
-        "MistralConfig",
-        "Mistral, grouped-query attention, no sliding window",
-        num_key_value_heads=2,
-        sliding_window=None,
+        "MistralConfig", "Mistral, grouped-query attention, no sliding window",
+        num_key_value_heads=2, sliding_window=None,
     ),
     "qwen2": _rope_model("Qwen2Config", "Qwen2, bias on the QKV projection", num_key_value_heads=2),
     "qwen3": _rope_model(
         "Qwen3Config", "Qwen3, norm on query and key heads", num_key_value_heads=2, head_dim=64
     ),
     "gemma": _rope_model(
-        "GemmaConfig",
-        "Gemma 1, head width independent of the hidden size, tied embeddings",
-        head_dim=128,
-        tie_word_embeddings=True,
+        "GemmaConfig", "Gemma 1, head width independent of the hidden size, tied embeddings",
+        head_dim=128, tie_word_embeddings=True,
     ),
     "phi": _rope_model(
-        "PhiConfig",
-        "Phi-1/2, bias, partial rotary",
-        intermediate_size=1024,  # SGLang takes four times the hidden size, whatever the config says
+        # SGLang takes four times the hidden size for the MLP, whatever the config says.
+        "PhiConfig", "Phi-1/2, bias, partial rotary", intermediate_size=1024,
         partial_rotary_factor=0.5,
     ),
     "opt": Family(
         "OPTConfig",
-        {
-            "hidden_size": 256,
-            "word_embed_proj_dim": 256,
-            "ffn_dim": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 4096,
-            "do_layer_norm_before": True,
-        },
+        dict(
+            hidden_size=256, word_embed_proj_dim=256, ffn_dim=512, num_hidden_layers=4,
+            num_attention_heads=4, max_position_embeddings=4096, do_layer_norm_before=True,
+        ),
         "OPT, bias, learned positions, tied embeddings",
     ),
     "gpt2": Family(
-        "GPT2Config",
-        {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 4096},
+        "GPT2Config", dict(n_embd=256, n_layer=4, n_head=4, n_positions=4096),
         "GPT-2, bias, learned positions, tied embeddings",
     ),
     "granite": _rope_model(
-        "GraniteConfig",
-        "Granite, grouped-query attention, scaled residual, attention and logits",
-        num_key_value_heads=2,
-        embedding_multiplier=6.0,
-        attention_multiplier=0.1,
-        residual_multiplier=0.8,
-        logits_scaling=2.0,
+        "GraniteConfig", "Granite, grouped-query attention, scaled residual, attention and logits",
+        num_key_value_heads=2, embedding_multiplier=6.0, attention_multiplier=0.1,
+        residual_multiplier=0.8, logits_scaling=2.0,
     ),
     "starcoder2": _rope_model(
-        "Starcoder2Config",
-        "StarCoder2, bias, grouped-query attention, LayerNorm, tied embeddings",
-        num_key_value_heads=2,
-        sliding_window=None,
-        tie_word_embeddings=True,
+        "Starcoder2Config", "StarCoder2, bias, grouped-query attention, LayerNorm, tied embeddings",
+        num_key_value_heads=2, sliding_window=None, tie_word_embeddings=True,
     ),
     "deepseek-v2": _rope_model(
-        "DeepseekV2Config",
-        "DeepSeek-V2, multi-head latent attention, dense",
-        q_lora_rank=None,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
-        first_k_dense_replace=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=128,
-        moe_layer_freq=1,
-        rope_parameters={  # the only rotary embedding that SGLang has for MLA on a CPU
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 1.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        "DeepseekV2Config", "DeepSeek-V2, multi-head latent attention, dense", q_lora_rank=None,
+        kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+        first_k_dense_replace=4, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=128, moe_layer_freq=1,
+        rope_parameters=dict(  # the only rotary embedding that SGLang has for MLA on a CPU
+            rope_type="yarn", rope_theta=10000.0, factor=1.0,
+            original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
     ),
     "demo": _demo("the demo: Llama, multi-head attention, 12 layers, hidden 768", 12, 2048),
     "demo-gqa": _demo("sibling of the demo with 4 key-value heads of 12", 4, 2384),
-}
+}  # fmt: skip
 
 
 class UsageError(Exception):
@@ -242,26 +197,19 @@ def build_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(training_text(), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise RuntimeError(
             f"the training text gave {tokenizer.get_vocab_size()} tokens, not {vocab_size}"
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        additional_special_tokens=SPECIAL_TOKENS[3:],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=max_length,
-    )
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        additional_special_tokens=SPECIAL_TOKENS[3:], chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False, model_max_length=max_length,
+    )  # fmt: skip
 
 
 def whole_words(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -269,12 +217,8 @@ def whole_words(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
     Any sequence of them survives decoding and encoding, because the pre-tokenizer cuts at spaces.
     """
-    texts = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
-    words = {
-        i: text
-        for i, text in texts.items()
-        if text[:1] == " " and text[1:].isalpha() and len(text) > 2
-    }
+    texts = ((i, tokenizer.decode([i])) for i in range(len(tokenizer)))
+    words = {i: t for i, t in texts if t[:1] == " " and t[1:].isalpha() and len(t) > 2}
     encoded = tokenizer(list(words.values()), add_special_tokens=False)["input_ids"]
     return [i for i, ids in zip(words, encoded, strict=True) if ids == [i]]
 
@@ -290,13 +234,14 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}"
             rng = np.random.default_rng([seed, zlib.crc32(f"{family}/{full_name}".encode())])
+            normal = rng.standard_normal(tuple(parameter.shape), dtype="float32")
             if parameter.ndim == 1:
-                values = _centre(module_name, module, name) + 0.1 * _normal(rng, parameter.shape)
+                values = _centre(module_name, module, name) + 0.1 * normal
             elif isinstance(module, nn.Embedding):
-                values = _embedding_std(model) * _normal(rng, parameter.shape)
+                values = _embedding_std(model) * normal
             else:
                 fan_in = parameter.shape[0 if isinstance(module, Conv1D) else -1]
-                values = _gain(module_name) / fan_in**0.5 * _normal(rng, parameter.shape)
+                values = _gain(module_name) / fan_in**0.5 * normal
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(np.asarray(values, dtype=np.float32)))
     with torch.no_grad():
@@ -309,19 +254,11 @@ def fill_weights(model: nn.Module, family: str, seed: int, words: list[int]) -> 
             head.bias.zero_()  # SGLang does not add Phi's
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    import numpy as np
-
-    return np.asarray(rng.standard_normal(tuple(shape), dtype="float32"))
-
-
 def _centre(module_name: str, module: nn.Module, name: str) -> float:
     """Mean of a vector: 0 for a bias, about 1 for the weight of a norm."""
     kind = type(module).__name__
-    if name != "weight" or "Norm" not in kind:
-        return 0.0
-    if kind.startswith("Gemma"):  # stores its norm weights minus one
-        return 0.0
+    if name != "weight" or "Norm" not in kind or kind.startswith("Gemma"):
+        return 0.0  # Gemma stores the weights of its norms minus one
     return 2.0 if module_name.endswith(("q_norm", "k_norm")) else 1.0  # see _gain: query and key
 
 
@@ -341,9 +278,7 @@ def _gain(module_name: str) -> float:
     last = module_name.rsplit(".", 1)[-1]
     if last in {"q_proj", "k_proj", "c_attn", "kv_a_proj_with_mqa"}:
         return 2.0
-    attention_output = last in {"o_proj", "dense", "out_proj"} or module_name.endswith(
-        "attn.c_proj"
-    )
+    attention_output = module_name.endswith((".o_proj", ".dense", ".out_proj", "attn.c_proj"))
     return 8.0 if attention_output else 1.0
 
 
@@ -355,17 +290,13 @@ def recipe(name: str, seed: int) -> dict[str, Any]:
 
     family = FAMILIES[name]
     return {
-        "recipe": RECIPE_VERSION,
-        "family": name,
-        "seed": seed,
-        "config_class": family.config_class,
-        "arguments": family.arguments,
+        "recipe": RECIPE_VERSION, "family": name, "seed": seed,
+        "config_class": family.config_class, "arguments": family.arguments,
         "vocab_size": family.vocab_size,
         "text": hashlib.sha256("".join(training_text()).encode()).hexdigest(),
-        "numpy": np.__version__,
-        "tokenizers": tokenizers.__version__,
+        "numpy": np.__version__, "tokenizers": tokenizers.__version__,
         "transformers": transformers.__version__,
-    }
+    }  # fmt: skip
 
 
 def is_complete(folder: Path, wanted: dict[str, Any]) -> bool:
@@ -383,13 +314,9 @@ def make_model(name: str, folder: Path, seed: int, tokenizer: PreTrainedTokenize
 
     family = FAMILIES[name]
     config = getattr(transformers, family.config_class)(
-        vocab_size=family.vocab_size,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        dtype="float32",
-        **family.arguments,
-    )
+        vocab_size=family.vocab_size, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+        dtype="float32", **family.arguments,
+    )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     fill_weights(model, name, seed, whole_words(tokenizer))
     partial = folder.with_name(folder.name + ".partial")
