@@ -34,7 +34,7 @@ def tap_by_reference(core: GraphCore) -> None:
     """The tap keeps the tensor it is handed, and the rows are read from there after the pass."""
     taps = core.tree.tiers.capture.taps
     handed: dict[int, torch.Tensor] = {}
-    for index, layer in enumerate(core.scheduler.tp_worker.model_runner._hc_model.layers):
+    for index, layer in enumerate(core.model_state.layers):
         layer.qkv._forward_pre_hooks.clear()
         layer.qkv._forward_pre_hooks_with_kwargs.clear()
         layer.qkv.register_forward_pre_hook(

@@ -40,27 +40,27 @@ def old_commit(core: OrderedCore) -> None:
 
     def commit(req: Any, tokens: Any, length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
-        with tree._compute.entered():
+        with tree.compute_stream.entered():
             slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
             tree.tiers.capture.commit(req.rid, req.extra_key, packed, slots.long(), final=final)
         return packed
 
-    tree._commit = commit
+    tree.commit = commit
 
 
 def forward_stream_always(core: OrderedCore) -> None:
     """The tiers work on the forward stream while the model runs on the schedule stream."""
-    core.tree._compute._forward = core.scheduler.tp_worker.model_runner.forward_stream
+    core.tree.compute_stream.forward = core.scheduler.tp_worker.model_runner.forward_stream
 
 
 def schedule_stream_always(core: OrderedCore) -> None:
     """The tiers work on whichever stream is current."""
-    core.tree._compute.entered = contextlib.nullcontext
+    core.tree.compute_stream.entered = contextlib.nullcontext
 
 
 def allocator_not_told(core: OrderedCore) -> None:
     """Memory made on the schedule stream and read on the forward stream is freed too early."""
-    core.tree._compute.will_read = lambda *made: None
+    core.tree.compute_stream.will_read = lambda *made: None
 
 
 def taps_not_joined(core: OrderedCore) -> None:

@@ -40,17 +40,20 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
     """Count what restorations recompute; with `counts`, have them recompute so much in turn."""
     tiers, seen = core.tree.tiers, Counter()
     restorer, recomputer = tiers.restorer, tiers.restorer.path.recomputer
-    queue, start, run = restorer.queue, restorer.start, recomputer._pass
+    queued: list[Any] = []
+    queue, start, run = restorer.queue, restorer.start, recomputer.forward_pass
 
     def queue_restore(restoration: Any, release: Any) -> None:
         if counts:
             restoration.recompute = counts[seen["restorations"] % len(counts)]
         seen["restorations"] += 1
         seen["prefixed"] += restoration.start > 0
+        queued.append(restoration)
         queue(restoration, release)
 
     def start_restores() -> int:
-        seen["largest pass"] = max(seen["largest pass"], len(tiers.restorer._queued))
+        seen["largest pass"] = max(seen["largest pass"], len(queued))
+        queued.clear()
         return start()
 
     def one_pass(tokens: Any, slots: Any, first: int, decode: bool = False) -> None:
@@ -59,7 +62,7 @@ def watch(core: Core, counts: list[int] | None = None) -> Counter:
         run(tokens, slots, first, decode)
 
     tiers.restorer.queue, tiers.restorer.start = queue_restore, start_restores
-    tiers.restorer.path.recomputer._pass = one_pass
+    tiers.restorer.path.recomputer.forward_pass = one_pass
     return seen
 
 
@@ -208,7 +211,7 @@ def spoiled(how: str) -> tuple[Any, ...]:
         if how == "raises":
             raise MemoryError("no room for activations")
 
-    core.tree.tiers.restorer.path.recomputer._pass = fail
+    core.tree.tiers.restorer.path.recomputer.forward_pass = fail
     try:
         found = core.ask(talk, 20, "evicted").tokens
     except MemoryError:
@@ -237,7 +240,7 @@ def unusable(model: str) -> tuple[Any, Any, str]:
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator
     slots = allocator.alloc(32)
     dtype = core.scheduler.tp_worker.model_runner.kv_cache_dtype
-    run = tiers.restorer.path.recomputer._pass
+    run = tiers.restorer.path.recomputer.forward_pass
 
     def found() -> Any:
         return compare_pieces(
@@ -245,7 +248,7 @@ def unusable(model: str) -> tuple[Any, Any, str]:
         )
 
     def lost(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
-        tiers.restorer.path.recomputer._table[0, :start] = 0
+        core.scheduler.req_to_token_pool.req_to_token[0, :start] = 0
         run(tokens, slots, start, decode)
 
     def no_decode(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
@@ -254,9 +257,9 @@ def unusable(model: str) -> tuple[Any, Any, str]:
         run(tokens, slots, start)
 
     good = found()
-    tiers.restorer.path.recomputer._pass = no_decode
+    tiers.restorer.path.recomputer.forward_pass = no_decode
     unproven = found()
-    tiers.restorer.path.recomputer._pass = lost
+    tiers.restorer.path.recomputer.forward_pass = lost
     return good, unproven, str(found().wrong)
 
 

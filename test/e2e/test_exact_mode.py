@@ -44,7 +44,7 @@ def products(dtype: str, isa: str | None) -> dict[str, Any]:
     from sglang_hc.srt.model import exactness
 
     runner = core.scheduler.tp_worker.model_runner
-    layers = runner._hc_model.layers
+    layers = core.model_state.layers
     found = {
         "tiles": exactness.has_fixed_tiles(runner.model),
         "recomputes": core.tree.tiers.restorer.path.recomputer is not None,
@@ -52,7 +52,7 @@ def products(dtype: str, isa: str | None) -> dict[str, Any]:
     exactness.use_plain_products(layers)
     plain = exactness.settle(layers, demanded=False)
     found |= {"plain": plain.wrong, "untouched": not exactness.has_fixed_tiles(runner.model)}
-    whole = exactness._products(layers)[0]
+    whole = exactness.products_of(layers)[0]
     whole[1]()
     found["whole"] = exactness.measure(layers).wrong
     return found
@@ -79,14 +79,14 @@ def without_products(*flags: str) -> str:
     """A device on which no product is proven."""
     from sglang_hc.srt.model import exactness
 
-    exactness._products = lambda layers: []
+    exactness.products_of = lambda layers: []
     return refused(*flags)
 
 
 def fallen_back() -> dict[str, Any]:
     from sglang_hc.srt.model import exactness
 
-    exactness._products = lambda layers: []
+    exactness.products_of = lambda layers: []
     core = Core(*SMALL, "--dtype", "float32", profile=None)
     return core.tree.stats()
 

@@ -94,7 +94,7 @@ def runner_of(args: Any, context: int) -> Any:
 def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, context: int, told: bool
 ) -> None:
-    monkeypatch.setattr(capture_memory, "_layer", lambda *_: SHAPE)
+    monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     with caplog.at_level("INFO"):
         memory = take_capture_memory(
             runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), None
@@ -105,7 +105,7 @@ def test_a_pass_longer_than_the_taps_is_said_once(
 
 
 def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_memory, "_layer", lambda *_: SHAPE)
+    monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     args = args_of(chunked_prefill_size=10**13)
     with pytest.raises(ConfigError) as error:
         take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), None)

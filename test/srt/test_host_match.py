@@ -83,13 +83,13 @@ class Subject:
         """Match a request and ask for its blocks, and again when the last has made room."""
         req, usable = self.look(word, length, salt)
         tokens = pack_tokens(req.full_untruncated_fill_ids[:usable])
-        blocks = self.cache._host.blocks(req, usable)
+        blocks = self.cache.host_match.blocks(req, usable)
         assert blocks is not None and len(blocks) == -(-usable // BLOCK_TOKENS)
         assert b"".join(block.tokens for block in blocks)[: len(tokens)] == tokens
         assert all(block.ready for block in blocks)
         if blocks and blocks[-1].is_leaf:
             self.host.drop(blocks[-1])
-            assert self.cache._host.blocks(req, usable) is None
+            assert self.cache.host_match.blocks(req, usable) is None
 
 
 NOTED: list[tuple[Any, ...]] = [

@@ -85,7 +85,7 @@ def both(
         "--hc-forms", form, "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
         "--dtype", dtype, *flags, model=model,
     )  # fmt: skip
-    state = core.scheduler.tp_worker.model_runner._hc_model
+    state = core.model_state
     dependence = depends_on_rows(state.layers[0].qkv) if state.layers else None
     said = state.proof.wrong if state.proof is not None else None
     kept = converse(core, "kept", evict=False)

@@ -90,6 +90,13 @@ class Core:
         self.passes = 0
 
     @property
+    def model_state(self) -> Any:
+        """What the plugin found at load: `srt.runner.ModelState`."""
+        from sglang_hc.srt.runner import MODEL_STATE
+
+        return getattr(self.scheduler.tp_worker.model_runner, MODEL_STATE)
+
+    @property
     def tree(self) -> Any:
         return self.scheduler.tree_cache
 

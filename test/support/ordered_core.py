@@ -49,7 +49,7 @@ class OrderedCopyStream(FakeCopyStream):
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
         self._stream = clocks.stream("copy_stream")
-        self._opposite: OrderedCopyStream | None = None
+        self.other: OrderedCopyStream | None = None
 
     def computed(self) -> _Event:
         return _Event(self._clocks.current.record_event())
@@ -71,10 +71,10 @@ class OrderedCopyStream(FakeCopyStream):
         return partial(self._clocks.on, self._clocks.stream("side"))
 
     def opposite(self) -> OrderedCopyStream:
-        if self._opposite is None:
-            self._opposite = OrderedCopyStream(self._clocks)
-            self._opposite._opposite = self
-        return self._opposite
+        if self.other is None:
+            self.other = OrderedCopyStream(self._clocks)
+            self.other.other = self
+        return self.other
 
 
 class OrderedCore(Core):
@@ -145,7 +145,7 @@ class OrderedCore(Core):
                 ):
                     watch.region(f"snapshot {staging.index}.{number} on the host", host)
                     watch.region(f"snapshot {staging.index}.{number} on the device", twin)
-        for frame, _ in tiers.restorer.path.staging._free:
+        for frame in tiers.restorer.path.staging.free:
             watch.region("frame", frame)
         executor = tiers.capture.filing.executor
         executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, buffers)
@@ -153,9 +153,9 @@ class OrderedCore(Core):
 
 def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:
     """In the place of `record_stream`, which a CPU does not have."""
-    if isinstance(compute._forward, Stream):
+    if isinstance(compute.forward, Stream):
         for tensor in made:
-            watch.keep(tensor, compute._forward)
+            watch.keep(tensor, compute.forward)
 
 
 def _publishing(original: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
@@ -208,7 +208,7 @@ def _with_device_memory(
 ) -> CaptureMemory:
     """What capture takes at load, as for a small device: rows pass through a ring in pieces."""
     memory = original(runner, plan, layers)
-    layer = capture_memory._layer(runner, layers)
+    layer = capture_memory.stored_shape(runner, layers)
     context = runner.model_config.context_len
     sizes = capture_memory.capture_sizes(runner.server_args, plan, layer, context, DEVICE_BYTES)
     ring = DeviceRing(sizes.ring_bytes, torch.device("cpu"))

@@ -7,13 +7,17 @@ import contextlib
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
+from sglang_hc.tiers import trace_writer
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.recorded import replay_record
@@ -179,14 +183,25 @@ def test_no_token_or_name_is_in_the_file(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
+def before_writes(monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+    """Traces are opened such that every write to their files comes after `step`."""
+
+    def opened(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        file = open(*args, **kwargs)  # noqa: SIM115 (the writer closes it)
+        write = lambda data: (step(), file.write(data))  # noqa: E731
+        return SimpleNamespace(write=write, flush=file.flush, close=file.close)
+
+    monkeypatch.setattr(trace_writer, "open", opened, raising=False)
+
+
 def test_a_writer_that_is_behind_costs_events_and_says_where(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "t.jsonl"
-    stuck = threading.Event()
+    moving = threading.Event()
+    moving.set()
+    before_writes(monkeypatch, moving.wait)
     server = Server(path, 2, limit=150)
-    writer = server.recorder._writer
-    write = writer._line
-    monkeypatch.setattr(writer, "_line", lambda fields: (stuck.wait(), write(fields)))
-    threading.Timer(0.5, stuck.set).start()
+    moving.clear()
+    threading.Timer(0.5, moving.set).start()
     server.run(400)
     assert server.recorder.dropped > 0
     assert server.recorder.stats()["trace_dropped"] == server.recorder.dropped
@@ -197,14 +212,19 @@ def test_a_writer_that_is_behind_costs_events_and_says_where(tmp_path: Path, mon
 
 
 def test_a_file_that_cannot_be_written_ends_the_record_only(tmp_path: Path, monkeypatch) -> None:
+    is_full = False
+
+    def check_space() -> None:
+        if is_full:
+            raise OSError(28, "No space left on device")
+
+    before_writes(monkeypatch, check_space)
     server = Server(tmp_path / "t.jsonl", 2)
-
-    def full(_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(server.recorder._writer, "_line", full)
+    is_full = True
     server.run()
-    assert server.recorder._writer.failed
+    before = server.recorder.dropped
+    server.recorder.gone("r")
+    assert server.recorder.dropped == before + 1
 
 
 def test_a_file_cut_off_in_a_line_is_replayed_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def take_capture_memory(
     """For a loaded model; `layers` are needed for hidden layers. Raises ConfigError when the device
     has not enough."""
     args, context = runner.server_args, runner.model_config.context_len
-    layer = _layer(runner, layers)
+    layer = stored_shape(runner, layers)
     device = next(runner.model.parameters()).device
     own = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if own else None
@@ -153,7 +153,8 @@ def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:
     return SideBranch(torch.cuda, distinct_stream(partial(torch.cuda.Stream, device=device), model))
 
 
-def _layer(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
+def stored_shape(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
+    """What one layer of a loaded model stores."""
     if layers is not None:
         return layer_shape(runner, layers[0])
     try:

@@ -25,7 +25,7 @@ class ComputeStream:
     def __init__(self, device: torch.device, forward: Any = None) -> None:
         """forward: the stream of the forward passes; None: they run on the one that is current."""
         self._streams: Any = torch.get_device_module(device)
-        self._forward = forward
+        self.forward = forward
 
     @classmethod
     def of(cls, runner: Any) -> ComputeStream:
@@ -37,18 +37,18 @@ class ComputeStream:
     def entered(self) -> Iterator[None]:
         """Work submitted inside is ordered with the forward passes, and comes after all that was
         submitted to the current stream before."""
-        if self._forward is None:
+        if self.forward is None:
             yield
             return
-        self._forward.wait_stream(self._streams.current_stream())
-        with self._streams.stream(self._forward):
+        self.forward.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self.forward):
             yield
 
     def will_read(self, *tensors: torch.Tensor) -> None:
         """Tensors made on the current stream are used inside `entered`: when Python drops one, its
         memory gets no new owner before that work is over."""
-        if self._forward is None:
+        if self.forward is None:
             return
         for tensor in tensors:
             if tensor.device.type != "cpu":
-                tensor.record_stream(self._forward)
+                tensor.record_stream(self.forward)

@@ -76,7 +76,7 @@ class HcRadixCache(RadixCache):
         self.tiers = tiers
         self.running: list[Any] = []
         self._scheduler = scheduler
-        self._compute = compute
+        self.compute_stream = compute
         self._device_order = device_order
         self.token_to_kv_pool_host = HostPoolFacade(tiers)
         # SGLang reads the sizes of these to know whether anything is under way.
@@ -88,7 +88,7 @@ class HcRadixCache(RadixCache):
         if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
-        self._host = HostMatch(tiers)
+        self.host_match = HostMatch(tiers)
         buffer = tiers.restorer.path.read_buffer
         self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
         self._is_built = True
@@ -109,7 +109,7 @@ class HcRadixCache(RadixCache):
         key, on_device = params.key, result.device_indices.numel()
         if len(key) - on_device < self.page_size:
             return result
-        usable = self._host.tokens(params.req, key, result.last_device_node, on_device)
+        usable = self.host_match.tokens(params.req, key, result.last_device_node, on_device)
         hit = (usable - on_device) // self.page_size * self.page_size
         return result._replace(host_hit_length=hit) if hit > 0 else result
 
@@ -125,7 +125,7 @@ class HcRadixCache(RadixCache):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
-        blocks = self._host.blocks(req, stop)
+        blocks = self.host_match.blocks(req, stop)
         if blocks is None:
             return self._refuse(req, "blocks_gone")
         slots, node = self.load_back(req, blocks, stop)
@@ -161,7 +161,7 @@ class HcRadixCache(RadixCache):
             choice.recompute,
             req.prefix_indices,
         )
-        self._compute.will_read(slots, req.prefix_indices)
+        self.compute_stream.will_read(slots, req.prefix_indices)
         restorer.planner.take(choice)
         restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
@@ -217,7 +217,7 @@ class HcRadixCache(RadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
-        with self._compute.entered():
+        with self.compute_stream.entered():
             return self.tiers.restorer.start()
 
     def check_hicache_events(self) -> None:
@@ -228,7 +228,7 @@ class HcRadixCache(RadixCache):
             exporter.publish(tiers.levels(), tiers.counts())
         self.waiting.on_schedule_step(self._scheduler.waiting_queue, self._scheduler.decoding)
         if tiers.restorer.has_queued:
-            with self._compute.entered():
+            with self.compute_stream.entered():
                 tiers.restorer.run_now()
 
     # -- the waiting queue -----------------------------------------------------------------------
@@ -263,7 +263,7 @@ class HcRadixCache(RadixCache):
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
-        with self._compute.entered():
+        with self.compute_stream.entered():
             self.tiers.close()
 
     # -- capture ---------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class HcRadixCache(RadixCache):
             length = len(tokens) // self.page_size * self.page_size
             if chunked:
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
-            self._commit(req, tokens, length, final=False)
+            self.commit(req, tokens, length, final=False)
         super().cache_unfinished_req(req, chunked=chunked)
 
     def cache_finished_req(
@@ -322,7 +322,7 @@ class HcRadixCache(RadixCache):
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
-            self._leave(req, self._commit(req, tokens, length, final=True))
+            self._leave(req, self.commit(req, tokens, length, final=True))
             self.waiting.answered(req)
         self.waiting.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
@@ -336,13 +336,13 @@ class HcRadixCache(RadixCache):
             session = pin.session or str(req.rid)
             tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.seconds)
 
-    def _commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
+    def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
-        self._compute.will_read(slots)
-        with self._compute.entered():
+        self.compute_stream.will_read(slots)
+        with self.compute_stream.entered():
             self.tiers.capture.commit(req.rid, req.extra_key, packed, slots, final=final)
         return packed
 
@@ -351,13 +351,13 @@ class HcRadixCache(RadixCache):
     def reset(self) -> None:
         """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
         if self._is_built:
-            with self._compute.entered():
+            with self.compute_stream.entered():
                 self.tiers.clear()
         super().reset()
 
     def forget_saved(self) -> None:
         """The weights changed: nothing saved is valid. Requests may be running."""
-        with self._compute.entered():
+        with self.compute_stream.entered():
             self.tiers.clear()
         if self.tiers.disk is not None:
             self.tiers.disk.disown()

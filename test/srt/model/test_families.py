@@ -72,7 +72,7 @@ def layer_in_pieces(model: Any, adapter: Any) -> float:
         64, 1, torch.float32, adapter.kv_heads, adapter.head_dim, 1, "cpu", False,
         start_layer=adapter.radix.layer_id,
     )  # fmt: skip
-    layer = scratch_layer._decoder_layer(model, adapter.attention)
+    layer = scratch_layer.decoder_layer(model, adapter.attention)
     width = adapter.qkv.weight.shape[1]
     prefill = scratch_layer.real_layer(layer, adapter, pool, 64, width, torch.float32)
     outputs: list[torch.Tensor] = []

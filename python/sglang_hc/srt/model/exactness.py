@@ -82,7 +82,7 @@ def settle(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProof:
     plain = measure(layers)
     if plain.wrong is None or not demanded or not all(layer.sliceable for layer in layers):
         return plain
-    for name, choose in _products(layers):
+    for name, choose in products_of(layers):
         choose()
         proof = measure(layers)
         if proof.wrong is None:
@@ -182,7 +182,7 @@ def _layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[floa
     return difference, wrong
 
 
-def _products(layers: Sequence[LayerAdapter]) -> list[tuple[str, Callable[[], None]]]:
+def products_of(layers: Sequence[LayerAdapter]) -> list[tuple[str, Callable[[], None]]]:
     """Other products than the plain one of the K and V part, the cheapest first."""
     ways = [("the whole fused projection", lambda: _choose(layers, on_tiles=False, whole=True))]
     if layers[0].qkv.weight.device.type == "cpu":

@@ -125,11 +125,11 @@ class LayerRecomputer:
                         between()
                     end = min(start + chunk, stop)
                     piece = tokens[start - first : end - first]
-                    self._pass(piece, slots[start:end], start, decode)
+                    self.forward_pass(piece, slots[start:end], start, decode)
         finally:
             row.zero_()
 
-    def _pass(
+    def forward_pass(
         self, tokens: torch.Tensor, slots: torch.Tensor, start: int, decode: bool = False
     ) -> None:
         """One forward pass over tokens at positions [start, start + n), up to the last layer."""

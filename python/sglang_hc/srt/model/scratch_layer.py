@@ -105,7 +105,7 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
         project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
     sink = KvPoolRows(pool, [adapter], project)
     width = adapter.qkv.weight.shape[1]
-    layer = _decoder_layer(runner.model, adapter.attention)
+    layer = decoder_layer(runner.model, adapter.attention)
     try:
         prefill = real_layer(layer, adapter, pool, rows, width, runner.dtype)
         with torch.no_grad():
@@ -238,7 +238,7 @@ def stand_in(shape: ModelShape, rows: int, dtype: torch.dtype, device: torch.dev
     return prefill
 
 
-def _decoder_layer(model: torch.nn.Module, attention: torch.nn.Module) -> torch.nn.Module:
+def decoder_layer(model: torch.nn.Module, attention: torch.nn.Module) -> torch.nn.Module:
     """The module that holds the attention module: the layer it belongs to."""
     for module in model.modules():
         if any(child is attention for child in module.children()):
