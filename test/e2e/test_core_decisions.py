@@ -151,7 +151,7 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
     rows = [part[:64] for part in core.kv(prompt[:64], "evicted")]
     core.settle()
     core.flood(random.Random(1), 2 * POOL)
-    tree, allocate = core.tree, core.tree._allocate
+    tree, allocate = core.tree, core.tree.allocate
     pool = core.scheduler.token_to_kv_pool_allocator.get_kvcache()
 
     def interrupted(count: int) -> torch.Tensor:
@@ -161,13 +161,13 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
             part[others] = saved
         key = RadixKey(array("q", prompt[:64]), "evicted")
         tree.insert(InsertParams(key=key, value=others))
-        tree._allocate = allocate
+        tree.allocate = allocate
         return slots
 
-    tree._allocate = interrupted
+    tree.allocate = interrupted
     reply = core.ask(prompt, 20, "evicted")
     core.settle()
-    assert tree._allocate is allocate, "no slots were asked for"
+    assert tree.allocate is allocate, "no slots were asked for"
     again = core.ask(prompt, 20, "evicted")
     assert again.tokens == reply.tokens
     core.settle()

@@ -132,13 +132,13 @@ class OrderedCore(Core):
         row = math.gcd(shape.hidden_bytes, *shape.kv_parts)
         watch.region("host pool", torch.from_numpy(tiers.restorer.path.pool.bytes), row)
         buffers: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        for kind, path in (("hidden", tiers.capture._hidden), ("kv", tiers.capture._kv)):
+        for kind, path in (("hidden", tiers.capture.hidden), ("kv", tiers.capture.kv)):
             if path is None:
                 continue
-            ring = path.direct._ring
+            ring = path.direct.ring
             if "ring" not in watch.names:
                 watch.region("ring", ring.memory, 16)
-            for staging in path.snapshots._free if path.snapshots is not None else ():
+            for staging in path.snapshots.free if path.snapshots is not None else ():
                 buffers[staging.index] = kind, staging.host
                 for number, (host, twin) in enumerate(
                     zip(staging.host, staging.device, strict=True)

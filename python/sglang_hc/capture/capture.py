@@ -80,8 +80,8 @@ class Capture:
         self._tier = tier
         self.filing = filing
         self.taps = device.taps
-        self._hidden = device.hidden
-        self._kv = device.kv
+        self.hidden = device.hidden
+        self.kv = device.kv
         self._pool = device.pool
         self._on_ready = on_ready
         self._clock = clock
@@ -90,7 +90,7 @@ class Capture:
 
     @property
     def needs_taps(self) -> bool:
-        return self._hidden is not None
+        return self.hidden is not None
 
     def is_open(self, rid: str) -> bool:
         """The request was opened and not dropped since, whether or not it is being kept."""
@@ -138,7 +138,7 @@ class Capture:
         rows are copied on the compute stream before this returns, so the next pass may overwrite
         them.
         """
-        if self._hidden is None:
+        if self.hidden is None:
             return
 
         def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
@@ -146,7 +146,7 @@ class Capture:
             wide = word(target, source)
             target.view(wide).copy_(source.view(wide))
 
-        rows = self._hidden.begin(fill)
+        rows = self.hidden.begin(fill)
         for segment in segments:
             stage = self._stages.get(segment.rid)
             if stage is not None:
@@ -199,7 +199,7 @@ class Capture:
 
     def flush(self) -> None:
         """Send every staged row on its way."""
-        for path in (self._hidden, self._kv):
+        for path in (self.hidden, self.kv):
             if path is not None:
                 path.flush()
 
@@ -257,8 +257,8 @@ class Capture:
             if slot is None:
                 break
             blocks.append((block, slot))
-        if self._kv is not None and blocks:
-            self._gather_kv(self._kv, blocks, device_slots, length)
+        if self.kv is not None and blocks:
+            self._gather_kv(self.kv, blocks, device_slots, length)
         self.flush()
         # Looked up only now: an empty namespace's root goes when making room empties it.
         parent = known.nodes[first_block - 1] if first_block else self._tier.tree.root(namespace)
@@ -279,7 +279,7 @@ class Capture:
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
         """How many of the first `length` tokens can be published: all of them, or the whole blocks
         of those that are staged. Counts the others once; `known` are in the tree already."""
-        if self._hidden is None or (stage is not None and stage.end >= length):
+        if self.hidden is None or (stage is not None and stage.end >= length):
             return length
         end = stage.end // BLOCK_TOKENS * BLOCK_TOKENS if stage is not None else 0
         counted = max(end, known, stage.missed if stage is not None else 0)
@@ -290,7 +290,7 @@ class Capture:
 
     def _slot_for(self, stage: _Stage | None, block: int, high: int, final: bool) -> int | None:
         """A staged slot with this block's hidden rows, ready to be published; None: no such."""
-        if self._hidden is None:
+        if self.hidden is None:
             return self._new_slot()
         assert stage is not None
         own = stage.slots.get(block)
@@ -301,7 +301,7 @@ class Capture:
             return own
         copy = self._new_slot()
         if copy is not None:
-            self._hidden.flush()  # the rows must be on their way before the copy is
+            self.hidden.flush()  # the rows must be on their way before the copy is
             self.filing.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
         return copy
 
@@ -378,8 +378,8 @@ class Capture:
         """Free staged slots once nothing is on its way to them any more."""
         if not slots:
             return
-        if self._hidden is not None:
-            self._hidden.flush()
+        if self.hidden is not None:
+            self.hidden.flush()
 
         def unstage() -> None:
             for slot in slots:

@@ -97,7 +97,7 @@ class DirectRows:
         self._slots = [torch.from_numpy(array) for array in slots]
         self._copy_stream = copy_stream
         self._filing = filing
-        self._ring = ring
+        self.ring = ring
         self._piece = 0
         if ring is not None:
             row = sum(t.shape[1] * t.shape[3] for t in self._slots)
@@ -105,19 +105,19 @@ class DirectRows:
 
     def add(self, rows: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
         """Take `rows` rows that `fill` writes; `spans` name source rows among them."""
-        if self._ring is None:
+        if self.ring is None:
             for source, slot, slot_row, count in spans:
                 fill([slots[slot] for slots in self._slots], slot_row, source, count)
             return
         for first in range(0, rows, self._piece):
             count = min(self._piece, rows - first)
             shapes = [(t.shape[1], count, t.shape[3]) for t in self._slots]
-            staged = self._ring.take(shapes, self._copy_stream)
+            staged = self.ring.take(shapes, self._copy_stream)
             fill(staged, 0, first, count)
             self._copy_stream.after(self._copy_stream.computed())
             for span in shifted(spans, first, first + count, -first):
                 self._copy(staged, span)
-            self._ring.give(self._copy_stream.record())
+            self.ring.give(self._copy_stream.record())
         self._filing.pass_point(self._copy_stream.record())
 
     def _copy(self, staged: list[torch.Tensor], span: RowSpan) -> None:

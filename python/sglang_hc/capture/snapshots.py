@@ -170,7 +170,7 @@ class Snapshots:
         self._copy_stream = copy_stream
         self._filing = filing
         self.capacity = buffers[0].capacity
-        self._free: list[_Staging] = []
+        self.free: list[_Staging] = []
         for index, buffer in enumerate(buffers, start=first_index):
             arrays = [buffer.hidden] if kind == "hidden" else buffer.kv
             host = [torch.from_numpy(array) for array in arrays]
@@ -181,7 +181,7 @@ class Snapshots:
                     device.append(twins[: tensor.numel()].view(tensor.shape))
                     twins = twins[tensor.numel() :]
                     copy_stream.pin(array)
-            self._free.append(_Staging(index, host, device))
+            self.free.append(_Staging(index, host, device))
         self._current: _Staging | None = None
         self._rows = 0
         self._spans: list[RowSpan] = []
@@ -190,7 +190,7 @@ class Snapshots:
     @property
     def room(self) -> int:
         """Rows that can be added now without waiting."""
-        free = len(self._free) * self.capacity
+        free = len(self.free) * self.capacity
         return free + (self.capacity - self._rows if self._current is not None else 0)
 
     def add(
@@ -207,7 +207,7 @@ class Snapshots:
         first = 0
         while first < rows:
             if self._current is None:
-                self._current, self._rows = self._free.pop(), 0
+                self._current, self._rows = self.free.pop(), 0
             count = min(rows - first, self.capacity - self._rows)
             fill(self._current.device, self._rows, first, count)
             self._spans += shifted(spans, first, first + count, self._rows - first)
@@ -230,7 +230,7 @@ class Snapshots:
         operation = FileRows(staging.index, tuple(self._spans))
         self._spans = []
         self._filed = self._filing.submit(operation, after=self._copy_stream.record())
-        self._filed.on_done.append(lambda: self._free.append(staging))
+        self._filed.on_done.append(lambda: self.free.append(staging))
         return self._filed
 
 

@@ -144,7 +144,7 @@ class HcRadixCache(RadixCache):
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
             return self._refuse(req, choice.reason)
-        slots = self._allocate(count)
+        slots = self.allocate(count)
         if slots is None:
             return self._refuse(req, "no_device_slots")
         stop = start + count
@@ -189,7 +189,7 @@ class HcRadixCache(RadixCache):
         req.host_hit_length = 0
         return self._empty_match_result.device_indices, req.last_node
 
-    def _allocate(self, count: int) -> torch.Tensor | None:
+    def allocate(self, count: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator
         if allocator.available_size() < count:
             self.evict(EvictParams(num_tokens=count - allocator.available_size()))
