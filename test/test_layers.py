@@ -1,8 +1,9 @@
-"""The rooms import downwards only: the contracts of import-linter, checked with the tests."""
+"""The rooms import downwards only, and tests change no import path."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,11 @@ def test_an_upward_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not contracts_hold(config, tmp_path / "cache")
+
+
+def test_no_test_edits_the_import_path() -> None:
+    """What tests share lies in test/support, which pytest finds; a process gets PYTHONPATH."""
+    edit = re.compile(r"sys\.path(\.(insert|append|extend)|\[[^]]*\]\s*=|\s*\+?=[^=])")
+    assert edit.search("sys" + ".path[:0] = ['here']") and edit.search("sys" + ".path.insert(0, x)")
+    files = (ROOT / "test").rglob("*.py")
+    assert [file for file in files if edit.search(file.read_text())] == []
