@@ -1,4 +1,4 @@
-"""A slot that rows are still on their way to belongs to its block, whoever wants room."""
+"""A block keeps its slot while rows are still on their way to it, even when others need room."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class DiskMachine(TiersMachine):
 
     @rule(old=st.integers(0, 50), cut=st.sampled_from([64, 130, 200, 250]), steps=st.integers(0, 4))
     def fetch(self, old: int, cut: int, steps: int) -> None:
-        """A request that waits wants what the disk has of something said before."""
+        """A waiting request asks for what the disk has of an earlier prompt."""
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
         self.count += 1
         rid = f"f{self.count}"
@@ -100,7 +100,7 @@ class DiskMachine(TiersMachine):
 
     @rule(poll=st.booleans())
     def lose(self, poll: bool) -> None:
-        """The process is gone; whoever waits learns it now or later."""
+        """The process behind the disk dies; waiting requests learn it now or at a later poll."""
         SEEN["lost"] += len(self.io.moves)
         self.io.lose()
         if poll:

@@ -170,7 +170,7 @@ def test_the_order_follows_the_queue_as_it_shrinks(make: Make) -> None:
 
 
 def on_disk_only(make: Make, prefetch: str, *words: str, host_slots: int = 4) -> Subject:
-    """These words were said, then pushed out of host memory by others nobody waits for."""
+    """These words were served, then evicted from host memory by words that no request waits for."""
     subject = make("queue", prefetch, host_slots)
     for word in words:
         subject.serve(word)

@@ -53,7 +53,7 @@ class Loop:
         assert not self.queue.fetching(rid)
 
     def run(self, fits: int) -> list[str]:
-        """One pass that has room for so many requests. Returns whom it admitted, in order."""
+        """One pass with room for `fits` requests. Returns those it admitted, in order."""
         self.disk.poll()
         if self.queue.admission.ready_first:
             ticket = self.queue.requests.arrival
@@ -142,7 +142,7 @@ def test_nobody_is_overtaken_more_often_than_the_bound(
 
 
 def test_the_loop_overtakes_and_bounds_at_all() -> None:
-    """The property above would hold where nobody is ever passed over."""
+    """The property above would also hold if no request were ever bypassed."""
     most: Counter[bool] = Counter()
     for seed in range(20):
         rng = random.Random(seed)

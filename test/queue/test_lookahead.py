@@ -1,4 +1,4 @@
-"""The look at the waiting queue: what it tells the tiers, and when."""
+"""What a pass over the waiting queue tells the tiers, and when."""
 
 from __future__ import annotations
 

@@ -277,8 +277,8 @@ def test_the_rest_of_a_wait_is_bounded() -> None:
 
 @pytest.mark.parametrize("mode", ["queue", "on-arrival"])
 def test_a_request_whose_blocks_keep_leaving_is_admitted_nevertheless(mode: str) -> None:
-    """Where a path did not fit at once, every look began to fetch it again: what came and left
-    started the wait anew each time, and with few slots for many requests nobody was ever served."""
+    """When a path did not fit at once, every look fetched it again. Each block that came and left
+    restarted the wait, so with few slots for many requests no request was ever admitted."""
     world = World(UnknownCosts(), mode, slots=2)
     world.arrive("abc")
     for fetched in range(MAX_FETCHES):

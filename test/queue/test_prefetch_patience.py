@@ -21,7 +21,7 @@ WORD = "abcd"
 
 
 class Costs(UnknownCosts):
-    """What is asked is noted; each fetched token saves so much."""
+    """Notes what it is asked; each fetched token saves `per_token` seconds."""
 
     def __init__(self, block_seconds: float = 0.0, per_token: float = 1.0) -> None:
         self.block_seconds = block_seconds

@@ -46,7 +46,7 @@ class Seen(CorrectedCosts):
 
 
 class LateTimer:
-    """Points that are reached when told, as on an accelerator."""
+    """Points in time that are reached when a test says so, as on an accelerator."""
 
     synchronous = False
 
@@ -232,7 +232,7 @@ class SlowSink:
 
 
 def watched(seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1) -> WatchedPass:
-    """A restoration of so many blocks, its copies enqueued."""
+    """A restoration of `blocks` blocks whose copies are enqueued."""
     layout = BlockLayout(plan, StateShape(LAYERS, HIDDEN_BYTES, PARTS, "uint8"))
     nodes = []
     for slot in range(blocks):

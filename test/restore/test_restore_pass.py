@@ -218,7 +218,7 @@ def test_a_restoration_outside_any_pass_recomputes_too(recompute: int) -> None:
 
 
 def test_what_recomputation_raises_reaches_the_caller_and_nothing_is_released() -> None:
-    """The slots were promised: nobody may be told that they hold the state."""
+    """The slots were promised, so no request may be told that they hold the state."""
     bench = Bench(LayerPlan(1, 1, 1))
     bench.recomputer.fail = True
     bench.queue(0, 0, 100, 1)

@@ -1,4 +1,4 @@
-"""What leaves the device: SGLang's order when nobody waits, and by the queue when somebody does."""
+"""What leaves the device: SGLang's order when no request waits, the queue's order otherwise."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Reached(Exception):
 
 
 def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
-    """This machine has one H100-like GPU of a size and so much memory, for all that ask."""
+    """Pretend that this machine has one GPU like an H100, and so much memory on it and on the host."""
     import torch
     from sglang.srt import server_args
 

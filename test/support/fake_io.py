@@ -1,4 +1,4 @@
-"""The one `BlockIo` of the tests: it works when told to, badly when told to, and may lose all."""
+"""The one `BlockIo` of the tests. It works, fails or loses everything when a test says so."""
 
 from __future__ import annotations
 

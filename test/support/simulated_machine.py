@@ -18,7 +18,7 @@ Noise = Callable[[], float]
 
 
 def scaled(cost: CostModel, factors: dict[Resource, float]) -> CostModel:
-    """`cost` with each resource so many times as slow."""
+    """`cost` with each resource slower by its factor."""
 
     def line(fit: Line, *resources: Resource) -> Line:
         factor = 1.0
@@ -53,7 +53,7 @@ class SimulatedMachine:
         self._choice = RestoreChoice(self.costs, plan, recompute, self.counters, lambda: self.now)
 
     def serve(self, history: int, new: int) -> Choice:
-        """A request with so many tokens in host memory; what it takes is observed."""
+        """A request with `history` tokens in host memory. The time that it takes is observed."""
         self.now += 1e6  # the link is idle again
         choice = self._choice.choose([Span(SourceTier.HOST, history)], 0, new)
         if choice.tokens:

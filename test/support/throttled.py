@@ -1,4 +1,4 @@
-"""Copies from a source that delivers so many bytes a second: a token bucket before real copies.
+"""Copies from a source of limited bandwidth: a token bucket before real copies.
 
 The bytes are there at once, but an event is done only when the bucket has let its bytes through,
 and compute that needs them waits for it. So copies run beside the compute, as from a device of its

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class StepExecutor:
-    """Executor that performs an operation only when told to, and fails those it is told to fail."""
+    """Performs an operation when a test says so; the next `fail_next` operations fail."""
 
     def __init__(self, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
         self._pool, self._buffers = pool, buffers
