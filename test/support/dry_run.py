@@ -31,7 +31,7 @@ class Reached(Exception):
 
 
 def pretend_gpu(gpu_gib: int = 80, memory_gib: int = 128) -> None:
-    """Pretend that this machine has one GPU like an H100, and so much memory on it and beside it."""
+    """Pretend that this machine has one GPU like an H100, with so much memory on it and beside."""
     import torch
     from sglang.srt import server_args
 
