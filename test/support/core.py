@@ -91,8 +91,8 @@ class Core:
 
     @property
     def model_state(self) -> Any:
-        """What the plugin found at load: `srt.runner.ModelState`."""
-        from sglang_hc.srt.runner import MODEL_STATE
+        """What the plugin found at load: `srt.model_state.ModelState`."""
+        from sglang_hc.srt.model_state import MODEL_STATE
 
         return getattr(self.scheduler.tp_worker.model_runner, MODEL_STATE)
 
