@@ -186,7 +186,7 @@ def stalls_at_every_block(folder: str, profile: str) -> list[tuple]:
         rid = core.submit([*PROMPT, *first, *FOLLOW], 24)
 
         def resume(_: int, rid: str = rid) -> None:
-            if rid in core._requests and core._requests[rid].finished():
+            if rid in core.requests and core.requests[rid].finished():
                 disk.left = None  # what was under way ends well, too late
 
         def ask(rid: str = rid, resume: Callable[[int], None] = resume) -> Reply:
@@ -227,14 +227,14 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int]]:
             def happen(number: int, event: str = event, when: int = when, rid: str = rid,
                        names: list[str] = names) -> None:  # fmt: skip
                 if event == "pause" and number == when + 1:
-                    core._inbox.append(ContinueGenerationReqInput())
+                    core.inbox.append(ContinueGenerationReqInput())
                 if number != when:
                     return
                 seen.append((event, core.tree.waiting.meeting_of(rid) is not None))
                 if event == "abort":
                     core.abort(rid)
                 elif event == "pause":
-                    core._inbox.append(PauseGenerationReqInput(mode="retract"))
+                    core.inbox.append(PauseGenerationReqInput(mode="retract"))
                 elif event == "weights":
                     core.tree.tiers.clear()
                 else:

@@ -82,7 +82,7 @@ class Core:
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
         self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
-        self._inbox: list[Any] = []
+        self.inbox: list[Any] = []
         self.requests: dict[str, Any] = {}
         self._names = itertools.count()
         self._quiet = 0
@@ -126,7 +126,7 @@ class Core:
         params = SamplingParams(**sampling)
         params.normalize(None)
         rid = f"r{next(self._names)}"
-        self._inbox.append(
+        self.inbox.append(
             TokenizedGenerateReqInput(
                 rid=rid,
                 input_text="",
@@ -167,7 +167,7 @@ class Core:
     def abort(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq
 
-        self._inbox.append(AbortReq(rid=rid))
+        self.inbox.append(AbortReq(rid=rid))
 
     def run(self, steps: int | None = None) -> None:
         """Run the event loop until nothing is left to do, or for a number of its iterations."""
@@ -273,10 +273,10 @@ class Core:
 
     def receive(self) -> list[Any]:
         self.passes += 1
-        inbox, self._inbox = self._inbox, []
+        inbox, self.inbox = self.inbox, []
         if self._steps is not None:
             if self._steps == 0:
-                self._inbox = inbox
+                self.inbox = inbox
                 raise _Idle
             self._steps -= 1
             return inbox

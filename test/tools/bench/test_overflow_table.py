@@ -15,13 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def script(name: str) -> ModuleType:
+    """A script of benchmark/quality as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmark" / "quality"))
+        return importlib.import_module(name)
+
+
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmark" / "quality"))
-    try:
-        return importlib.import_module("overflow_table")
-    finally:
-        sys.path.pop(0)
+    return script("overflow_table")
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +96,7 @@ def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> 
 
 
 def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
-    sys.path.insert(0, str(ROOT / "benchmark" / "quality"))
-    try:
-        after_cut = importlib.import_module("after_cut")
-    finally:
-        sys.path.pop(0)
+    after_cut = script("after_cut")
     result = json.loads((ROOT / "benchmark/results/cpu-after-cut.json").read_text())
     assert result["tables"] == after_cut.tables(result["rows"])
     moved, computed = (
