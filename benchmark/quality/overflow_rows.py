@@ -59,7 +59,7 @@ def rows_of(found: dict[str, cells.Cell]) -> list[dict[str, Any]]:
     arms = _by_arm(found)
     rows = []
     for (dtype, window, form, arm), mine in sorted(arms.items()):
-        near = (arm.replace("ours", "TT"), f"TT {DEFAULT_HEAD}")
+        near = (f"TT {arm.split()[-1]}", f"TT {DEFAULT_HEAD}")
         against = next((name for name in near if (dtype, window, "kv", name) in arms), None)
         if against is None:
             continue

@@ -70,7 +70,9 @@ def cell(kind: str, **arms: list[float]) -> dict[str, Any]:
 
 def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> None:
     found = {
-        "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0], ours_0=[90.0]),
+        "float32 kv 512 0": cell(
+            "prose", ours_64=[70.0], TT_64=[64.0], ours_0=[90.0], NKVT_64=[99.0], whole=[60.0]
+        ),
         "float32 kv 512 1": cell("reference", ours_64=[64.0], TT_64=[64.0], ours_0=[80.0]),
         "float32 hidden 512 0": cell("prose", ours_64=[71.0]),
         "float32 TT 512 0": cell("prose", TT_0=[60.0]),
@@ -87,6 +89,7 @@ def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> 
         "TT 0",
         1,
     )
+    assert {made["kv", arm, "all"]["against"] for arm in ("NKVT 64", "whole")} == {"TT 64"}
     tables = rows.tables(list(made.values()))
     assert all(
         len(cells) == len(one["columns"]) for one in tables.values() for cells in one["rows"]
