@@ -26,7 +26,7 @@ EVICTION_STRETCH = 4.0
 """Eviction windows in use are this many times the paper's (C_mem + C_disk) / S_kv.
 
 Beyond the paper's window the queue still says what is needed last. With a longer queue, evicting by
-age there throws out first what enters the window next; see docs/decisions/queue.md.
+age there throws out first what enters the window next; see docs/decisions.md.
 """
 
 _MIN_GAP = 1e-6

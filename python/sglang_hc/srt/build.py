@@ -230,7 +230,7 @@ def _kinds(model: Model, sizes: TierSizes) -> Kinds:
 
 def _open_io(model: Model, sizes: TierSizes) -> Io:
     """Host memory, executor and disk. The I/O process is started here and not by the launcher,
-    because only now the sizes are known; see docs/decisions/io-process.md."""
+    because only now the sizes are known; see docs/decisions.md."""
     config, runner, capture = model.config, model.runner, model.state.memory
     plan = model.state.plan
     memory = MemorySpec(
