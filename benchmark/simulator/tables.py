@@ -94,12 +94,12 @@ def by_model() -> Rows:
 def by_policy() -> Rows:
     paper = {(2_000, "queue"): "39.9", (2_000, "lru"): "12.9", (2_000, "fifo"): "9.5",
              (10_000, "lru"): "58", (10_000, "fifo"): "48"}  # fmt: skip
-    runs = [run for run in load("policies") if run["arm"] != "belady"]
+    runs = [run for run in load("policies") if (run["disk"], run["arm"]) in paper]
     return [
         [
             "21",
             f"{run['arm']}, {run['disk'] / 1000:g} TB",
-            paper.get((run["disk"], run["arm"]), "-"),
+            paper[run["disk"], run["arm"]],
             *shares(run),
         ]
         for run in sorted(runs, key=lambda run: run["disk"])

@@ -1,7 +1,40 @@
-"""What a trace of a server holds: its version, and token ids made unreadable.
+"""What a trace of a server holds: its format, and token ids made unreadable.
 
-A trace is a file of JSON lines (docs/trace-format.md). `transfer.recording` writes it, the
-simulator replays it. It must show which prompts share how many tokens, and nothing else of them.
+A trace (`--hc-trace`) is a file of JSON objects, one a line: a header, then events in the order of
+the scheduler thread. `tiers.recording` writes it, `tools.simulator.recorded` replays it. It must
+show which prompts share how many tokens, and nothing else of them.
+
+Header: `trace` ("sglang-hc"), `version`, `host_slots`, `slot_bytes`, `layer_plan`, `page_size`,
+`eviction` and `prefetch` as served.
+
+Events, by `op`. Blocks and requests are numbered in order of appearance; a block in the host tier
+is named by its slot. `t`: seconds since the start. `gone`: slots whose blocks left, in this order.
+`spared`: slots kept for sooner requests.
+
+    root       block                   a namespace
+    block      block, parent, tokens   a block after another; shifted ids, big-endian int32, base64
+    arrive     t, req, path            queued; `path` is the last block of its prompt
+    look       t, order, needs         the eviction window, next first; needs of those that came in
+    discard    req                     left the window
+    admit      t, req, limit, device, hit, restored, disk
+                                       of the first `limit` tokens `device` were on the device and
+                                       `hit` more in the tiers; `restored` came back, `disk` of them
+                                       were read for this request
+    passed     t, req                  its state was still on the way; once until it is admitted
+    gone       t, req                  left the queue unserved
+    finish     t, req, path            is over
+    stage      slot, gone, spared      a free slot was wanted (null: there was none)
+    unstage    slot                    it was not needed
+    publish    slot, under, block, created, gone
+                                       the slot holds this block, below slot `under` (-1: a root)
+    ready      slot                    its bytes are in place and can be hit
+    access, pin, unpin   slots         used, root first; kept from leaving; no longer kept
+    hold       block, on               pinned for its session, or released
+    evict      count, gone, spared     room was wanted
+    drop       slot                    a block was dropped
+    clear                              all were
+    lost       events                  this many events are missing
+    end        t                       the server stopped in order
 """
 
 from __future__ import annotations

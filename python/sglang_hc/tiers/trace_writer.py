@@ -1,4 +1,4 @@
-"""The thread that makes the JSON lines of a trace. Their meaning: docs/trace-format.md."""
+"""The thread that makes the JSON lines of a trace. Their meaning: `tiers.trace`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A server's run, replayed: the recorded calls on the simulator's own tree, host tier and policies.
 
-The record (`--hc-trace`, docs/trace-format.md) says what the tiers were asked: which requests
+The record (`--hc-trace`, format: `tiers.trace`) says what the tiers were asked: which requests
 waited, which slots were wanted, what was stored and used. What they answer is worked out anew: how
 many tokens of a request are hit, and which blocks leave. The first answer that is not the
 server's ends the replay, because all that follows would differ too.
