@@ -8,6 +8,8 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
     <!-- table: FILE NAME -->
     <!-- /table -->
 
+`<!-- table: FILE NAME: COLUMN, COLUMN -->` shows only these columns.
+
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
 of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
 turn or label), summary, ratios, costs (the ratios of an arm against one reference in one row),
@@ -29,10 +31,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-from sglang_hc.tools.bench import machine, report, screen  # noqa: E402 (a source tree works uninstalled)
+from sglang_hc.tools.bench import report, screen  # noqa: E402 (a source tree works uninstalled)
 
 _MARK = re.compile(
-    r"(<!-- table: (?P<file>\S+) (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- /table -->)", re.DOTALL
+    r"(<!-- table: (?P<file>\S+) (?P<name>[^\s:]+)(?:: (?P<columns>[^\n]+))? -->\n)"
+    r"(?P<body>.*?)(<!-- /table -->)",
+    re.DOTALL,
 )
 
 
@@ -41,9 +45,12 @@ class TableError(ValueError):
 
 
 def _about(result: dict[str, Any]) -> str:
+    """Day, machine, commit and command; the result has the versions."""
+    where = result["machine"]
+    gpus = ", ".join(where["gpus"]) or "no GPU"
     return (
-        f"{result['created'][:10]}, {machine.one_line(result['machine'])}. "
-        f"Command: `{result['command']}`"
+        f"{result['created'][:10]}, {where['cpu']}, {where['cores']} cores, {gpus}, "
+        f"commit {where['commit']}: `{result['command']}`"
     )
 
 
@@ -105,6 +112,18 @@ def render(result: dict[str, Any], name: str) -> str:
     return RENDERERS[name](result)
 
 
+def only(body: str, columns: Sequence[str]) -> str:
+    """A Markdown table with these columns, in this order. Raises TableError."""
+    head, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in body.splitlines()
+    )
+    if not set(columns) <= set(head):
+        raise TableError(f"columns {', '.join(columns)} are not among {', '.join(head)}")
+    places = [head.index(column) for column in columns]
+    text = tuple(tuple(row[place] for place in places) for row in rows)
+    return report.Table("", tuple(columns), text).markdown()
+
+
 def updated(text: str, results: Path) -> str:
     """The Markdown text with all its tables rewritten. Raises TableError."""
 
@@ -112,9 +131,11 @@ def updated(text: str, results: Path) -> str:
         path = results / match["file"]
         try:
             body = render(json.loads(path.read_text()), match["name"])
+            if match["columns"]:
+                body = only(body, match["columns"].split(", "))
         except (OSError, ValueError, KeyError) as error:
             raise TableError(f"{path.name} {match['name']}: {error}") from error
-        return f"{match[1]}\n{body}\n\n{match[5]}"
+        return f"{match[1]}\n{body}\n\n<!-- /table -->"
 
     return _MARK.sub(fill, text)
 

@@ -64,6 +64,15 @@ def test_a_mark_with_an_unknown_name_says_what_there_is(
     assert "it has speeds" in capsys.readouterr().err
 
 
+def test_a_mark_may_choose_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tree(tmp_path, PAGE.replace("speeds", "speeds: GB/s"))
+    assert run(tmp_path) == 0
+    assert "| GB/s |\n" in page.read_text() and "hidden" not in page.read_text()
+    page.write_text(PAGE.replace("speeds", "speeds: MB/s"))
+    assert run(tmp_path) == 1
+    assert "MB/s are not among arm, GB/s" in capsys.readouterr().err
+
+
 def test_a_link_that_leads_nowhere_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
