@@ -237,7 +237,7 @@ class Bench:
             pool.k_buffer[layer][slots] = moved.view(keys.dtype).view(keys.shape)
             pool.v_buffer[layer][slots] = values
         left = kept(sample.tokens, window, head)
-        name = f"rows {head} {key}"
+        name = f"rows {head} {window} {key}"  # prompts that share a head would own its slots twice
         core.tree.insert(InsertParams(key=RadixKey(array("q", left), name), value=slots))
         return self._score(sample, window, left, FEWER, name)
 

@@ -116,7 +116,7 @@ class Grafts:
         return copied
 
     def _copy(self, node: BlockNode, promotion: Promotion) -> None:
-        """Copy a block's bytes to the slot of an promotion; both are held until they are there."""
+        """Copy a block's bytes to the slot of a promotion; both are held until they are there."""
         self._host.pin([node])
         self._copied.add(promotion.block_id)
         filed = self._filing.submit(CopySlot(node.slot, promotion.slot))
