@@ -122,12 +122,11 @@ def entry(gib: int, name: str, args: Any) -> Entry:
 def table(entries: list[Entry]) -> str:
     """Markdown."""
     lines = [
-        "| card | model | rows of a pass | taps | ring | twins | tokens in the KV pool |",
-        "|---|---|---|---|---|---|---|",
+        "| card | model | taps, ring, twins | tokens in the KV pool |",
+        "|---|---|---|---|",
     ]
     lines += [
-        f"| {e.gpu} GB | {e.model} | {e.rows:,} | {e.taps:.2f} | {e.ring:.2f} | {e.twins:.2f} "
-        f"| {e.kv_tokens:,} |"
+        f"| {e.gpu} GB | {e.model} | {e.taps:.2f}, {e.ring:.2f}, {e.twins:.2f} | {e.kv_tokens:,} |"
         for e in entries
     ]
     return "\n".join(lines)
