@@ -145,3 +145,24 @@ def test_recomputed_cuts_answer_as_on_a_server_that_never_evicts(
     for some in (found["device"], found["host"], restarted):
         assert some.replies == found["nothing"].replies
     assert "overflow_moved_tokens" not in found["counts"]
+
+
+def family(model: str, forms: str, directory: str) -> list[Talk]:
+    core = engine(forms, "reembed", directory, model)
+    return [talk(core, forget, forget, turns=30) for forget in ("nothing", "device", "host")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forms", ["kv", "recompute:1,hidden:1,kv:2"])
+@pytest.mark.parametrize("model", ["llama-mha", "qwen2", "qwen3", "phi", "gemma", "granite"])
+def test_long_conversations_of_each_family(
+    models: None, tmp_path: Path, model: str, forms: str
+) -> None:
+    kept, *evicted = run_in_child(family, model, forms, str(tmp_path / "d"), timeout=900)
+    assert all(some.replies == kept.replies for some in evicted)
+
+
+@pytest.mark.slow
+def test_latent_attention_moves(models: None, tmp_path: Path) -> None:
+    found = run_in_child(family, "deepseek-v2", "kv", str(tmp_path / "d"), timeout=900)
+    assert all(some.replies == found[0].replies for some in found[1:])

@@ -46,7 +46,7 @@ Not so: longrope picks its table per batch, mrope and dual chunks have several p
 _LEARNED = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
 """Names of modules that add positions to the embeddings."""
 
-_OLD = (64, 65, 128, 200, 447)
+_OLD = (64, 65, 128, 200, 255)
 _NEW = (0, 1, 64, 8, 63)
 
 
