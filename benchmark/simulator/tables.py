@@ -141,19 +141,17 @@ def bound() -> str:
     return table(["load", "lru %", "queue %", "clairvoyant %", "gap with a queue"], rows)
 
 
+ARMS = ("queue", "lru")
+"""Policies that the table of assumptions compares."""
+
+
 def sensitivity() -> str:
     runs = load("sensitivity")
-    rows = []
-    for variant in dict.fromkeys(run["variant"] for run in runs):
-        cells = [variant]
-        for arm in ("queue", "lru"):
-            run = find(runs, variant=variant, arm=arm)
-            cells.append(f"{percent(run['turn_hit_rate'])} / {percent(run['hit_rate'])}")
-        cells.append(percent(find(runs, variant=variant, arm="queue")["reusable_share"]))
-        rows.append(cells)
-    return table(
-        ["assumption", "queue: turns / tokens %", "lru: turns / tokens %", "endless cache %"], rows
-    )
+    rows = [
+        [variant, *(percent(find(runs, variant=variant, arm=arm)["hit_rate"]) for arm in ARMS)]
+        for variant in dict.fromkeys(run["variant"] for run in runs)
+    ]
+    return table(["assumption", *ARMS], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
