@@ -84,14 +84,13 @@ def test_a_profile_of_a_busy_machine_is_measured_again_at_the_next_start(
     assert run_in_child(start, "llama-mha")[1] == 0, "a quiet one is believed"
 
 
-def test_a_cached_profile_of_version_1_is_measured_again(models: None, cache: Path) -> None:
+def test_a_cached_profile_of_an_older_version_is_measured_again(models: None, cache: Path) -> None:
     run_in_child(start, "llama-mha")
     (file,) = cache.iterdir()
     found = json.loads(file.read_text())
-    del found["noise"]
     file.write_text(json.dumps(found | {"version": 1}))
     assert run_in_child(start, "llama-mha")[1] == 1
-    assert json.loads(file.read_text())["version"] == 2
+    assert json.loads(file.read_text())["version"] == found["version"]
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2", "llama-gqa"])
