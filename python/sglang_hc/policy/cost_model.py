@@ -1,7 +1,7 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
 A cost model is fitted to samples measured on the device; `tools.datasheet` derives one from data
-sheets. `profile_file` keeps it in a file, which docs/planner.md describes.
+sheets. `profile_file` keeps it in a file.
 """
 
 from __future__ import annotations
