@@ -12,7 +12,7 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
 of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
-turn or label), summary, ratios, costs (the ratios of an arm against one reference in one row),
+turn or label), summary, ratios, costs (the ratios as a sentence),
 agreement, disagreements, cxs, gain, losses, varied. Other result files bring their own tables,
 beside about:
 {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
@@ -63,16 +63,18 @@ def _of(table: Callable[[dict[str, Any]], report.Table]) -> Callable[[dict[str, 
 
 
 def _costs(result: dict[str, Any]) -> str:
-    """Ratios over all requests: a row for each arm, a column for each metric."""
+    """Ratios over all requests as one sentence: the range of medians by point and arm."""
     head = {"median_ttft": "TTFT", "median_tbt": "TBT", "output_token_throughput": "throughput"}
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for ratio in result["ratios"]:
-        if ratio["group"] == "all":
-            cells = rows.setdefault((ratio["point"], ratio["arm"]), {})
-            spread = f"{ratio['low']:.2f}-{ratio['high']:.2f}"
-            cells[ratio["metric"]] = f"{ratio['median']:.2f} ({spread})"
-    text = tuple((*row, *(cells[metric] for metric in head)) for row, cells in rows.items())
-    return report.Table("costs", ("point", "arm", *head.values()), text).markdown()
+    said = []
+    for metric, name in head.items():
+        ratios = [r for r in result["ratios"] if r["group"] == "all" and r["metric"] == metric]
+        medians = [ratio["median"] for ratio in ratios]
+        even = sum(ratio["low"] <= 1 <= ratio["high"] for ratio in ratios)
+        said.append(
+            f"{name} {min(medians):.2f} to {max(medians):.2f} ({even} of {len(ratios)} ranges "
+            "include 1)"
+        )
+    return f"Times better by load and arm, medians, against {result['reference']}: {', '.join(said)}."
 
 
 def _short(result: dict[str, Any]) -> str:
