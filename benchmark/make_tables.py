@@ -74,7 +74,9 @@ def _costs(result: dict[str, Any]) -> str:
             f"{name} {min(medians):.2f} to {max(medians):.2f} ({even} of {len(ratios)} ranges "
             "include 1)"
         )
-    return f"Times better by load and arm, medians, against {result['reference']}: {', '.join(said)}."
+    return (
+        f"Times better by load and arm, medians, against {result['reference']}: {', '.join(said)}."
+    )
 
 
 def _short(result: dict[str, Any]) -> str:
