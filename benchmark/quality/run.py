@@ -120,7 +120,7 @@ def compared(row: dict[str, Any], reference: dict[str, Any], dtype: str) -> dict
 
 
 def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The two tables of the README."""
+    """Perplexity and mean difference by arm (in the README); all that is compared; drift."""
     quality = [
         [
             *(row["dtype"], row["arm"], f"{row['perplexity']:.4f}"),
@@ -140,7 +140,16 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     head = ["dtype", "history", "perplexity", "against never evicted"]
     head += ["mean difference (nats)", "largest", "greedy replies equal"]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    short: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{row['perplexity']:.4f}, {row['mean_difference']:.1e}"
+        short.setdefault(row["arm"], {})[row["dtype"]] = cell
     return {
+        "short": {
+            "columns": ["history", *dtypes],
+            "rows": [[arm, *(of.get(name, "-") for name in dtypes)] for arm, of in short.items()],
+        },
         "quality": {"columns": head, "rows": quality},
         "drift": {
             "columns": [

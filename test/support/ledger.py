@@ -120,15 +120,15 @@ def entry(gib: int, name: str, args: Any) -> Entry:
 
 
 def table(entries: list[Entry]) -> str:
-    """Markdown."""
-    lines = [
-        "| card | model | taps, ring, twins | tokens in the KV pool |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {e.gpu} GB | {e.model} | {e.taps:.2f}, {e.ring:.2f}, {e.twins:.2f} | {e.kv_tokens:,} |"
-        for e in entries
-    ]
+    """Markdown: a row for each model, a column for each card."""
+    cards = list(dict.fromkeys(e.gpu for e in entries))
+    rows: dict[str, list[str]] = {}
+    for e in entries:
+        cell = f"{e.taps:.2f}, {e.ring:.2f}, {e.twins:.2f}; {e.kv_tokens:,}"
+        rows.setdefault(e.model, []).append(cell)
+    lines = ["| model | " + " | ".join(f"{gib} GB" for gib in cards) + " |"]
+    lines += ["|---" * (len(cards) + 1) + "|"]
+    lines += [f"| {model} | " + " | ".join(cells) + " |" for model, cells in rows.items()]
     return "\n".join(lines)
 
 
