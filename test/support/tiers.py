@@ -112,9 +112,10 @@ def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[t
 
 
 class NoScheduler:
-    """A scheduler with nobody waiting, in place of `srt.scheduler.OwnScheduler`."""
+    """A scheduler with nobody waiting or decoding, in place of `srt.scheduler.OwnScheduler`."""
 
     exporter = None
+    decoding = 0
 
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
