@@ -20,7 +20,7 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority
-from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.restore_pass import RestorePath
@@ -67,10 +67,8 @@ def tiers_of(
     planner = RestoreChoice(None, plan, False, counters)
     path = RestorePath(pool, device, copy_stream, StagingRing.sized_for(layout, CPU, copy_stream))
     restorer = Restorer(host, path, planner, None, counters)
-    sizes = (slots, disk.capacity if disk is not None else 0)
-    queue = QueueView(
-        host, below, window, sizes, "queue", priority if by_queue else None, ready_first=ready_first
-    )
+    rules = QueueRules(ready_first=ready_first)
+    queue = QueueView(host, below, window, rules, priority if by_queue else None)
     retention = Retention(host, below, pins, priority)
     return Tiers(host, below, capture, restorer, queue, retention, Exactness(True, 0.0))
 

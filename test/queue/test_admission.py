@@ -50,7 +50,7 @@ class Loop:
     def abort(self, rid: str) -> None:
         self.waiting.remove(rid)
         self.queue.left(rid)
-        assert not self.queue.fetching(rid)
+        assert not self.queue.requests.is_fetching(rid)
 
     def run(self, fits: int) -> list[str]:
         """One pass with room for `fits` requests. Returns those it admitted, in order."""
@@ -89,7 +89,7 @@ class Loop:
             self.disk.spill(node)
         self.disk.poll()
         self.queue.finished(rid, len(self.words[rid]))
-        assert not self.queue.fetching(rid)
+        assert not self.queue.requests.is_fetching(rid)
 
     def fill_disk(self) -> None:
         """Every word of the tests was served before, long ago."""
@@ -138,7 +138,7 @@ def test_nobody_is_overtaken_more_often_than_the_bound(
         loop.run(1)
     assert not loop.waiting
     assert max(loop.overtaken.values(), default=0) <= BOUND
-    assert not any(loop.queue.fetching(rid) for rid in loop.arrivals)
+    assert not any(loop.queue.requests.is_fetching(rid) for rid in loop.arrivals)
 
 
 def test_the_loop_overtakes_and_bounds_at_all() -> None:

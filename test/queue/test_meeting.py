@@ -34,8 +34,7 @@ class World:
         self.path = self.host.tree.identities(None, tokens_of(WORD))
         self.io.hold(self.path)
         self.ends: Counter[bytes] = Counter()
-        self.disk.coming.on_published = self.ended
-        self.disk.coming.on_lost = self.ended
+        self.disk.coming.subscribe(self.ended, self.ended)
         self.share = share
         self.asked: list[History] = []
         if held:

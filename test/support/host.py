@@ -14,7 +14,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.fetches import RestoreCosts
-from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueView
+from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
@@ -116,12 +116,8 @@ def queue_over(
     ready_first: bool = False,
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""
-    sizes = (host.num_slots, disk.capacity if disk is not None else 0)
     priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
-    mode = prefetch if disk is not None else "off"
-    return QueueView(
-        host, disk, window, sizes, mode, priority, costs=costs, ready_first=ready_first
-    )
+    return QueueView(host, disk, window, QueueRules(prefetch, ready_first), priority, costs)
 
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:

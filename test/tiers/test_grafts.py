@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.overflow import Cut, OverflowRule
-from sglang_hc.queue.lookahead import QueueView, Waiting
+from sglang_hc.queue.lookahead import QueueRules, QueueView, Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
@@ -197,7 +197,7 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
 def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     world = World(disk=disk)
     window: LookAhead[str] = LookAhead()
-    view = QueueView(world.host, world.disk, window, (48, 0), "queue", mover=world.grafts)
+    view = QueueView(world.host, world.disk, window, QueueRules(), mover=world.grafts)
     world.compute(0, 440)
     if disk:
         world.host.clear()

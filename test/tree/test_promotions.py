@@ -19,8 +19,7 @@ class World:
         self.coming = Promotions(self.host)
         self.published: list[bytes] = []
         self.lost: list[bytes] = []
-        self.coming.on_published = self.published.append
-        self.coming.on_lost = self.lost.append
+        self.coming.subscribe(self.published.append, self.lost.append)
 
     def path(self, word: str) -> list[bytes]:
         return self.host.tree.identities(None, tokens_of(word))

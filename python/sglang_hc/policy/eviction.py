@@ -244,10 +244,13 @@ class EvictionPolicy(ABC, Generic[B]):
                 self._push(entry)
         self._fresh.clear()
 
-    def _push(self, entry: Entry[B]) -> None:
+    def _push(self, entry: Entry[B]) -> Key:
+        """The leaf joins the order. Returns its key."""
         self._ticks += 1
         entry.stamp = self._ticks
-        self._order.push(self._key(entry), entry, len(self._entries))
+        key = self._key(entry)
+        self._order.push(key, entry, len(self._entries))
+        return key
 
     def _take(self) -> Entry[B] | None:
         """The leaf that should leave first, taken out of the order."""
@@ -295,6 +298,10 @@ def _whole(block: Block) -> bytes:
     return parent.block_id
 
 
+NOT_NEEDED, NEEDED = 0.0, 1.0
+"""First part of the queue policy's keys: whether a waiting request needs the block."""
+
+
 class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
@@ -338,20 +345,22 @@ class QueuePolicy(EvictionPolicy[B]):
         entry.worth = self._inflation + self._worth(entry.block)
         entry.since = self._duels.clock
 
-    def _push(self, entry: Entry[B]) -> None:
-        super()._push(entry)
-        if self._window.next_use(entry.block.block_id) is None:
+    def _push(self, entry: Entry[B]) -> Key:
+        key = super()._push(entry)
+        if key[0] == NOT_NEEDED:
             self._young.push((-entry.used,), entry, len(self._entries))
+        return key
 
     def _take(self) -> Entry[B] | None:
         first = self._order.top()
-        if first is None or first[0][0] != 0.0:
+        if first is None or first[0][0] != NOT_NEEDED:
             return self._order.pop()
         young = self._young.top()
         age = self._duels.clock - first[1].since
         if young is not None and not self._by_age:
-            old_id, young_id = _whole(first[1].block), _whole(young[1].block)
-            self._duels.begin(old_id, age, young_id, len(self._entries))
+            if self._duels.is_due:
+                old_id, young_id = _whole(first[1].block), _whole(young[1].block)
+                self._duels.begin(old_id, age, young_id, len(self._entries))
             if self._duels.old_wins(age):
                 return self._young.pop()
         self._inflation = max(self._inflation, first[1].worth)
@@ -359,7 +368,7 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
-        return (0.0, entry.worth, entry.used) if use is None else (1.0, -use, 0.0)
+        return (NOT_NEEDED, entry.worth, entry.used) if use is None else (NEEDED, -use, 0.0)
 
     def _need_changed(self, block_id: bytes) -> None:
         entry = self._entries.get(block_id)

@@ -97,9 +97,14 @@ class SetDueling:
         self._lru_hits = self._lru_hits * keep + (age < blocks)
         self._part_hits = self._part_hits * keep + min(1.0, blocks / age)
 
+    @property
+    def is_due(self) -> bool:
+        """The next duel may begin; `begin` does nothing before."""
+        return self.clock >= self._next
+
     def begin(self, old: bytes, age: int, young: bytes, blocks: int) -> None:
         """One of these two is about to leave a tier of `blocks`; the old was used `age` ago."""
-        if self.clock < self._next or old == young or old in self._open or young in self._open:
+        if not self.is_due or old == young or old in self._open or young in self._open:
             return
         while self._open:
             first = next(iter(self._open))

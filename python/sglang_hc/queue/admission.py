@@ -11,8 +11,8 @@ say whom it admits; that shows at the top of the next pass, in who has left the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 from sglang_hc.queue.requests import WaitingTable
@@ -27,10 +27,10 @@ theirs is there. After that it goes first, with the state it has."""
 ARRANGED = 128
 """Requests at the head of the queue that ready-first puts in order; those behind stay behind."""
 
-ON_THE_WAY = None
+ON_THE_WAY = math.inf
 """Readiness of a request whose state is being fetched."""
 
-Readiness = Callable[[K], float | None]
+Readiness = Callable[[K], float]
 """Seconds to restore what a request has (0: on the device or nothing to restore), or ON_THE_WAY."""
 
 
@@ -58,20 +58,16 @@ class Admission(Generic[K]):
     def order(self, queue: Sequence[K], readiness: Readiness[K]) -> list[K]:
         """The queue as ready-first serves it: due requests, then the ready ones, the cheapest to
         restore first, then those whose state is on its way. O(n log n). Changes nothing."""
-        record_of, bound = self._requests.get, self._bound
-        due: list[K] = []
-        ready: list[tuple[float, K]] = []
-        coming: list[K] = []
-        for name in queue:
-            record = record_of(name)
-            if (record.bypassed if record is not None else 0) >= bound:
-                due.append(name)
-            elif (cost := readiness(name)) is None:
-                coming.append(name)
-            else:
-                ready.append((cost, name))
-        ready.sort(key=itemgetter(0))  # stable: queue order among equals
-        return [*due, *(name for _, name in ready), *coming]
+        bound = self._bound
+        due = [
+            name
+            for name, record in zip(queue, map(self._requests.get, queue), strict=True)
+            if (record.bypassed if record is not None else 0) >= bound
+        ]
+        if due:
+            first = set(due)
+            queue = [name for name in queue if name not in first]
+        return [*due, *sorted(queue, key=readiness)]  # stable: queue order among equals
 
     def arrange(self, head: Sequence[K], readiness: Readiness[K]) -> list[K]:
         """The first ARRANGED of the queue in the `order` of ready-first. They count as asked in the
@@ -90,9 +86,10 @@ class Admission(Generic[K]):
     def admitted(self, departed: Iterable[K]) -> list[K]:
         """A new pass begins, and `departed` have left the queue in the last one. Returns those that
         were admitted: the scheduler had asked for them."""
-        admitted = [name for name in departed if name in self._asked]
-        self.count(self._asked, admitted)
-        self._asked = {}
+        asked, self._asked = self._asked, {}
+        admitted = [name for name in departed if name in asked]
+        if admitted:
+            self.count(asked, admitted)
         return admitted
 
     def count(self, asked: Iterable[K], admitted: Collection[K]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -72,12 +72,24 @@ class Mover(Protocol):
     def take_copied(self, block_id: bytes) -> bool: ...
 
 
+class QueueRules(NamedTuple):
+    """How a waiting queue is served.
+
+    prefetch: `queue` (reads start as requests enter the prefetch window), `on-arrival` (when they
+    are queued) or `off`. ready_first: see `Admission.arrange`. can_meet: a prompt may be computed
+    in chunks, and its front be computed where its end was stored.
+    """
+
+    prefetch: str = "queue"
+    ready_first: bool = False
+    can_meet: bool = False
+
+
 class QueueView:
     """Look-ahead over one scheduler's waiting queue.
 
-    `window` is the one the eviction policies ask. `prefetch` is `queue` (reads start as requests
-    enter the prefetch window), `on-arrival` (when they are queued) or `off`. `waiting_of` of the
-    methods is always the same: what is known of a waiting request now.
+    `window` is the one the eviction policies ask. `waiting_of` of the methods is always the same:
+    what is known of a waiting request now.
     """
 
     def __init__(
@@ -85,40 +97,34 @@ class QueueView:
         host: HostTier,
         disk: DiskTier | None,
         window: LookAhead[str],
-        slots: tuple[int, int],
-        prefetch: str,
+        rules: QueueRules,
         priority: RetentionPriority | None = None,
-        *,
         costs: RestoreCosts = UNKNOWN_COSTS,
-        ready_first: bool = False,
         mover: Mover | None = None,
-        can_meet: bool = False,
     ) -> None:
-        """slots: blocks the host tier holds, and the disk tier (0 without one). priority: told to
-        the disk; None leaves it to evict by age. costs: what fetching and recomputing take on this
-        machine. ready_first: see `Admission.arrange`. mover: None where state does not move to new
-        positions. can_meet: a prompt may be computed in chunks, and its front be computed where its
-        end was stored."""
+        """priority: told to the disk; None leaves it to evict by age. costs: what fetching and
+        recomputing take on this machine. mover: over the same disk; None where state does not move
+        to new positions."""
         self._host = host
         self._disk = disk
         self._mover = mover
         self.window = window
         self._costs = costs
         self._fetches = disk is not None or mover is not None
-        mode = prefetch if self._fetches else "off"
+        mode = rules.prefetch if self._fetches else "off"
+        slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self, costs, slots, mode)
         self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
-        self.admission: Admission[str] = Admission(self.requests, ready_first=ready_first)
-        self._can_meet = can_meet
+        self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
+        self._can_meet = rules.can_meet
         self._meeting: Meeting | None = None
         self._decoding = 0
         self._changed: set[bytes] = set()
         self._priority = priority
-        for below in (disk, mover):
-            if below is not None:
-                below.coming.on_published = self._came
-                below.coming.on_lost = self._lost
+        below = disk if disk is not None else mover
+        if below is not None:
+            below.coming.subscribe(self._came, self._lost)
         if disk is not None and priority is not None:
             priority.subscribe(self._changed.add)
 
@@ -141,7 +147,8 @@ class QueueView:
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
         self._waiting_of = waiting_of
-        self._prefetcher.admitted(admitted, self._now())
+        if admitted:
+            self._prefetcher.admitted(admitted, self._now())
         for rid in departed:  # others may have left without a word
             self._prefetcher.cancel(rid)
         self._prefetcher.on_schedule_step(queue, self._needs_of)
@@ -165,7 +172,7 @@ class QueueView:
         if not self._fetches:
             return True
         if self.admission.is_due(rid):
-            self.counters["prefetch_bypassed"] += self.fetching(rid)
+            self.counters["prefetch_bypassed"] += self.requests.is_fetching(rid)
             self._prefetcher.give_up(rid)
             return True
         ready = self._prefetcher.ready(rid, self._now())
@@ -176,26 +183,18 @@ class QueueView:
             meeting.wait(max(known, waiting.on_device), self._now())
         return ready
 
-    def readiness(self, rids: Iterable[str], waiting_of: WaitingOf) -> Readiness[str]:
-        """What it costs to restore each of these requests; None while blocks are on their way to
-        it. Looked up once, and again when they have come."""
+    def readiness(self, rids: Collection[str], waiting_of: WaitingOf) -> Readiness[str]:
+        """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
+        to it. Looked up once, and again when they have come."""
         self._waiting_of = waiting_of
-        costs: dict[str, float | None] = {}
-        record_of = self.requests.get
-        for rid in rids:
-            record = record_of(rid) or self.requests[rid]
-            if record.awaits:
-                costs[rid] = ON_THE_WAY
-                continue
-            cost = record.restore_seconds
+        costs: dict[str, float] = {}
+        for rid, known in zip(rids, map(self.requests.get, rids), strict=True):
+            record = known or self.requests[rid]
+            cost = ON_THE_WAY if record.awaits else record.restore_seconds
             if cost is None:
                 cost = record.restore_seconds = self._restore_cost(rid)
             costs[rid] = cost
         return costs.__getitem__
-
-    def fetching(self, rid: str) -> bool:
-        """More of what the request needs is on its way to the host tier."""
-        return self.requests.is_fetching(rid)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk while this request waited for them; asked once."""
@@ -332,19 +331,16 @@ class QueueView:
     # -- inner parts -----------------------------------------------------------------------------
 
     def _came(self, block_id: bytes) -> None:
-        from_below = not self._was_copied(block_id)
+        from_host = self._mover is not None and self._mover.take_copied(block_id)
         for rid in self._prefetcher.complete(block_id):
             record = self.requests[rid]
-            record.loaded_tokens += from_below * BLOCK_TOKENS
+            record.loaded_tokens += 0 if from_host else BLOCK_TOKENS
             record.restore_seconds = None
 
     def _lost(self, block_id: bytes) -> None:
-        self._was_copied(block_id)
+        if self._mover is not None:
+            self._mover.take_copied(block_id)
         self._prefetcher.fail(block_id)
-
-    def _was_copied(self, block_id: bytes) -> bool:
-        """Whether the block was on its way from host memory itself."""
-        return self._mover is not None and self._mover.take_copied(block_id)
 
     def _of(self, rid: str) -> Waiting:
         assert self._waiting_of is not None

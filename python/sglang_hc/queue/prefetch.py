@@ -294,11 +294,12 @@ class Prefetcher(Generic[K]):
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns the blocks that were wanted, and are waited for, besides those under way."""
         path, first, end = missing.path, missing.first, missing.first + missing.count
-        while first < end and path[first] in self.requests.under_way:
+        under_way = self.requests.under_way
+        while first < end and path[first] in under_way:
             self.requests.wait(request, path[first : first + 1])
             first += 1
         # A later block of the path may still be on its way for a request that has left.
-        end = next((i for i in range(first, end) if path[i] in self.requests.under_way), end)
+        end = next((i for i in range(first, end) if path[i] in under_way), end)
         if at_turn and missing.first == first < end and self._meet(request, missing, end):
             return 0
         wanted = self._worth(missing, first, end, turn_in)

@@ -9,7 +9,8 @@ request leaves the queue.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, KeysView, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -74,7 +75,7 @@ class WaitingTable(Generic[K]):
     def __init__(self) -> None:
         self.order: list[K] = []
         """The queue as it was at the last `update`."""
-        self._records: dict[K, WaitingRequest] = {}
+        self._records: defaultdict[K, WaitingRequest] = defaultdict(WaitingRequest)
         self.get = self._records.get
         """The record of a request; None for one that is not known. Asked often in every pass."""
         self._arrivals = 0
@@ -82,17 +83,14 @@ class WaitingTable(Generic[K]):
 
     def __getitem__(self, name: K) -> WaitingRequest:
         """The record of a request; a new one for a request that was not queued here."""
-        record = self._records.get(name)
-        if record is None:
-            record = self._records[name] = WaitingRequest()
-        return record
+        return self._records[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
 
-    def knows(self, names: Iterable[K]) -> bool:
+    def knows(self, names: Set[K]) -> bool:
         """Whether there is a record of each of these requests."""
-        return all(map(self._records.__contains__, names))
+        return names <= self._records.keys()
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._records)

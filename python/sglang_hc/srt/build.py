@@ -22,7 +22,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, TimeToLive
-from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.planner import RestoreChoice
@@ -293,13 +293,10 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         host,
         disk,
         window,
-        (sizes.num_slots, disk.capacity if disk is not None else 0),
-        config.prefetch,
+        QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device)),
         priority if config.eviction == "queue" else None,
-        costs=planner,
-        ready_first=config.schedule == "ready-first",
-        mover=Grafts(host, disk, filing, counters) if device.rotation is not None else None,
-        can_meet=_can_meet(model, device),
+        planner,
+        Grafts(host, disk, filing, counters) if device.rotation is not None else None,
     )
     path = RestorePath(
         io.memory.pool,

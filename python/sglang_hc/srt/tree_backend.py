@@ -217,8 +217,11 @@ class HcRadixCache(RadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
+        restorer = self.tiers.restorer
+        if not restorer.has_queued:
+            return -1
         with self.compute_stream.entered():
-            return self.tiers.restorer.start()
+            return restorer.start()
 
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""

@@ -68,7 +68,7 @@ class WaitingRequests:
         if not self.admission.ready_first:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
-        if len(head) == min(ARRANGED, len(queue)) and self._view.requests.knows(head):
+        if len(head) == min(ARRANGED, len(queue)) and self._view.requests.knows(head.keys()):
             costs = self._view.readiness(head, self._waiting_of)
             before = list(head)
             order = self.admission.arrange(before, costs)

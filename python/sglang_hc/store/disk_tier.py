@@ -206,8 +206,9 @@ class DiskTier:
             if promotion is None:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
-            self._watch.came(done.at, done.tier, good=done.outcome is Outcome.OK)
-            if done.outcome is Outcome.OK:
+            good = done.outcome is Outcome.OK
+            self._watch.came(done.at, done.tier, good=good)
+            if good:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)
             else:

@@ -23,7 +23,7 @@ from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, Moved
 from sglang_hc.tree.host_tier import HostTier
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Promotion:
     """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
     tree (None: the namespace's root). waits_for: the identity of a parent that is neither yet.
@@ -50,25 +50,29 @@ class Promotion:
 
 
 class Promotions:
-    """Not thread-safe: belongs to whoever owns the host tier.
-
-    on_published, on_lost: told once of every block that began, when it has joined the tree or will
-    not.
-    """
+    """Not thread-safe: belongs to whoever owns the host tier."""
 
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._coming: dict[bytes, Promotion] = {}
         self._orphans: dict[bytes, list[Promotion]] = {}
         """Those that wait for a parent, by its identity."""
-        self.on_published: Callable[[bytes], object] = lambda block_id: None
-        self.on_lost: Callable[[bytes], object] = lambda block_id: None
+        self._on_published: list[Callable[[bytes], object]] = []
+        self._on_lost: list[Callable[[bytes], object]] = []
 
     def __len__(self) -> int:
         return len(self._coming)
 
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._coming
+
+    def subscribe(
+        self, on_published: Callable[[bytes], object], on_lost: Callable[[bytes], object]
+    ) -> None:
+        """Call one of these with the identity of every block that began, once, when it has joined
+        the tree or will not."""
+        self._on_published.append(on_published)
+        self._on_lost.append(on_lost)
 
     def begin(
         self,
@@ -201,10 +205,13 @@ class Promotions:
             for child in item.below:
                 child.above, child.parent = None, node
                 self._host.pin((node,))
-            ready += [child for child in item.below if child.here]
-            ready += self._adopted(node)
+                if child.here:
+                    ready.append(child)
+            if self._orphans:
+                ready += self._adopted(node)
             self._end(item)
-            self.on_published(item.block_id)
+            for listener in self._on_published:
+                listener(item.block_id)
 
     def _adopted(self, parent: BlockNode) -> list[Promotion]:
         """Gives those that wait for `parent` their place below it. Returns those that are here."""
@@ -237,7 +244,8 @@ class Promotions:
     def _free(self, promotion: Promotion) -> None:
         self._host.unstage(promotion.slot)
         self._end(promotion)
-        self.on_lost(promotion.block_id)
+        for listener in self._on_lost:
+            listener(promotion.block_id)
 
     def _end(self, promotion: Promotion) -> None:
         del self._coming[promotion.block_id]

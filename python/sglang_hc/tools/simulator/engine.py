@@ -184,7 +184,7 @@ class Engine:
         self.cache.prefetch(self.now)
         self._carry()
 
-    def _readiness(self, number: int) -> float | None:
+    def _readiness(self, number: int) -> float:
         if self.cache.window.requests.is_fetching(number):
             return ON_THE_WAY
         found = self.cache.find(self.cache.jobs[number], self.now)

@@ -113,8 +113,7 @@ class TieredCache:
         )
         if self.host is not None:
             self._coming = Promotions(self.host)
-            self._coming.on_published = self.prefetcher.complete
-            self._coming.on_lost = self.prefetcher.fail
+            self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
 
     # The waiting queue
 
