@@ -1,4 +1,4 @@
-"""The rooms import downwards only, and tests change no import path."""
+"""The rooms import downwards only, tests change no import path, and no file is long."""
 
 from __future__ import annotations
 
@@ -67,3 +67,15 @@ def test_no_test_edits_the_import_path() -> None:
     assert edit.search("sys" + ".path[:0] = ['here']") and edit.search("sys" + ".path.insert(0, x)")
     files = (ROOT / "test").rglob("*.py")
     assert [file for file in files if edit.search(file.read_text())] == []
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    """CONTRIBUTING.md: a longer file holds more than one thing."""
+    folders = ("python", "test", "benchmark", "scripts", "sgl-kernel-ext")
+    lengths = {
+        file: len(file.read_text().splitlines())
+        for folder in folders
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    assert len(lengths) > 400, "the repository is read as a whole"
+    assert [file for file, lines in lengths.items() if lines > 400] == []

@@ -22,8 +22,8 @@ from sglang_hc.policy.eviction import LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
+from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestoreChoice
-from sglang_hc.restore.restore_pass import RestorePath
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.device_eviction import DeviceOrder

@@ -21,7 +21,8 @@ import torch  # noqa: E402
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape  # noqa: E402
 from sglang_hc.policy.cost_model import CostModel  # noqa: E402
 from sglang_hc.policy.eviction import LruPolicy  # noqa: E402
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath  # noqa: E402
+from sglang_hc.restore.path import Restoration, RestorePath  # noqa: E402
+from sglang_hc.restore.restore_pass import RestorePass  # noqa: E402
 from sglang_hc.restore.staging import StagingRing  # noqa: E402
 from sglang_hc.store.disk import DirectorySpec  # noqa: E402
 from sglang_hc.store.host_memory import MemorySpec  # noqa: E402

@@ -34,7 +34,8 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
 from sglang_hc.restore.measure import Subject, measure
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
+from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench import machine

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.path import Restoration
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.identity import pack_tokens

@@ -19,7 +19,7 @@ from sglang_hc.restore.cost_watch import (
     WatchedPass,
     timer_for,
 )
-from sglang_hc.restore.restore_pass import Restoration, RestorePath
+from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool

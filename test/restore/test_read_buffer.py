@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.read_buffer import PIECES_PER_PASS, ReadBuffer
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
 from sglang_hc.tree.identity import pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens

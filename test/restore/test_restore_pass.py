@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.path import Restoration
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import Moved
 from sglang_hc.tree.identity import pack_tokens

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
+from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import CUDA_FRAMES, StagingRing
 from sglang_hc.store.host_pool import HostPool
 from support.copy_streams import FakeCopyStream

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.restore.restore_pass import (
-    SIDE_LAYERS,
-    LayerGate,
-    Restoration,
-    RestorePass,
-    RestorePath,
-)
+from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.restore_pass import SIDE_LAYERS, LayerGate, RestorePass
 from sglang_hc.restore.staging import (
     FEW_RUNS,
     HostSpan,

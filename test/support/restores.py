@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.path import Restoration
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier

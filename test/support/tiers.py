@@ -19,9 +19,9 @@ from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.windows import LookAhead
+from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer
-from sglang_hc.restore.restore_pass import Recomputer, RestorePath
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo

@@ -31,13 +31,8 @@ from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event, Host
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.restore.restore_pass import (
-    LayerGate,
-    Restoration,
-    RestorePass,
-    RestorePath,
-    RestoreSink,
-)
+from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
+from sglang_hc.restore.restore_pass import LayerGate, RestorePass
 
 MIXED_SHARE = 0.2
 """Least share of a prediction for which an observation of several forms counts for one of them."""

@@ -21,7 +21,8 @@ from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
 from sglang_hc.restore.measure_disk import disk_samples, spread
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath, RestoreSink
+from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode

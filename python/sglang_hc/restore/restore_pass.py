@@ -18,135 +18,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, Event, SideStream
-from sglang_hc.forms import BLOCK_TOKENS, Form
+from sglang_hc.device.copy_stream import Event
+from sglang_hc.forms import Form
 from sglang_hc.policy.copy_order import merged
-from sglang_hc.restore.read_buffer import Early, ReadBuffer
+from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.read_buffer import Early
 from sglang_hc.restore.staging import (
     HostSpan,
     LayerSource,
     Piece,
-    StagingRing,
     carve,
     copy_piece,
     cut,
 )
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import unpack_tokens
-
-
-class RestoreSink(Protocol):
-    """The device's KV pool as the target of a restoration."""
-
-    def write_hidden(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Project (n, hidden_bytes) uint8 rows to K/V at int64 positions and store them at slots.
-
-        Bias, K norm and position embedding included. Must not change its inputs.
-        """
-
-    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        """Store (n, part bytes) uint8 rows, one tensor per part of a KV row, at int64 slots."""
-
-
-class Rotation(Protocol):
-    """Takes stored K to other positions than it was computed at."""
-
-    def move(
-        self, layer: int, parts: Sequence[torch.Tensor], old: torch.Tensor, new: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """KV rows of a layer, (n, part bytes) uint8 per part, from positions `old` to `new`, both
-        (n,) int64. Rows of which both are the same keep their bytes. Does not change its inputs."""
-
-
-@dataclass(eq=False)
-class Restoration:
-    """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
-
-    recompute: the layers below this one are recomputed, not loaded. At least the layer plan's
-    recompute count; above it, layers that are stored are recomputed all the same.
-    prefix_slots: (start,) int64 device slots of the tokens before; recomputed layers attend to
-    them. May be left out where nothing is recomputed.
-    """
-
-    nodes: tuple[BlockNode, ...]
-    start: int
-    stop: int
-    device_slots: torch.Tensor
-    recompute: int = 0
-    prefix_slots: torch.Tensor | None = None
-
-    def spans(self, start: int, stop: int) -> list[HostSpan]:
-        """Where tokens [start, stop) lie in the host pool."""
-        spans = []
-        position = start
-        while position < stop:
-            block, row = divmod(position, BLOCK_TOKENS)
-            rows = min(BLOCK_TOKENS - row, stop - position)
-            spans.append(HostSpan(self.nodes[block].slot, row, rows))
-            position += rows
-        return spans
-
-    def shifts(self) -> npt.NDArray[np.int64] | None:
-        """(stop - start,) tokens by which each row's state was computed further from the start;
-        None when all were computed at their places."""
-        first = self.start // BLOCK_TOKENS
-        shifts = [0 if node.moved is None else node.moved.shift for node in self.nodes[first:]]
-        if not any(shifts):
-            return None
-        skip = first * BLOCK_TOKENS
-        rows = np.repeat(np.array(shifts, dtype=np.int64), BLOCK_TOKENS)
-        return rows[self.start - skip : self.stop - skip]
-
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """(stop - start,) token ids."""
-        first = self.start // BLOCK_TOKENS
-        packed = b"".join(node.tokens for node in self.nodes[first:])
-        skip = first * BLOCK_TOKENS
-        return unpack_tokens(packed)[self.start - skip : self.stop - skip]
-
-
-class Recomputer(Protocol):
-    """The model's own first layers."""
-
-    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
-        """Write K/V of layers [0, restoration.recompute) of its tokens to its device slots.
-
-        Submits compute work, in one or several passes over the model's layers, and calls `between`
-        after each pass but the last. The prefix is valid in the layers it reads once the layer
-        gate was asked for them. Raises what a forward pass may raise; then nothing may be served.
-        """
-
-
-@dataclass(frozen=True)
-class RestorePath:
-    """What restorations pass through on their way from the host tier into the KV pool.
-
-    recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
-    its request's turn. side_stream: submit the work to a stream beside the compute stream,
-    `SIDE_LAYERS` layers ahead of the one that is waited for; None: when it is waited for, in the
-    compute stream. rotation: for K of blocks that have moved; None where none does.
-    """
-
-    pool: HostPool
-    sink: RestoreSink
-    copy_stream: CopyStream
-    staging: StagingRing
-    recomputer: Recomputer | None = None
-    read_buffer: ReadBuffer | None = None
-    side_stream: SideStream | None = None
-    rotation: Rotation | None = None
-
 
 SIDE_LAYERS = 4
 """Layers that are submitted beside the compute stream ahead of the one that is waited for. With

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
+from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
-from sglang_hc.restore.restore_pass import Restoration, RestorePass, RestorePath
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.tree.host_tier import HostTier
 
 

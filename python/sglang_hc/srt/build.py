@@ -25,9 +25,9 @@ from sglang_hc.policy.pins import RetentionPriority, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
+from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
-from sglang_hc.restore.restore_pass import RestorePath, Rotation
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt import plugin

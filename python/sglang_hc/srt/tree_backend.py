@@ -28,7 +28,7 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.host_match import HostMatch
 from sglang_hc.srt.pins import pin_request_of

@@ -22,7 +22,7 @@ from sglang_hc.device.autotune import Seconds, agreeing, fastest, seconds_on
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.forms import StateShape
-from sglang_hc.restore.restore_pass import RestoreSink
+from sglang_hc.restore.path import RestoreSink
 from sglang_hc.restore.side_stream import fastest_side_stream
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.startup_checks import TOLERANCE

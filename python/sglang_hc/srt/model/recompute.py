@@ -32,7 +32,7 @@ from sglang_hc.config import HcConfig
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
-from sglang_hc.restore.restore_pass import Restoration
+from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.families import FAMILIES
 from sglang_hc.srt.model.startup_checks import TOLERANCE

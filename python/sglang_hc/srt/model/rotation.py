@@ -55,7 +55,7 @@ class CannotMove(ValueError):
 
 
 class TableRotation:
-    """`restore.restore_pass.Rotation` by the tables of the model's modules.
+    """`restore.path.Rotation` by the tables of the model's modules.
 
     rotaries: the module of each layer. dtype: of K in the pool. heads: K heads of a row. first:
     column of a head at which the rotated ones begin.
