@@ -56,7 +56,7 @@ def test_the_first_start_measures_and_the_second_finds_what_it_measured(
     assert found["fingerprint"].startswith("LlamaForCausalLM ")
     assert set(found["copies"]) == {"host", "disk"}
     for line in (found["project"], found["prefill"], *found["copies"]["host"].values()):
-        assert line["per_token"] > 0
+        assert line["fixed"] + line["per_token"] > 0, "on a busy machine either may be 0"
     assert run_in_child(start, "llama-mha", *disk) == (plan, 0)
     file.write_text("damaged")
     assert run_in_child(start, "llama-mha", *disk)[1] == 1

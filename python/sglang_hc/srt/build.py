@@ -382,7 +382,7 @@ def _read_buffer(
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
     pool, cost = io.memory.pool, model.state.cost
-    return ReadBuffer(host, pool, device.copy_stream, frames, cost, queue.fetching)
+    return ReadBuffer(host, pool, device.copy_stream, frames, cost, queue.requests.is_fetching)
 
 
 # -- tree ----------------------------------------------------------------------------------------
