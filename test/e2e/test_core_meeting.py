@@ -230,7 +230,7 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int]]:
                     core.inbox.append(ContinueGenerationReqInput())
                 if number != when:
                     return
-                seen.append((event, core.tree.waiting.meeting_of(rid) is not None))
+                seen.append((event, core.tree.tiers.queue.meeting_of(rid) is not None))
                 if event == "abort":
                     core.abort(rid)
                 elif event == "pause":
@@ -328,7 +328,7 @@ def killed(folder: str, profile: str, when: int) -> tuple[Reply, list[bool]]:
         if number == 2:  # the reads are surely under way when it dies
             os.kill(pid_of(core), signal.SIGSTOP)
         if number == when:
-            met.append(core.tree.waiting.meeting_of(rid) is not None)
+            met.append(core.tree.tiers.queue.meeting_of(rid) is not None)
             os.kill(pid_of(core), signal.SIGKILL)
 
     def ask() -> Reply:

@@ -25,7 +25,7 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     """
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.waiting.meeting_of(req.rid)
+        meeting = tree.tiers.queue.meeting_of(req.rid)
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, meeting, head))
@@ -37,7 +37,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache):
-        meeting = tree.waiting.meeting_of(req.rid)
+        meeting = tree.tiers.queue.meeting_of(req.rid)
         if meeting is not None:
             tokens = _between_chunks(tree, meeting, req)
             if not tokens:
@@ -53,7 +53,7 @@ UNLIMITED = 1 << 62
 
 def _chunk(tree: HcRadixCache, meeting: Meeting, head: int) -> int:
     """Tokens of the first chunk, behind `head` tokens that the device has or gets."""
-    step = tree.waiting.next_step(meeting, head)
+    step = tree.tiers.queue.next_step(meeting, head)
     if step.action is Action.OVER:
         return UNLIMITED
     # What is here already joins after the first chunk: its parent block must be computed first.
@@ -69,7 +69,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         # With overlap scheduling the last chunk is still running: once it is over more will be
         # here. SGLang takes its result in before the next pass.
         return 0
-    step = tree.waiting.next_step(meeting, head)
+    step = tree.tiers.queue.next_step(meeting, head)
     if step.action is Action.RESTORE:
         _restore(tree, meeting, req)
         return UNLIMITED
@@ -87,7 +87,7 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
 def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     """Put what was read behind the request's prefix; what cannot be is computed."""
     head = len(req.prefix_indices)
-    blocks = tree.waiting.join(meeting, head)
+    blocks = tree.tiers.queue.join(meeting, head)
     limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     stop = min(meeting.stop, limit) // tree.page_size * tree.page_size
     if blocks is None or stop <= head:

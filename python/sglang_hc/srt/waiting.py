@@ -7,18 +7,16 @@ puts the questions to the tiers. Belongs to the scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.queue.meeting import Meeting, Step
 from sglang_hc.queue.requests import departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.overflow import dropped_of, earlier_of
-from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import pack_tokens
 
 
@@ -48,7 +46,7 @@ class WaitingRequests:
 
     @property
     def admission(self) -> Admission[str]:
-        """Who is overtaken, and the order of ready-first."""
+        """Who is bypassed, and the order of ready-first."""
         return self._view.admission
 
     def on_schedule_step(self, queue: list[Any], decoding: int) -> None:
@@ -64,7 +62,7 @@ class WaitingRequests:
             self._read_buffer.on_schedule_step(self._order, self._waiting_of)
 
     def arrange(self, queue: list[Any]) -> None:
-        """Put the first ARRANGED of the queue in ready-first's order, until the next `look`."""
+        """Put the first ARRANGED of the queue in ready-first's order, until the next pass."""
         if not self.admission.ready_first:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
@@ -92,18 +90,6 @@ class WaitingRequests:
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""
         return rid not in self._view.requests or self._view.ready(rid, self._waiting_of)
-
-    def meeting_of(self, rid: str) -> Meeting | None:
-        """The meeting of a request, waiting or admitted; None when it has none."""
-        return self._view.meeting_of(rid)
-
-    def next_step(self, meeting: Meeting, head: int) -> Step:
-        """What comes next for a request of whose prompt the device has `head` tokens."""
-        return self._view.next_step(meeting, head)
-
-    def join(self, meeting: Meeting, head: int) -> Sequence[BlockNode] | None:
-        """The blocks of its path, those behind `head` tokens ready; None when they are not."""
-        return self._view.join(meeting, head)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""

@@ -93,7 +93,8 @@ def test_the_demos_print_one_screen(
     assert demo.main(words) == 0
     out, err = capfd.readouterr()
     progress = [line.rpartition("\r")[2] for line in err.split("\n") if "100%" in line]
-    lines = [*out.splitlines(), *progress]
+    # Users have a short folder; that of the test may be deep.
+    lines = [*out.replace(str(tmp_path), "out/demo").splitlines(), *progress]
     assert len(progress) == servers
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= screen.WIDTH
