@@ -12,7 +12,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import LEAST_TOKENS, Action, Meeting, Prompt
 from sglang_hc.queue.prefetch import PATIENCE
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.disk_tier import READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BLOCK_BYTES
 from sglang_hc.tree.promotions import Promotion
@@ -21,6 +21,8 @@ from support.host import host_tier, keep, tokens_of
 
 WORD = "abcdefghijkl"
 SPOKEN = tokens_of(WORD + "q")
+BLOCK_SECONDS = 3.0
+"""What the source is said to take for a block."""
 
 
 class World:
@@ -49,7 +51,7 @@ class World:
         self.ends[block_id] += 1
 
     def read(self, low: int, high: int) -> list[Promotion]:
-        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high)
+        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high, BLOCK_SECONDS)
 
     def split(self, history: History, decoding: int) -> Split | None:
         self.asked.append(history)
@@ -84,6 +86,15 @@ def test_the_end_is_read_from_the_last_block_down() -> None:
     assert world.meeting.read_down_to(8) == 4
     assert world.io.begun == list(reversed(world.path[8:]))
     assert world.meeting.read_down_to(9) == 0, "these were asked for"
+    world.settle()
+
+
+def test_a_block_of_a_slow_source_is_late_only_behind_those_before_it() -> None:
+    """All are asked for at once, and may come in half the speed that the costs say."""
+    world = World()
+    world.meeting.read_down_to(8)
+    late = [move.deadline - READ_DEADLINE_S for move in world.io.moves]
+    assert late == [2 * BLOCK_SECONDS * number for number in (1, 2, 3, 4)]
     world.settle()
 
 
@@ -126,11 +137,12 @@ def test_blocks_whose_front_was_not_saved_are_not_restored() -> None:
     world.settle()
 
 
-def test_a_source_that_stands_still_costs_a_few_passes() -> None:
+def test_a_source_that_stands_still_costs_a_wait_and_a_few_passes() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(1)
     chunks = []
-    while (step := world.meeting.next(world.head, 0, 0.0)).action is Action.COMPUTE:
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.WAIT
+    while (step := world.meeting.next(world.head, 0, PATIENCE)).action is Action.COMPUTE:
         chunks.append(step.tokens)
         world.compute(step.tokens)
     assert step.action is Action.OVER
@@ -141,7 +153,9 @@ def test_a_source_that_stands_still_costs_a_few_passes() -> None:
 def test_waiting_does_not_lengthen_the_chunk_behind_it() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(1)
+    world.share = 0.1
     world.compute(world.meeting.next(world.head, 0, 0.0).tokens)
+    world.share = 0.0
     for _ in range(9):
         assert world.meeting.next(world.head, 1, 0.0).action is Action.WAIT
     assert world.meeting.next(world.head, 1, 99.0).tokens == 2 * LEAST_TOKENS
@@ -151,21 +165,27 @@ def test_waiting_does_not_lengthen_the_chunk_behind_it() -> None:
 def test_a_chunk_that_finds_no_place_in_a_batch_is_given_again() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(1)
-    steps = {world.meeting.next(world.head, 0, 0.0) for _ in range(20)}
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.WAIT
+    steps = {world.meeting.next(world.head, 0, PATIENCE) for _ in range(20)}
     assert steps == {(Action.COMPUTE, LEAST_TOKENS)}
     world.settle()
 
 
-@pytest.mark.parametrize("decoding", [0, 1])
-def test_waiting_is_for_those_who_decode_and_has_an_end(decoding: int) -> None:
+@pytest.mark.parametrize(("decoding", "times"), [(0, 1.0), (1, 2.0)])
+def test_waiting_has_an_end_and_is_longer_while_others_decode(decoding: int, times: float) -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(6)
-    first = world.meeting.next(world.head, decoding, 100.0)
-    assert (first.action is Action.WAIT) == bool(decoding)
-    if decoding:
-        bound = min(PATIENCE, 2 * 1.0)
-        assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
-        assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
+    assert world.meeting.next(world.head, decoding, 100.0).action is Action.WAIT
+    bound = min(PATIENCE, times * world.split(History(0, 64, 0, 1), decoding).seconds)
+    assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
+    assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
+    world.settle()
+
+
+def test_nobody_waits_where_computing_a_part_is_faster() -> None:
+    world = World(share=0.5)
+    world.meeting.read_down_to(6)
+    assert world.meeting.next(world.head, 0, 100.0).action is Action.COMPUTE
     world.settle()
 
 

@@ -247,7 +247,8 @@ class QueueView:
         prompt = Prompt(waiting.namespace, waiting.tokens)
 
         def read(low: int, high: int) -> list[Promotion]:
-            begun = disk.fetch_tail(*prompt, missing.path, low, high, is_protected)
+            seconds = self._costs.block_seconds
+            begun = disk.fetch_tail(*prompt, missing.path, low, high, seconds, is_protected)
             for promotion in begun:
                 self.requests.begin(promotion.block_id)
             return begun

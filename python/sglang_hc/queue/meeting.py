@@ -41,7 +41,7 @@ class Action(enum.Enum):
     COMPUTE = enum.auto()
     """Compute the given tokens more."""
     WAIT = enum.auto()
-    """Leave the device to requests that decode: the rest is nearly here."""
+    """Compute nothing of this prompt in this pass: the rest is nearly here."""
     RESTORE = enum.auto()
     """Everything behind the head is here."""
     OVER = enum.auto()
@@ -192,9 +192,10 @@ class Meeting:
         return 0
 
     def _may_wait(self, split: Split, decoding: int, now: float) -> bool:
-        """Waiting helps those that decode, and has a bound: the source may be slower than said."""
-        if not decoding:
-            return False
+        """Whether what is missing may still be waited for, where that is faster than computing a
+        part of it. The wait has a bound, because the source may be slower than its costs say. It is
+        twice as long where others decode: the device has work meanwhile."""
         if self._wait_until is None:
-            self._wait_until = now + min(PATIENCE, 2 * split.seconds)
+            seconds = 2 * split.seconds if decoding else split.seconds
+            self._wait_until = now + min(PATIENCE, seconds)
         return now < self._wait_until

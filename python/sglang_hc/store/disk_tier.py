@@ -161,24 +161,33 @@ class DiskTier:
         path: Sequence[bytes],
         low: int,
         high: int,
+        block_seconds: float,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         """Start reading blocks [low, high), the last one first, before what they continue is in
-        the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up."""
+        the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up.
+
+        block_seconds: what the source is expected to take for each block. One that comes in half
+        of that speed is not late.
+        """
         if not self._usable:
             return []
         now = self.now()
         promotions = self.coming.begin_tail(namespace, tokens, path, low, high, now, is_protected)
-        self.read([(promotion, promotion.block_id) for promotion in promotions])
+        self.read([(promotion, promotion.block_id) for promotion in promotions], 2 * block_seconds)
         return promotions
 
-    def read(self, promotions: Sequence[tuple[Promotion, bytes]]) -> None:
+    def read(
+        self, promotions: Sequence[tuple[Promotion, bytes]], block_seconds: float = 0.0
+    ) -> None:
         """Start reading blocks into the slots of promotions that began, each with the identity
-        whose bytes it gets."""
+        whose bytes it gets. Each has READ_DEADLINE_S, and `block_seconds` for itself and for each
+        block before it."""
         now = self.now()
-        for promotion, block_id in promotions:
+        for number, (promotion, block_id) in enumerate(promotions, 1):
             ticket = next(self._tickets)
-            self._io.read(ticket, block_id, promotion.slot, now + READ_DEADLINE_S)
+            deadline = now + READ_DEADLINE_S + number * block_seconds
+            self._io.read(ticket, block_id, promotion.slot, deadline)
             self._reads[ticket] = promotion
         if promotions:
             self._watch.asked(len(promotions), now, idle=not self._spills)
