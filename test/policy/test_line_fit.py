@@ -42,8 +42,19 @@ def test_more_tokens_never_cost_less_whatever_the_samples(samples):
 def test_falling_times_give_a_constant_that_is_called_poor():
     line = fit_line([(64, 3.0), (1024, 2.0), (4096, 1.0)])
     assert line.per_token == 0.0
-    assert line.fixed == pytest.approx(2.0)
+    # The constant of the least relative error: sum(1 / y) / sum(1 / y^2).
+    assert line.fixed == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))
     assert line.is_poor
+
+
+def test_a_slow_large_sample_does_not_spoil_the_small_ones():
+    """64 new tokens are behind every history: their price is as good as a long prefill's."""
+    truth = Quadratic(3e-3, 1.6e-4, 3e-8)
+    sizes = [(64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0)]
+    slow = [(n, c, truth.seconds(n, c) * (1.05 if n == 2048 else 1)) for n, c in sizes]
+    fit = fit_quadratic(slow)
+    for new, context in sizes:
+        assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=0.06)
 
 
 def test_floor_keeps_small_calls_from_looking_free():

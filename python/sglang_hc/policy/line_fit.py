@@ -1,5 +1,8 @@
 """Least-squares fits of measured times: lines, and the quadratic of prefill (HybridServe 4.3).
 
+What is minimized is the error as a share of each sample: plans compare times of all sizes, and the
+64 new tokens of a turn count as much as the prefill of a long history.
+
 Coefficients are never negative: a negative one would promise that more work takes less time, and
 a plan would believe it.
 """
@@ -126,11 +129,10 @@ def _nonnegative_least_squares(
 
     # Columns differ by nine orders of magnitude (1 against token pairs), and scipy's tolerance is
     # absolute: everything is scaled to at most 1.
-    columns = np.asarray(rows)
+    columns = np.asarray(rows) / np.asarray(target)[:, None]
     widths = columns.max(axis=0)
-    largest = max(target)
-    found, _ = nnls(columns / widths, np.asarray(target) / largest)
-    return [float(value) for value in found * largest / widths]
+    found, _ = nnls(columns / widths, np.ones(len(rows)))
+    return [float(value) for value in found / widths]
 
 
 def _r2(measured: Sequence[float], fitted: Sequence[float]) -> float:
