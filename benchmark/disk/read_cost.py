@@ -4,7 +4,11 @@ For several sizes of a block the blocks of one path are read in three ways:
   single   one call for each block, by one thread
   runs     blocks that lie side by side in calls of up to 4 MiB, by one thread
   server   as the server reads: the threads of each directory take what waits (disk/threads.py)
-`digest` is the floor: the same bytes are only hashed, in memory.
+`digest` is the floor: the same bytes are only hashed, in memory. Where fio is installed it reads as
+much in calls of the same length, two under way and without digests, by three ways:
+  fio psync             one call for each, as the store does
+  fio io_uring          calls are queued
+  fio io_uring, fixed   and the memory is registered once, so that no read pins its pages
 
     PYTHONPATH=python python benchmark/disk/read_cost.py --dir /mnt/ssd --out result.json
 """
@@ -13,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +38,13 @@ from sglang_hc.store.outcome import Outcome
 
 KIB = (128, 512, 2048, 8192)
 """Sizes of a block."""
+
+
+FIO = {
+    "fio psync": ("--ioengine=psync", "--numjobs=2"),
+    "fio io_uring": ("--ioengine=io_uring", "--iodepth=2"),
+    "fio io_uring, fixed": ("--ioengine=io_uring", "--iodepth=2", "--fixedbufs"),
+}
 
 
 def layout_of(kib: int) -> BlockLayout:
@@ -80,6 +93,25 @@ def expect_ok(outcomes: Sequence[Outcome]) -> None:
         raise RuntimeError(f"a block was not read: {outcomes}")
 
 
+def fio(folder: Path, request: int, total: int, options: Sequence[str]) -> dict[str, float]:
+    """Read a file of fio's, which stays for the next arm, without the page cache."""
+    jobs = 2 if "--numjobs=2" in options else 1
+    words = [
+        "fio", "--name=blocks", "--filename=blocks", f"--directory={folder}", "--thread",
+        "--rw=read", f"--bs={request}", f"--filesize={total}", f"--size={total // jobs}",
+        f"--offset_increment={total // jobs}", "--direct=1", "--group_reporting",
+        "--output-format=json", *options,
+    ]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+    read = job["read"]["io_bytes"]
+    return {
+        "gb_s": round(job["read"]["bw_bytes"] / 1e9, 3),
+        "cpu_s_per_gb": round(busy / read * 1e9, 4),
+    }
+
+
 def compare(root: Path, kib: int, total: int, rounds: int) -> list[dict[str, object]]:
     layout = layout_of(kib)
     count = total // layout.slot_bytes
@@ -105,6 +137,11 @@ def compare(root: Path, kib: int, total: int, rounds: int) -> list[dict[str, obj
             row = {"block_kib": kib, "arm": name, "round": turn, **measured(size, work)}
             rows.append(row)
             print(json.dumps(row), flush=True)
+        for name, options in FIO.items() if shutil.which("fio") else ():
+            request = min(layout.slot_bytes, RUN_BYTES)
+            speed = fio(root, request, total // (2 * request) * 2 * request, options)
+            rows.append({"block_kib": kib, "arm": name, "round": turn, **speed})
+            print(json.dumps(rows[-1]), flush=True)
     io.close()
     return rows
 

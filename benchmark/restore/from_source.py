@@ -1,11 +1,16 @@
 """Time to the first token of a request whose history lies on a disk or in a store of a given speed.
 
-    PYTHONPATH=python:test python benchmark/restore/from_source.py --quick --out FILE [--plot FILE]
+    python benchmark/restore/from_source.py --quick --out FILE [--plot FILE] [--cells FILE]
 
-One engine per form serves single requests in this machine's memory. The source is the server's own
-disk tier in a scratch directory: as fast as it is (`disk`), or behind a token bucket. The rates of
-the buckets follow from what was measured: the balance, at which reading the shortest history takes
-as long as computing it, a quarter of it, and four times it. `file` is SGLang's store of files.
+The server's scheduler serves single requests in this process, with its disk in an I/O process
+(source_server.py). Sources:
+
+    disk        this machine's disk, read without the page cache
+    bucket      the same behind token buckets: at the balance, where reading a history takes as long
+                as computing it, at a quarter of it, and at four times
+    file        SGLang's store of files, as a remote store
+    slow-file   the same behind a token bucket at the balance
+    restart     the disk of a server that was closed and started again
 
     recompute   nothing of the history is stored
     serial      the whole history is read, then restored
@@ -13,164 +18,57 @@ as long as computing it, a quarter of it, and four times it. `file` is SGLang's 
 
 `bound_ms` is the larger of disk and compute (on a CPU the link is the compute's) over the best
 split, `predicted_ms` what the server's planner expects of the arm. Tokens are the tests' business.
+With --cells each history is kept as soon as it is measured, and not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
+from cases import answer, run_case
+from source_server import SourceServer
 
-from cases import answer, run_case  # noqa: E402
-
-from sglang_hc.forms import BLOCK_TOKENS, LayerPlan  # noqa: E402
-from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy  # noqa: E402
-from sglang_hc.policy.line_fit import Line  # noqa: E402
-from sglang_hc.policy.meeting import History, best_split  # noqa: E402
-from sglang_hc.policy.restore_plan import Span, plan_restore  # noqa: E402
-from sglang_hc.store.disk import DiskStore  # noqa: E402
-from sglang_hc.store.disk.backend import DirectBackend, File  # noqa: E402
-from sglang_hc.tools.bench import machine  # noqa: E402
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.tools.bench import cells, machine
 
 NEW = 64
-FACTORS = (0.25, 1.0, 4.0)
+FACTORS = {"bucket": (0.25, 1.0, 4.0), "slow-file": (1.0,)}
+"""Rates of the buckets over the balance."""
+
+STORES = {"disk": "disk", "bucket": "disk", "file": "file", "slow-file": "file"}
+SOURCES = (*STORES, "restart")
 ARMS = ("recompute", "serial", "overlapped")
-POOL_SPARE = 1024
+LONGEST = 8064
+"""Tokens of the longest history: the demo model has 8,192 positions."""
+
+REPEAT_S = 15.0
+"""An arm that took so long in its turns takes no more of them."""
 
 
-class Bucket:
-    """Lets so many bytes a second through, whoever reads; None for any number."""
-
-    def __init__(self) -> None:
-        self.rate: float | None = None
-        self._free = 0.0
-        self._lock = threading.Lock()
-
-    def pass_through(self, count: int) -> None:
-        if self.rate is None:
-            return
-        with self._lock:
-            self._free = max(self._free, time.monotonic()) + count / self.rate
-            until = self._free
-        time.sleep(max(0.0, until - time.monotonic()))
+def prompt_of(vocabulary: int, history: int, seed: int) -> list[int]:
+    """A history and new tokens behind it. With one seed the longer histories begin as the shorter
+    ones do."""
+    rng, own = random.Random(seed), random.Random(f"{seed} {history}")
+    told = [rng.randrange(3, vocabulary) for _ in range(history)]
+    return told + [own.randrange(3, vocabulary) for _ in range(NEW)]
 
 
-class MeteredFile:
-    """A file whose reads pass a bucket."""
-
-    def __init__(self, file: File, bucket: Bucket) -> None:
-        self._file, self._bucket = file, bucket
-
-    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        self._bucket.pass_through(sum(map(len, buffers)))
-        return self._file.read(buffers, offset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-class MeteredBackend(DirectBackend):
-    """The real disk behind a bucket."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(direct=False)
-        self._bucket = bucket
-
-    def open(self, path: str, create: bool = False) -> File:
-        return MeteredFile(super().open(path, create), self._bucket)
-
-
-class Server:
-    """SGLang's scheduler with the tiers in this process, and one source below host memory."""
-
-    def __init__(self, model: str, form: str, longest: int, folder: str, source: str) -> None:
-        from sglang_hc.queue import prefetch
-        from sglang_hc.store import disk_tier
-        from support.core import Core
-
-        prefetch.PATIENCE = disk_tier.READ_DEADLINE_S = 600.0  # the serial arm waits for all
-        self.bucket = Bucket()
-        opened = DiskStore.open
-        DiskStore.open = lambda *args, **options: opened(  # type: ignore[method-assign,assignment]
-            *args, backend=MeteredBackend(self.bucket), **options
-        )
-        below = ["--hc-disk", f"{folder}:8"]
-        if source == "file":
-            config = json.dumps({"dir": folder})
-            below = ["--hc-remote", "file", "--hc-remote-config", config]
-        self.core = Core(
-            "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
-            "--dtype", "float32", "--hc-host-size-gb", "1.5", "--hc-scrub-mb-s", "0",
-            "--chunked-prefill-size", str(longest + POOL_SPARE),
-            model=model, profile=None, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
-            SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
-        )  # fmt: skip
-        self.tiers = self.core.tree.tiers
-        self.planner = self.tiers.restorer.planner
-        self.costs = self.planner._costs
-        assert self.costs is not None, "the server could not measure its costs"
-        self.plan: LayerPlan = self.tiers.restorer.path.pool.layout.plan
-        self.token_bytes = self.tiers.restorer.path.pool.layout.slot_bytes / BLOCK_TOKENS
-
-    @property
-    def model(self) -> CostModel:
-        model: CostModel = self.costs.model
-        return model
-
-    def throttle(self, bytes_per_s: float | None) -> None:
-        """The source delivers so much, and the costs say so; None for what the disk itself does."""
-        self.bucket.rate = bytes_per_s
-        if bytes_per_s is None:
-            return
-        layers = self.plan.hidden + self.plan.kv
-        line = Line(0.0, self.token_bytes / layers / bytes_per_s)
-        hidden = line if self.model.project is not None else None
-        measured = replace(
-            self.costs.measured,
-            copies={**self.costs.measured.copies, SourceTier.DISK: TierCopy(line, hidden)},
-        )
-        self.costs.measured = self.costs.model = measured
-
-    def forget(self) -> None:
-        self.core.settle()
-        assert self.core.scheduler.flush_cache()
-
-    def ttft(self, prompt: list[int], arm: str) -> float:
-        """Seconds from the arrival of a request to its first token, nothing but the source warm."""
-        disk, planner = self.tiers.disk, self.planner
-        wants, disk._io.wants = disk._io.wants, lambda block_id: False  # nothing is written
-        planner._always = arm == "serial"
-        salt = f"never stored {time.monotonic()}" if arm == "recompute" else None
-        begin = time.perf_counter()
-        reply = self.core.ask(prompt, 1, salt)
-        seconds = time.perf_counter() - begin
-        planner._always, disk._io.wants = False, wants
-        assert arm != "serial" or reply.cached > 0, "nothing was read"
-        self.forget()
-        return seconds
-
-
-def balance(server: Server, history: int) -> float:
-    """Bytes per second at which reading a history takes as long as computing it."""
-    seconds = server.plan.num_layers * server.model.prefill_layer(history, 0)
-    return server.token_bytes * history / seconds
-
-
-def expected(server: Server, tier: SourceTier, history: int) -> dict[str, float]:
+def expected(server: SourceServer, history: int) -> dict[str, float]:
     """The planner's seconds by arm, and the bound."""
-    cost, plan, layers = server.model, server.plan, server.plan.num_layers
+    cost, plan, layers, tier = server.model, server.plan, server.plan.num_layers, server.tier
     stored = history // BLOCK_TOKENS * BLOCK_TOKENS
     new = history + NEW - stored
     read = cost.copy_stored(tier, plan, stored)
@@ -193,63 +91,150 @@ def expected(server: Server, tier: SourceTier, history: int) -> dict[str, float]
     }
 
 
-def measure(server: Server, source: str, histories: list[int], rounds: int) -> list[dict]:
-    """Rows of all cells of one engine."""
-    rng = random.Random(1)
-    vocabulary = server.core.scheduler.tp_worker.model_runner.model_config.vocab_size
-    prompts = {}
-    for history in histories:
-        prompts[history] = [rng.randrange(3, vocabulary) for _ in range(history + NEW)]
-        server.core.ask(prompts[history][:history], 1)
-        server.forget()
-    server.core.believe_profile()
-    level = balance(server, histories[0])
-    rates: list[float | None] = [None] if source != "bucket" else [f * level for f in FACTORS]
-    tier = SourceTier.REMOTE if source == "file" else SourceTier.DISK
+def measure(
+    server: SourceServer, prompt: list[int], rates: dict[str, float], rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of one prompt from all sources, whose arms take turns."""
+    load, history = os.getloadavg()[0], len(prompt) - NEW
+    times: dict[tuple[str, str], list[float]] = {}
+
+    def take(source: str, arm: str) -> None:
+        taken = times.setdefault((source, arm), [])
+        if sum(taken) < REPEAT_S:
+            taken.append(server.ttft(prompt, arm))
+
+    for _ in range(rounds):
+        take("", "recompute")  # the same for all sources
+        for source, rate in rates.items():
+            server.throttle(rate)
+            take(source, "serial")
+            take(source, "overlapped")
     rows = []
-    for rate in rates:
+    for source, rate in rates.items():
         server.throttle(rate)
-        if tier not in server.model.copies:  # a store's speed is what its reads take
-            server.ttft(prompts[histories[0]], "serial")
-        for history in histories:
-            times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-            for _ in range(rounds):
-                for arm in ARMS:
-                    times[arm].append(server.ttft(prompts[history], arm))
-            seconds = expected(server, tier, history)
-            read = server.model.copy_stored(tier, server.plan, history) / history
-            for arm in ARMS:
-                row = {
-                    "source": source,
-                    "source_gbps": server.token_bytes / read / 1e9,
-                    "history": history,
-                    "form": str(server.plan),
-                    "arm": arm,
-                    "ttft_ms": 1e3 * statistics.median(times[arm]),
-                    "bound_ms": 1e3 * seconds["bound"],
-                    "predicted_ms": 1e3 * seconds[arm],
-                    "all_ms": [1e3 * value for value in times[arm]],
-                }
-                rows.append(row)
-                print(
-                    f"{source} {row['source_gbps']:.4f} GB/s {history} {row['form']} {arm}: "
-                    f"{row['ttft_ms']:.0f} ms, bound {row['bound_ms']:.0f}, "
-                    f"predicted {row['predicted_ms']:.0f}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+        seconds, gbps = expected(server, history), server.gbps(history)
+        for arm in ARMS:
+            taken = times["" if arm == "recompute" else source, arm]
+            rows.append({
+                "source": source, "source_gbps": gbps, "history": history,
+                "form": str(server.plan), "arm": arm, "token_bytes": server.token_bytes,
+                "ttft_ms": 1e3 * statistics.median(taken), "bound_ms": 1e3 * seconds["bound"],
+                "predicted_ms": 1e3 * seconds[arm], "all_ms": [1e3 * value for value in taken],
+                "load_average": load,
+            })  # fmt: skip
     return rows
 
 
+def groups_of(spec: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
+    """History and sources of what is measured together, by the key of its cell. The price of a
+    remote store is what its reads take, so one source follows the other there."""
+    sources = [spec["sources"]] if spec["store"] == "disk" else [[one] for one in spec["sources"]]
+    return {
+        f"{spec['model']}/{spec['form']}/{'+'.join(some)}/{history}": (history, some)
+        for some in sources
+        for history in spec["histories"]
+    }
+
+
 def case(spec: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(spec["model"], spec["form"], max(spec["histories"]), folder, spec["source"])
-        rows = measure(server, spec["source"], spec["histories"], spec["rounds"])
-        counted = {
-            name: value
-            for name, value in server.core.tree.stats().items()
-            if isinstance(value, int) and ("meet" in name or "observations" in name)
-        }
-        answer({"rows": rows, "counted": counted})
+    """Measure with one engine what the file of cells lacks."""
+    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    todo = {key: group for key, group in groups_of(spec).items() if not file.has(key)}
+    histories = [history for history, _ in todo.values()]
+    with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
+        server = SourceServer(spec["model"], spec["form"], max(histories), folder, spec["store"])
+        prompts = {h: prompt_of(server.vocabulary, h, 1) for h in histories}
+        server.store_history(prompts[max(histories)][: max(histories)])
+        for key, (history, sources) in todo.items():
+            began = time.monotonic()
+            balance = server.balance(history)
+            rates = {
+                f"{source} x{factor:g}" if factor else source: factor * balance
+                for source in sources
+                for factor in FACTORS.get(source, (0.0,))
+            }
+            if spec["store"] == "file":
+                server.learn(prompts[history], *rates.values())
+            before = server.meetings
+            rows = measure(server, prompts[history], rates, spec["rounds"])
+            counted = {name: n - before[name] for name, n in server.meetings.items()}
+            values = {"rows": rows, "counted": counted, "profile": server.profile}
+            file.add(key, values, time.monotonic() - began)
+            for row in rows:
+                print(line_of(row), file=sys.stderr, flush=True)
+        server.close()
+    answer({})
+
+
+def before_restart(spec: dict[str, Any]) -> None:
+    """Store the histories, and close the server."""
+    server = SourceServer(spec["model"], spec["form"], max(spec["histories"]), spec["dir"], "disk")
+    for history in spec["histories"]:
+        server.store_history(prompt_of(server.vocabulary, history, history)[:history])
+    server.close()
+    answer({})
+
+
+def after_restart(spec: dict[str, Any]) -> None:
+    """Serve each history's next turn once from the cold disk, and compute it once."""
+    server = SourceServer(spec["model"], spec["form"], max(spec["histories"]), spec["dir"], "disk")
+    server.core.ask([3] * BLOCK_TOKENS, 1)  # as a server does before it says that it is ready
+    server.forget()
+    rows = []
+    for history in spec["histories"]:
+        prompt, load = prompt_of(server.vocabulary, history, history), os.getloadavg()[0]
+        seconds, gbps = expected(server, history), server.gbps(history)
+        for arm in ("overlapped", "recompute"):
+            taken = 1e3 * server.ttft(prompt, arm)
+            rows.append({
+                "source": "restart", "source_gbps": gbps, "history": history,
+                "form": str(server.plan), "arm": arm, "ttft_ms": taken,
+                "bound_ms": 1e3 * seconds["bound"], "predicted_ms": 1e3 * seconds[arm],
+                "all_ms": [taken], "load_average": load,
+            })  # fmt: skip
+    server.close()
+    answer(rows)
+
+
+def restart(spec: dict[str, Any]) -> None:
+    """Every round is a server that starts over the same directory, whose files no cache holds."""
+    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    found: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
+        run_case(__file__, {**spec, "dir": folder, "part": "before"})
+        for _ in range(spec["rounds"]):
+            forget_files(Path(folder))
+            rows = run_case(__file__, {**spec, "dir": folder, "part": "after"})
+            for row, old in zip(rows, found or rows, strict=True):
+                row["all_ms"] = (old["all_ms"] if found else []) + row["all_ms"]
+                row["ttft_ms"] = statistics.median(row["all_ms"])
+            found = rows
+    file.add(restart_key(spec), {"rows": found, "counted": {}}, time.monotonic() - began)
+    for row in found:
+        print(line_of(row), file=sys.stderr, flush=True)
+
+
+def forget_files(folder: Path) -> None:
+    """Nothing of these files stays in the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def restart_key(spec: dict[str, Any]) -> str:
+    return f"{spec['model']}/{spec['form']}/restart/{'+'.join(map(str, spec['histories']))}"
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return (
+        f"{row['source']:13} {row['source_gbps']:8.4f} GB/s {row['history']:5} {row['form']:9} "
+        f"{row['arm']:10} {row['ttft_ms']:8.0f} ms, {row['ttft_ms'] / row['bound_ms']:5.2f} of the "
+        f"bound, {row['ttft_ms'] / row['predicted_ms']:5.2f} of the prediction"
+    )
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -259,80 +244,124 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    cells = sorted({(row["form"], row["history"]) for row in rows})
-    figure, panels = plt.subplots(1, len(cells), figsize=(4.2 * len(cells), 3.8), squeeze=False)
+    rows = [row for row in rows if row["source"] == "disk" or row["source"].startswith("bucket")]
+    histories = sorted({row["history"] for row in rows})
+    forms = sorted({row["form"] for row in rows})
+    figure, panels = plt.subplots(
+        len(forms), len(histories), figsize=(3.6 * len(histories), 3.2 * len(forms)), squeeze=False
+    )
     colours = dict(zip(ARMS, ("#444444", "#d95f02", "#1b9e77"), strict=True))
-    for axes, (form, history) in zip(panels[0], cells, strict=True):
+    for place, axes in zip(
+        [(form, history) for form in forms for history in histories], panels.flat, strict=True
+    ):
         for arm in ARMS:
             mine = sorted(
                 (row["source_gbps"], row["ttft_ms"], row["predicted_ms"])
                 for row in rows
-                if (row["form"], row["history"], row["arm"]) == (form, history, arm)
+                if (row["form"], row["history"], row["arm"]) == (*place, arm)
             )
-            gbps, measured, predicted = zip(*mine, strict=True)
-            axes.plot(gbps, measured, "o", color=colours[arm], label=arm)
-            axes.plot(gbps, predicted, "-", color=colours[arm], linewidth=1)
+            if mine:
+                gbps, measured, predicted = zip(*mine, strict=True)
+                axes.plot(gbps, measured, "o", color=colours[arm], label=arm)
+                axes.plot(gbps, predicted, "-", color=colours[arm], linewidth=1)
         axes.set(
-            xscale="log", yscale="log", title=f"{history} tokens, {form}",
+            xscale="log", yscale="log", title=f"{place[1]} tokens, {place[0]}",
             xlabel="source, GB/s", ylabel="time to first token, ms",
         )  # fmt: skip
         axes.grid(alpha=0.3)
     panels[0][0].legend(title="points measured, lines predicted", fontsize=7, title_fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo", help="folder below models/")
-    parser.add_argument("--quick", action="store_true", help="6 cells, one round")
-    parser.add_argument("--histories", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--forms", nargs="+", default=["kv", "hidden"])
-    parser.add_argument(
-        "--sources", nargs="+", default=["bucket"], choices=["bucket", "disk", "file"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="demo", help="folder below models/")
+    parser.add_argument("--quick", action="store_true", help="eight cells, one round")
+    parser.add_argument("--histories", type=int, nargs="+", default=[1024, 2048, 4096, LONGEST])
+    parser.add_argument("--forms", nargs="+", default=["kv", "hidden"])
+    parser.add_argument("--sources", nargs="+", default=["disk", "bucket"], choices=SOURCES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--cells", type=Path, help="keep every history in this file, and go on")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
-        case(json.loads(options.case))
+        spec = json.loads(options.case)
+        {"all": case, "before": before_restart, "after": after_restart}[spec["part"]](spec)
         return 0
     if options.quick:
-        options.histories, options.forms = [512, 1024], ["kv"]
-        options.sources, options.rounds = ["bucket"], 1
-    rows, counted = [], []
-    for source in options.sources:
-        for form in options.forms:
-            spec = {
-                "model": options.model, "form": form, "histories": options.histories,
-                "source": source, "rounds": options.rounds,
-            }  # fmt: skip
-            found = run_case(__file__, spec, timeout=3600)
-            rows += found["rows"]
-            counted.append({"source": source, "form": form, **found["counted"]})
+        options.histories, options.forms, options.rounds = [1024, 2048], ["kv"], 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.cells or Path(folder) / "cells"
+        keys = [key for spec in specs_of(options, path) for key in run(spec)]
+        found = cells.latest(cells.read(path))
+        report(options, [found[key] for key in keys])
+    return 0
+
+
+def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
+    """One engine for each, and the restarts."""
+    found = []
+    for form in options.forms:
+        spec = {
+            "model": options.model, "form": form, "histories": sorted(options.histories),
+            "rounds": options.rounds, "dir": options.dir, "cells": str(path), "part": "all",
+        }  # fmt: skip
+        for store in ("disk", "file"):
+            sources = [source for source in options.sources if STORES.get(source) == store]
+            if sources:
+                found.append({**spec, "store": store, "sources": sources})
+        if "restart" in options.sources:
+            found.append({**spec, "store": "restart"})
+    return found
+
+
+def run(spec: dict[str, Any]) -> list[str]:
+    """Measure what the file of cells lacks. Returns the keys of the cells."""
+    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    is_restart = spec["store"] == "restart"
+    keys = [restart_key(spec)] if is_restart else list(groups_of(spec))
+    if not all(map(file.has, keys)):
+        if is_restart:
+            restart(spec)
+        else:
+            run_case(__file__, spec, timeout=7200)
+    return keys
+
+
+def report(options: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> None:
+    """Print, write and plot what was measured, also by earlier calls."""
+    rows = [row for cell in measured for row in cell["values"]["rows"]]
     for row in rows:
-        print(
-            f"{row['source']:6} {row['source_gbps']:8.4f} GB/s {row['history']:5} {row['form']:10} "
-            f"{row['arm']:10} {row['ttft_ms']:8.0f} ms  bound {row['bound_ms']:8.0f}  "
-            f"predicted {row['predicted_ms']:8.0f}"
-        )
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": machine.describe(),
-        "model": options.model,
-        "dtype": "float32",
-        "new_tokens": NEW,
-        "rounds": options.rounds,
-        "counted": counted,
-        "rows": rows,
-    }
+        print(line_of(row))
     if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        told = {
+            "command": cells.own_command(),
+            "machine": machine.describe(),
+            "commits": sorted({cell["commit"] for cell in measured}),
+            "model": options.model,
+            "dtype": "float32",
+            "new_tokens": NEW,
+            "rounds": options.rounds,
+            "counted": [
+                {"cell": cell["key"], "at": cell["at"], **cell["values"]["counted"]}
+                for cell in measured
+            ],
+            "profiles": {
+                cell["values"]["rows"][0]["form"]: cell["values"]["profile"]
+                for cell in measured
+                if "profile" in cell["values"]
+            },
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
     if options.plot is not None:
         plot(rows, options.plot)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,300 @@
+"""A server in this process whose disk, or remote store, is as fast as a benchmark says.
+
+SGLang's scheduler is driven request by request (test/support/core.py). The disk is in an I/O
+process, as in production: `python source_server.py ENDPOINT MEMORY PARENT` is that process, with a
+token bucket before the reads of the real disk. A page of shared memory tells it the rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
+
+from sglang_hc import profile_file  # noqa: E402
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan  # noqa: E402
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy  # noqa: E402
+from sglang_hc.policy.line_fit import Line  # noqa: E402
+from sglang_hc.store.disk import DiskStore  # noqa: E402
+from sglang_hc.store.disk.backend import DirectBackend, File  # noqa: E402
+from sglang_hc.tree.identity import pack_tokens  # noqa: E402
+
+RATE_FILE = "HC_BENCHMARK_RATE"
+"""Environment variable that tells the I/O process where the rate of its bucket stands."""
+
+POOL_SPARE = 1024
+PRIMED = 2048
+"""Tokens that are computed at a time when a history is stored: a remote store queues few blocks."""
+
+
+class Bucket:
+    """Lets so many bytes a second through, whoever reads; 0 for any number. The rate is in a file,
+    so that several processes see it."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._rate = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def set(self, bytes_per_s: float) -> None:
+        self._rate[0] = bytes_per_s
+
+    def pass_through(self, count: int) -> None:
+        rate = self._rate[0]
+        if not rate:
+            return
+        with self._lock:
+            self._free = max(self._free, time.monotonic()) + count / rate
+            until = self._free
+        time.sleep(max(0.0, until - time.monotonic()))
+
+
+class MeteredFile:
+    """A file whose reads pass a bucket."""
+
+    def __init__(self, file: File, bucket: Bucket) -> None:
+        self._file, self._bucket = file, bucket
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        self._bucket.pass_through(sum(map(len, buffers)))
+        return self._file.read(buffers, offset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class MeteredBackend(DirectBackend):
+    """The real disk behind a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__()
+        self._bucket = bucket
+
+    def open(self, path: str, create: bool = False) -> File:  # type: ignore[override]
+        return MeteredFile(super().open(path, create), self._bucket)
+
+
+class MeteredStore:
+    """A remote store behind a bucket."""
+
+    def __init__(self, store: Any, bucket: Bucket, frame_bytes: int) -> None:
+        self._store, self._bucket, self._frame_bytes = store, bucket, frame_bytes
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
+        self._bucket.pass_through(len(keys) * self._frame_bytes)
+        found: Sequence[bool] = self._store.get(keys, frames)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def meter_disk(bucket: Bucket) -> None:
+    """Every disk store that this process opens from now on reads through the bucket."""
+    opened = DiskStore.open
+    DiskStore.open = lambda *args, **options: opened(  # type: ignore[method-assign,assignment]
+        *args, backend=MeteredBackend(bucket), **options
+    )
+
+
+def meter_io_process() -> None:
+    """I/O processes that are started from now on run this file."""
+    from sglang_hc.store.process import supervisor
+
+    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([words[0], __file__, *words[3:]], **options)
+
+    supervisor.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=start, PIPE=subprocess.PIPE
+    )
+
+
+def meter_remote(bucket: Bucket) -> None:
+    """Every remote store that this process opens from now on is read through the bucket."""
+    from sglang_hc.srt import storage_backends
+
+    opened = storage_backends.open_remote
+    storage_backends.open_remote = lambda kind, options, frames: MeteredStore(
+        opened(kind, options, frames), bucket, frames.bytes.shape[1]
+    )
+
+
+class SourceServer:
+    """SGLang's scheduler with the tiers, and below host memory a disk or a store of files."""
+
+    def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
+        """folder: an existing one, for the blocks. store: `disk` or `file`."""
+        from support.core import Core
+
+        rate = str(Path(folder, "rate"))
+        Path(rate).write_bytes(bytes(8))
+        os.environ[RATE_FILE] = rate
+        self.bucket = Bucket(rate)
+        below = ["--hc-disk", f"{folder}/disk:8"]
+        if store == "file":
+            Path(folder, "file").mkdir(exist_ok=True)
+            below = [
+                "--hc-remote",
+                "file",
+                "--hc-remote-config",
+                json.dumps({"dir": f"{folder}/file"}),
+            ]
+            meter_remote(self.bucket)
+        meter_io_process()
+        self.core = Core(
+            "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
+            "--dtype", "float32", "--hc-host-size-gb", "1.5", "--hc-scrub-mb-s", "0",
+            "--chunked-prefill-size", str(longest + POOL_SPARE), "--hc-io", "process",
+            model=model, profile=None, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
+            SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
+        )  # fmt: skip
+        self.tier = SourceTier.REMOTE if store == "file" else SourceTier.DISK
+        self.tiers = self.core.tree.tiers
+        self.planner = self.tiers.restorer.planner
+        self.costs = self.planner._costs
+        assert self.costs is not None, "the server could not measure its costs"
+        self.core.believe_profile()
+        self._profile: CostModel = self.costs.measured
+        layout = self.tiers.restorer.path.pool.layout
+        self.plan: LayerPlan = layout.plan
+        self.token_bytes = layout.slot_bytes / BLOCK_TOKENS
+        self.vocabulary: int = self.core.scheduler.tp_worker.model_runner.model_config.vocab_size
+        self._first_token: dict[str, float] = {}
+        streamer = type(self.core.scheduler.output_streamer)
+        streamer.stream_output = self._noting(streamer.stream_output)
+
+    @property
+    def model(self) -> CostModel:
+        """The costs that the server decides by now."""
+        model: CostModel = self.costs.model
+        return model
+
+    @property
+    def profile(self) -> dict[str, Any]:
+        """What was measured at the start, as `sglang-hc profile` writes it."""
+        fields: dict[str, Any] = json.loads(profile_file.encode(self._profile))
+        return fields
+
+    @property
+    def meetings(self) -> dict[str, int]:
+        """What was counted of histories that were met in the middle."""
+        seen = self.core.tree.stats()
+        names = ("meetings", "meetings_restored", "meetings_cut_off")
+        return {name: seen.get(name, 0) for name in names}
+
+    def balance(self, history: int) -> float:
+        """Bytes per second at which reading a history takes as long as computing it."""
+        seconds = self.plan.num_layers * self._profile.prefill_layer(history, 0)
+        return self.token_bytes * history / seconds
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """The source delivers so much; 0 for as much as it can. The costs of a disk say so, as if
+        it had been measured; those of a remote store follow from its reads."""
+        self.bucket.set(bytes_per_s)
+        if self.tier is SourceTier.REMOTE:
+            return
+        costs = self._profile
+        if bytes_per_s:
+            line = Line(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
+            copy = TierCopy(line, None if costs.project is None else line)
+            costs = replace(costs, copies={**costs.copies, SourceTier.DISK: copy})
+        self.costs.measured = self.costs.model = costs
+
+    def gbps(self, history: int) -> float:
+        """What the costs say of the source, in GB/s."""
+        seconds = self.model.copy_stored(self.tier, self.plan, history)
+        return self.token_bytes * history / seconds / 1e9
+
+    def store_history(self, tokens: Sequence[int]) -> None:
+        """Compute a history and store all its blocks below host memory, and only there."""
+        for stop in [*range(PRIMED, len(tokens), PRIMED), len(tokens)]:
+            self.core.ask(tokens[:stop], 1)
+            self.core.settle()
+        _, path = self.tiers.host.tree.path_ids(None, pack_tokens(tokens))
+        held = sum(map(self.tiers.disk.holds, path))
+        assert held == len(path), f"{held} of {len(path)} blocks were stored"
+        self.forget()
+
+    def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
+        """Forget what reads from the remote store have told, and read once."""
+        self.throttle(bytes_per_s)
+        self.costs._remote.clear()
+        self.costs._remote_seconds = 0.0
+        self.ttft(prompt, "serial")
+
+    def close(self) -> None:
+        """End the I/O process in good order: everything that was stored is found again."""
+        self.tiers.close()
+
+    def forget(self) -> None:
+        """Device and host memory hold nothing."""
+        self.core.settle()
+        assert self.core.scheduler.flush_cache()
+
+    def ttft(self, prompt: Sequence[int], arm: str) -> float:
+        """Seconds from the arrival of a request to its first token, nothing but the source warm.
+
+        arm: `recompute` (nothing of it is stored), `serial` (all is read, then restored) or
+        `overlapped` (what the server does).
+        """
+        disk, planner = self.tiers.disk, self.planner
+        wants, disk._io.wants = disk._io.wants, lambda block_id: False  # nothing is written
+        planner._always = arm == "serial"
+        salt = f"never stored {time.monotonic()}" if arm == "recompute" else None
+        with _patience(600.0 if arm == "serial" else None):
+            begin = time.perf_counter()
+            rid = self.core.submit(prompt, 1, salt)
+            self.core.run()
+        reply = self.core.reply(rid)
+        planner._always, disk._io.wants = False, wants
+        assert arm != "serial" or reply.cached > 0, "nothing was read"
+        self.forget()
+        return self._first_token.pop(rid) - begin
+
+    def _noting(self, stream: Callable[..., Any]) -> Callable[..., Any]:
+        """Note when the first token of a request leaves the scheduler."""
+
+        def stream_output(streamer: Any, reqs: Sequence[Any], *args: Any, **options: Any) -> Any:
+            now = time.perf_counter()
+            for req in reqs:
+                if req.output_ids:
+                    self._first_token.setdefault(req.rid, now)
+            return stream(streamer, reqs, *args, **options)
+
+        return stream_output
+
+
+@contextlib.contextmanager
+def _patience(seconds: float | None) -> Iterator[None]:
+    """The serial arm waits for all its blocks, however slow the source is."""
+    from sglang_hc.queue import prefetch
+    from sglang_hc.store import disk_tier
+
+    before = prefetch.PATIENCE, disk_tier.READ_DEADLINE_S
+    if seconds is not None:
+        prefetch.PATIENCE = disk_tier.READ_DEADLINE_S = seconds
+    try:
+        yield
+    finally:
+        prefetch.PATIENCE, disk_tier.READ_DEADLINE_S = before
+
+
+if __name__ == "__main__":  # the I/O process
+    meter_disk(Bucket(os.environ[RATE_FILE]))
+    from sglang_hc.store.process import worker
+
+    worker.main()
