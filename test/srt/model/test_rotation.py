@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -192,4 +194,82 @@ def _flipped(runner: Any) -> None:
     original = attention.rotary_emb.forward
     rotary.is_neox_style = not rotary.is_neox_style
     rotary.forward = original
+    attention.rotary_emb = rotary
+
+
+@settings(max_examples=50)
+@given(st.integers(128, 1 << 20))
+def test_the_check_reaches_to_the_end_of_the_context(context: int) -> None:
+    from sglang_hc.srt.model.rotation import probes
+
+    old, new = probes(context)
+    assert int(old.max()) == context - 1 and int(new.max()) < 64 <= int(old.min())
+    assert len(set(new.tolist())) == len(new) <= 25, "the check runs every layer on them"
+    steps = sorted(old.tolist())
+    assert all(b <= 2 * a for a, b in pairwise(steps))
+
+
+CONTEXT = 4096
+"""Of the tiny models."""
+
+SCALED = {
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
+    "llama3": MODULES["llama3"]["rope_scaling"],
+    "dynamic": MODULES["dynamic"]["rope_scaling"],
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_tables_may_move(models: None, name: str) -> None:
+    assert run_in_child(asked, "llama-gqa", partial(_scaled, name)) is None
+
+
+def _scaled(name: str, runner: Any) -> None:
+    """As if the model's configuration had this scaling, beyond its first 512 positions."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    for layer in runner.model.model.layers:
+        now = layer.self_attn.rotary_emb
+        layer.self_attn.rotary_emb = get_rope(
+            now.head_size, now.rotary_dim, CONTEXT, 10000, True, SCALED[name], dtype=now.dtype
+        )
+
+
+@pytest.mark.parametrize(("first", "refused"), [(300, True), (CONTEXT - 1, True), (CONTEXT, False)])
+def test_positions_up_to_the_end_of_the_context_are_looked_at(
+    models: None, first: int, refused: bool
+) -> None:
+    """Positions from `first` on are rotated otherwise than the table says."""
+    said = run_in_child(asked, "llama-gqa", partial(_other_from, first))
+    assert ("K of layer 2" in said) if refused else said is None
+
+
+def _other_from(first: int, runner: Any) -> None:
+    import torch
+
+    def shifted(positions: Any) -> Any:
+        return torch.where(positions >= first, positions - 1, positions)
+
+    _read_positions(runner, shifted)
+
+
+@pytest.mark.parametrize("longest", [100, 3000])
+def test_a_table_that_depends_on_the_longest_request_is_refused(models: None, longest: int) -> None:
+    """As longrope has one: every position of a batch with a long request is rotated by another."""
+    assert "K of layer 2" in run_in_child(asked, "llama-gqa", partial(_by_batch, longest))
+
+
+def _by_batch(longest: int, runner: Any) -> None:
+    _read_positions(runner, lambda p: p // 2 if int(p.max()) >= longest else p)
+
+
+def _read_positions(runner: Any, change: Callable[[Any], Any]) -> None:
+    """Layer 2 rotates by other positions than it is given."""
+    import copy
+
+    assert runner.model_config.context_len == CONTEXT
+    attention = runner.model.model.layers[2].self_attn
+    rotary = copy.copy(attention.rotary_emb)
+    original = attention.rotary_emb.forward
+    rotary.forward = lambda positions, *rest, **kw: original(change(positions), *rest, **kw)
     attention.rotary_emb = rotary

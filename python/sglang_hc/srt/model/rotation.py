@@ -27,7 +27,7 @@ from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.srt.model.startup_checks import TOLERANCE, keys_of
 
 KNOWN = (
@@ -46,8 +46,8 @@ Not so: longrope picks its table per batch, mrope and dual chunks have several p
 _LEARNED = re.compile(r"(^|\.)(wpe|\w*position\w*)$")
 """Names of modules that add positions to the embeddings."""
 
-_OLD = (64, 65, 128, 200, 255)
-_NEW = (0, 1, 64, 8, 63)
+_NEAR = (64, 65, 128, 200, 255)
+"""Positions that the check at start looks at, beside powers of two and the last one."""
 
 
 class CannotMove(ValueError):
@@ -115,7 +115,9 @@ def checked_rotation(runner: Any, plan: LayerPlan) -> TableRotation:
     try:
         if plan.kv and pool.dtype != runner.dtype:
             raise CannotMove(f"K is kept as {pool.dtype}, too coarse to be rotated again")
-        return rotation_for(runner.model, pool, runner.model_config.hidden_size, runner.dtype)
+        moves = probes(runner.model_config.context_len)
+        hidden_size = runner.model_config.hidden_size
+        return rotation_for(runner.model, pool, hidden_size, runner.dtype, moves)
     except CannotMove as error:
         raise ConfigError(
             f"--hc-overflow reembed: {error}, so what is stored cannot move to other positions; "
@@ -123,11 +125,35 @@ def checked_rotation(runner: Any, plan: LayerPlan) -> TableRotation:
         ) from None
 
 
-def rotation_for(model: Any, pool: Any, hidden_size: int, dtype: torch.dtype) -> TableRotation:
+class Moves(NamedTuple):
+    """Positions of the same tokens before and after a move, (n,) each."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+
+    def on(self, device: torch.device) -> Moves:
+        return Moves(self.old.to(device), self.new.to(device))
+
+
+def probes(context: int) -> Moves:
+    """Moves that stand for all that a context of so many tokens, 128 at least, can make.
+
+    From near the start, from each power of two and from the last position, to the first block. The
+    new positions are a batch of short requests, so a table that depends on the longest one shows.
+    """
+    powers = (1 << bit for bit in range(6, (context - 1).bit_length()))
+    old = sorted({place for place in (*_NEAR, *powers, context - 1) if place < context})
+    new = [7 * index % BLOCK_TOKENS for index in range(len(old))]
+    return Moves(torch.tensor(old), torch.tensor(new))
+
+
+def rotation_for(
+    model: Any, pool: Any, hidden_size: int, dtype: torch.dtype, moves: Moves
+) -> TableRotation:
     """Moves K of this model. Raises CannotMove where it was not seen to be right.
 
-    Each layer's attention is run up to the pool on a few hidden states, at two sets of positions:
-    K of the one must come out when K of the other is moved.
+    Each layer's attention is run up to the pool on a few hidden states, at both sets of positions
+    of `moves`: K of the new one must come out when K of the old one is moved.
     """
     learned = next((name for name, _ in model.named_modules() if _LEARNED.search(name)), None)
     name = type(model).__name__
@@ -142,9 +168,9 @@ def rotation_for(model: Any, pool: Any, hidden_size: int, dtype: torch.dtype) ->
     rotation = TableRotation(rotaries, dtype, heads, pool.kv_lora_rank if mla else 0)
     for index, layer in enumerate(layers):
         error = (
-            _rotary_error(rotation, layer, pool, dtype, index)
+            _rotary_error(rotation, layer, pool, dtype, index, moves)
             if mla
-            else _layer_error(rotation, layer, hidden_size, dtype, index)
+            else _layer_error(rotation, layer, hidden_size, dtype, index, moves)
         )
         if not error <= TOLERANCE[dtype]:
             raise CannotMove(
@@ -171,46 +197,56 @@ def _known(rotary: Any) -> Any:
 
 
 def _layer_error(
-    rotation: TableRotation, layer: _Attention, hidden_size: int, dtype: torch.dtype, index: int
+    rotation: TableRotation,
+    layer: _Attention,
+    hidden_size: int,
+    dtype: torch.dtype,
+    index: int,
+    moves: Moves,
 ) -> float:
     """Largest difference of moved K, relative to the largest K."""
     weight = next(layer.module.parameters())
     generator = torch.Generator().manual_seed(index)
-    hidden = torch.randn((len(_OLD), hidden_size), generator=generator).to(weight.device, dtype)
-    old, new = (torch.tensor(p, device=weight.device) for p in (_OLD, _NEW))
+    hidden = torch.randn((len(moves.old), hidden_size), generator=generator)
+    hidden, moves = hidden.to(weight.device, dtype), moves.on(weight.device)
     try:
-        stored, wanted = (keys_of(layer.module, layer.radix, hidden, p) for p in (old, new))
+        stored, wanted = (keys_of(layer.module, layer.radix, hidden, p) for p in moves)
     except Exception as error:
         raise CannotMove(
             f"its attention could not be run on its own to see whether K moves ({error})"
         ) from None
-    return _difference(rotation, index, stored, wanted, old, new)
+    return _difference(rotation, index, stored, wanted, moves)
 
 
 def _rotary_error(
-    rotation: TableRotation, layer: _Attention, pool: Any, dtype: torch.dtype, index: int
+    rotation: TableRotation,
+    layer: _Attention,
+    pool: Any,
+    dtype: torch.dtype,
+    index: int,
+    moves: Moves,
 ) -> float:
     """The same for a latent row, of which the rotary embedding alone is run."""
     rotary = layer.rotary
     device = rotary.cos_sin_cache.device
     generator = torch.Generator().manual_seed(index)
-    row = torch.randn((len(_OLD), 1, pool.kv_cache_dim), generator=generator).to(device, dtype)
-    old, new = (torch.tensor(p, device=device) for p in (_OLD, _NEW))
+    row = torch.randn((len(moves.old), 1, pool.kv_cache_dim), generator=generator).to(device, dtype)
+    moves = moves.on(device)
 
     def at(positions: torch.Tensor) -> torch.Tensor:
         key = row[..., pool.kv_lora_rank :].clone()
         _, turned = rotary(positions, key.clone(), key)
         return torch.cat((row[..., : pool.kv_lora_rank], turned), dim=-1)
 
-    return _difference(rotation, index, at(old), at(new), old, new)
+    return _difference(rotation, index, at(moves.old), at(moves.new), moves)
 
 
 def _difference(
-    rotation: TableRotation, layer: int, stored: torch.Tensor, wanted: torch.Tensor,
-    old: torch.Tensor, new: torch.Tensor,
-) -> float:  # fmt: skip
-    rows = stored.contiguous().view(len(_OLD), -1).view(torch.uint8)
-    (moved,) = rotation.move(layer, [rows], old, new)
-    got = moved.view(stored.dtype).view(wanted.reshape(len(_OLD), -1).shape).float()
-    reference = wanted.reshape(len(_OLD), -1).float()
+    rotation: TableRotation, layer: int, stored: torch.Tensor, wanted: torch.Tensor, moves: Moves
+) -> float:
+    count = len(moves.old)
+    rows = stored.contiguous().view(count, -1).view(torch.uint8)
+    (moved,) = rotation.move(layer, [rows], *moves)
+    got = moved.view(stored.dtype).view(wanted.reshape(count, -1).shape).float()
+    reference = wanted.reshape(count, -1).float()
     return float((got - reference).abs().max()) / (float(reference.abs().max()) or 1.0)
