@@ -12,8 +12,8 @@ from sglang_hc.tools.bench import cells
 
 DTYPES = ("float32", "bfloat16")
 FORMS = {"kv": "kv", "hidden": "hidden", "mixed": "recompute:4,hidden:13,kv:13"}
-TRUNCATED = "TT"
-"""In place of a form: recomputed truncation with the smaller heads, which has nothing stored."""
+SMALL = "heads"
+"""In place of a form: the smaller heads, in KV form."""
 
 WINDOWS = (512, 1024, 2048)
 HEADS = (0, 4, 64)
@@ -21,6 +21,9 @@ DEFAULT_HEAD = 64
 KINDS = ("prose", "reference")
 CHUNK = 64
 """Tokens whose log probabilities are added up in a cell."""
+
+BEHIND = ((0, 64), (64, 128), (128, 256), (256, 512), (512, 1024))
+"""Tokens behind the cut, between which moved state is compared on its own."""
 
 
 class Compared(NamedTuple):
@@ -53,27 +56,35 @@ def compared(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compar
     )
 
 
-def rows_of(found: dict[str, cells.Cell]) -> list[dict[str, Any]]:
-    """One row per type, window, form, arm and kind of text ("all" too): against TT with the same
-    head, or with the default head where that was not measured."""
+def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
+    """One row per type, window, form, arm, kind of text ("all" too) and part of the text behind
+    the cut (`behind`: its first and last token, None for all): against TT with the same head, or
+    with the default head where that was not measured."""
+    found = {key: cell["values"] for key, cell in measured.items() if cell["status"] == cells.OK}
     arms = _by_arm(found)
+    kinds = {int(key.split()[-1]): values["kind"] for key, values in found.items()}
     rows = []
     for (dtype, window, form, arm), mine in sorted(arms.items()):
         near = (f"TT {arm.split()[-1]}", f"TT {DEFAULT_HEAD}")
-        against = next((name for name in near if (dtype, window, "kv", name) in arms), None)
-        if against is None:
+        against = next((name for name in near if (dtype, window, form, name) in arms), None)
+        if against in (None, arm):
             continue
-        reference = arms[dtype, window, "kv", against]
+        reference = arms[dtype, window, form, against]
+        parts = BEHIND if arm == f"ours {DEFAULT_HEAD}" and form == "kv" else ()
         for kind in ("all", *KINDS):
-            pairs = [
-                (chunks, reference[number][1])
-                for number, (of, chunks) in mine.items()
-                if number in reference and kind in ("all", of)
-            ]
-            if pairs:
-                place = {"dtype": dtype, "window": window, "form": form, "arm": arm, "kind": kind}
-                numbers = {"cuts": len(pairs), "against": against, **compared(pairs)._asdict()}
-                rows.append(cells.rounded({**place, **numbers}))
+            for part in (None, *parts):
+                first, last = part or (0, window)
+                pairs = [
+                    tuple(chunks[first // CHUNK : last // CHUNK] for chunks in (mine[n], other))
+                    for n, other in reference.items()
+                    if n in mine and kind in ("all", kinds[n])
+                ]
+                pairs = [pair for pair in pairs if all(pair)]
+                if pairs:
+                    place = {"dtype": dtype, "window": window, "form": form, "arm": arm}
+                    place |= {"kind": kind, "behind": part and list(part)}
+                    numbers = {"cuts": len(pairs), "against": against, **compared(pairs)._asdict()}
+                    rows.append(cells.rounded({**place, **numbers}))
     return rows
 
 
@@ -81,24 +92,39 @@ Arm = tuple[str, int, str, str]
 """Type, window, form, name."""
 
 
-def _by_arm(found: dict[str, cells.Cell]) -> dict[Arm, dict[int, tuple[str, list[float]]]]:
-    """By number of the sample: the kind of its text and the chunks of the arm."""
-    arms: dict[Arm, dict[int, tuple[str, list[float]]]] = {}
-    for key, cell in found.items():
-        if cell["status"] == cells.OK:
-            dtype, form, window, number = key.split()
-            form = "kv" if form == TRUNCATED else form
-            for arm, chunks in cell["values"]["arms"].items():
-                place = dtype, int(window), form, arm
-                arms.setdefault(place, {})[int(number)] = (cell["values"]["kind"], chunks)
+def _by_arm(found: dict[str, dict[str, Any]]) -> dict[Arm, dict[int, list[float]]]:
+    """By number of the sample: the chunks of the arm."""
+    arms: dict[Arm, dict[int, list[float]]] = {}
+    for key, values in found.items():
+        dtype, form, window, number = key.split()
+        form = "kv" if form == SMALL else form
+        for arm, chunks in values["arms"].items():
+            arms.setdefault((dtype, int(window), form, arm), {})[int(number)] = chunks
     return arms
 
 
-def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The two tables of the README. Each comparison is over the tokens that both arms scored."""
+def merged(older: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and those of an earlier result whose comparison they lack or have over fewer
+    tokens."""
 
-    def find(**wanted: Any) -> dict[str, Any] | None:
-        return next((row for row in rows if row.items() >= wanted.items()), None)
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        names = ("dtype", "window", "form", "arm", "kind")
+        return (*(row[name] for name in names), str(row.get("behind")))
+
+    chosen = {place(row): row for row in older}
+    for row in rows:
+        known = chosen.get(place(row))
+        if known is None or known["tokens"] <= row["tokens"]:
+            chosen[place(row)] = row
+    return [chosen[key] for key in sorted(chosen)]
+
+
+def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tables of the README. Each comparison is over the tokens that both arms scored."""
+
+    def find(behind: list[int] | None = None, **wanted: Any) -> dict[str, Any] | None:
+        fits = (row for row in rows if row.items() >= wanted.items())
+        return next((row for row in fits if row.get("behind") == behind), None)
 
     by_head, by_kind = [], []
     for dtype in DTYPES:
@@ -114,22 +140,21 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 cells_ = [*perplexities, *map(_change, of), _factor(nkvt)]
                 cuts = str(min(row["cuts"] for row in of if row))
                 by_head.append([dtype, str(window), str(head), cuts, kv["against"], *cells_])
-            for kind in KINDS:
-                kv = find(**place, form="kv", arm="ours 64", kind=kind)
+            for kind in ("all", *KINDS):
+                ours = {**place, "form": "kv", "arm": "ours 64", "kind": kind}
+                kv = find(**ours)
                 if kv is not None:
-                    others = [find(**place, form="kv", arm=arm, kind=kind) for arm in OTHERS]
-                    start = [dtype, str(window), kind, str(kv["cuts"]), f"{kv['reference']:.2f}"]
-                    by_kind.append([*start, _change(kv), *map(_factor, others)])
+                    parts = [_change(find(list(part), **ours)) for part in BEHIND]
+                    start = [dtype, str(window), kind, str(kv["cuts"]), str(kv["tokens"])]
+                    by_kind.append([*start, _change(kv), *parts])
     against = [f"{form} against TT" for form in FORMS]
     head = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)", *against, "NKVT"]
-    kinds = ["dtype", "window", "text", "cuts", "TT 64", "ours 64 against it", *OTHERS]
+    parts = [f"tokens {first + 1}-{last}" for first, last in BEHIND]
+    kinds = ["dtype", "window", "text", "cuts", "tokens", "all tokens", *parts]
     return {
         "after-a-cut": {"columns": head, "rows": by_head},
-        "kinds": {"columns": kinds, "rows": by_kind},
+        "behind": {"columns": kinds, "rows": by_kind},
     }
-
-
-OTHERS = ("whole", "ours 4", "ours 0", "NKVT 64")
 
 
 def _change(row: dict[str, Any] | None) -> str:
@@ -161,6 +186,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 row["window"]: 1 + row["change"]
                 for row in rows
                 if (row["dtype"], row["arm"], row["form"], row["kind"]) == (dtype, arm, "kv", "all")
+                and row.get("behind") is None
             }
             places = [WINDOWS.index(window) + (place - 2) * 0.16 for window in known]
             axes.bar(places, list(known.values()), width=0.15, label=label)

@@ -17,6 +17,7 @@ tokens is asked for behind that rule. One of 4 does not end with a block, so no 
 path is one that was stored: its rows are moved by the same rotation within the device pool.
 
 Cells are kept in --cells and are not measured again, so that a run can be cut off and continued.
+Rows of a result that is at --out already stay where these cells have fewer tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from overflow_rows import (  # noqa: E402
     DTYPES,
     FORMS,
     KINDS,
-    TRUNCATED,
+    SMALL,
     WINDOWS,
+    merged,
     plot,
     rows_of,
     tables,
@@ -55,11 +57,14 @@ from sglang_hc.tools.bench import cells, machine  # noqa: E402
 
 MODEL = "smollm2-135m"
 PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
-CHUNKS = {512: 4, 1024: 3, 2048: 2}
-"""Chunks that are scored after a cut with the default head in KV form, by window: what differs by
-less than its standard error needs many tokens. All other arms have FEWER."""
+CHUNKS = {window: window // 2 // CHUNK for window in WINDOWS}
+"""Chunks that are scored after a cut with the default head in KV form, by window: the text up to
+the next cut, as in the paper. All other arms have FEWER."""
 
 FEWER = 1
+
+SPREAD = 2176
+"""Tokens from the start of the last sample of a text to its end."""
 
 BATCH = 20
 """Samples of one engine before it is started again: what a crash can cost."""
@@ -92,14 +97,15 @@ def texts() -> dict[str, list[int]]:
 
 
 def samples(count: int, known: dict[str, list[int]]) -> list[Sample]:
-    """`count` conversations, of the kinds in turn, spread over each text."""
+    """`count` conversations, of the kinds in turn, spread over each text. The last ones end with
+    it."""
     size = max(window + CHUNK * chunks for window, chunks in CHUNKS.items())
     chosen = []
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         text = known[kind]
         of_kind = math.ceil((count - number % len(KINDS)) / len(KINDS))
-        start = number // len(KINDS) * (len(text) - size) // max(1, of_kind - 1)
+        start = number // len(KINDS) * (len(text) - SPREAD) // max(1, of_kind - 1)
         chosen.append(Sample(number, kind, text[start : start + size]))
     return chosen
 
@@ -152,26 +158,13 @@ class Bench:
 
     def cells(self, sample: Sample, windows: Sequence[int]) -> dict[int, dict[str, list[float]]]:
         """Per window and arm the negative log probabilities of what follows, added up by chunks."""
-        if self.form == TRUNCATED:
-            return {
-                window: {
-                    f"TT {head}": self._recomputed(sample, window, head, FEWER) for head in (0, 4)
-                }
-                for window in windows
-            }
         core, key = self.core, f"{sample.number}"
         core.ask(sample.tokens[: max(windows)], 1, key)
         core.settle()
-        found: dict[int, dict[str, list[float]]] = {window: {} for window in windows}
-        for window in windows:
-            arms = found[window]
-            many = CHUNKS[window] if self.form == "kv" else FEWER
-            for head, chunks in ((0, FEWER), (DEFAULT_HEAD, many)):
-                arms[f"ours {head}"] = self._moved(sample, window, head, chunks, key)
-            if self.form == "kv":
-                arms[f"TT {DEFAULT_HEAD}"] = self._recomputed(sample, window, DEFAULT_HEAD, many)
-                arms["whole"] = self._score(sample, window, sample.tokens[:window], FEWER, key)
-                arms["ours 4"] = self._rows(sample, window, 4, key)
+        if self.form == SMALL:
+            found = {window: self._small(sample, window, key) for window in windows}
+        else:
+            found = {window: self._default(sample, window, key) for window in windows}
         if self.form == "kv":
             restorer = core.tree.tiers.restorer
             path, restorer.path = restorer.path, replace(restorer.path, rotation=Unmoved())
@@ -182,6 +175,24 @@ class Bench:
             restorer.path = path
         core.evict()
         return found
+
+    def _default(self, sample: Sample, window: int, key: str) -> dict[str, list[float]]:
+        """The default head. In KV form up to the next cut, and what is not cut."""
+        chunks = CHUNKS[window] if self.form == "kv" else FEWER
+        arms = {
+            f"ours {DEFAULT_HEAD}": self._moved(sample, window, DEFAULT_HEAD, chunks, key),
+            f"TT {DEFAULT_HEAD}": self._recomputed(sample, window, DEFAULT_HEAD, chunks),
+        }
+        if self.form == "kv":
+            arms["whole"] = self._score(sample, window, sample.tokens[:window], FEWER, key)
+        return arms
+
+    def _small(self, sample: Sample, window: int, key: str) -> dict[str, list[float]]:
+        """Heads that the server does not keep."""
+        arms = {f"TT {head}": self._recomputed(sample, window, head, FEWER) for head in (0, 4)}
+        arms["ours 0"] = self._moved(sample, window, 0, FEWER, key)
+        arms["ours 4"] = self._rows(sample, window, 4, key)
+        return arms
 
     def _score(
         self,
@@ -196,6 +207,7 @@ class Bench:
 
         found: tokens that must have come from the tiers.
         """
+        chunks = min(chunks, (len(sample.tokens) - window) // CHUNK)
         tokens = [*before, *sample.tokens[window : window + CHUNK * chunks]]
         scored, reply = self.core.score_and_reply(tokens, len(before) - 1, key)
         came = reply.host + reply.storage
@@ -279,7 +291,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 cuts, windows 512 and 1024")
     parser.add_argument("--samples", type=int, default=40, help="cuts per window (default: 40)")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--forms", default=",".join([*FORMS, TRUNCATED]))
+    parser.add_argument("--forms", default=",".join([*FORMS, SMALL]))
     parser.add_argument("--windows", default=",".join(map(str, WINDOWS)))
     parser.add_argument("--cells", type=Path, help="keep measurements here and go on from them")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -302,10 +314,12 @@ def main() -> int:
                 **{"dtype": dtype, "form": form, "samples": args.samples, "command": command},
                 **{"windows": [int(w) for w in args.windows.split(",")], "cells": str(path)},
             }
-            while done := run_case(__file__, case):
+            while done := run_case(__file__, case, timeout=7200):
                 print(f"{dtype} {form}: samples {', '.join(done)}", flush=True)
     found = cells.latest(cells.read(path))
-    rows = rows_of(found)
+    known = args.out is not None and args.out.exists()
+    older = json.loads(args.out.read_text()) if known else {"rows": [], "measured_at": []}
+    rows = merged(older["rows"], rows_of(found))
     made = tables(rows)
     for line in made["after-a-cut"]["rows"]:
         print("  ".join(line))
@@ -315,7 +329,7 @@ def main() -> int:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": command,
             "machine": machine.describe(),
-            "measured_at": sorted({cell["commit"] for cell in found.values()}),
+            "measured_at": sorted({*older["measured_at"], *(c["commit"] for c in found.values())}),
             "seconds": round(sum(cell["seconds"] for cell in found.values())),
             "model": MODEL,
             "settings": {"plans": FORMS, "chunk": CHUNK, "chunks": CHUNKS, "fewer": FEWER},

@@ -1,4 +1,4 @@
-"""`--hc-overflow reembed` over HTTP: streams, pins and keys of clients."""
+"""`--hc-overflow reembed` over HTTP: streams, structured output, pins and keys of clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.server
 
 FLAGS = (
     *("--context-length", "512", "--hc-overflow", "reembed", "--hc-overflow-drop", "0.34"),
-    *("--hc-overflow-reserve", "64", "--enable-metrics"),
+    *("--hc-overflow-reserve", "64", "--enable-metrics", "--grammar-backend", "outlines"),
 )
 LIMIT, STEP = 446, 128
 
@@ -52,6 +52,27 @@ def test_a_stream_goes_on_from_moved_state(server: ServerProcess) -> None:
         lines = [line[6:] for line in reply.read().decode().split("\n") if line[:6] == "data: "]
     said = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
     assert said == plain["choices"][0]["text"] and len(said.split()) > 3
+
+
+def test_structured_output_goes_on_from_moved_state(server: ServerProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kept": {"type": "boolean"}},
+        "required": ["kept"],
+    }
+    for seed, options in ((6, {"json_schema": json.dumps(schema)}), (7, {})):
+        tokens = history(server, seed)
+        sampling = {"max_new_tokens": 40, "temperature": 0, **options}
+        reply = json.loads(
+            post(server, "/generate", {"input_ids": tokens, "sampling_params": sampling})
+        )
+        said = reply["meta_info"]
+        assert said["hc_overflow"]["mode"] == "reembed"
+        assert said["cached_tokens"] == (LIMIT - STEP) // 64 * 64
+        if options:
+            assert json.loads(reply["text"])["kept"] in (True, False)
+        else:
+            assert "kept" not in reply["text"], "the model says it without a grammar"
 
 
 def test_a_reply_says_that_state_has_moved(server: ServerProcess) -> None:

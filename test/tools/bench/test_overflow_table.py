@@ -44,12 +44,14 @@ def test_samples_are_of_both_kinds_and_spread(table: ModuleType) -> None:
     known = {kind: [(kind, i) for i in range(5000 + 10 * n)] for n, kind in enumerate(table.KINDS)}
     chosen = table.samples(10, known)
     assert [sample.kind for sample in chosen] == list(table.KINDS) * 5
-    longest = max(w + table.CHUNK * chunks for w, chunks in table.CHUNKS.items())
     for kind in table.KINDS:
         of_kind = [sample.tokens for sample in chosen if sample.kind == kind]
-        assert {len(tokens) for tokens in of_kind} == {longest}
-        assert of_kind[0][0] == (kind, 0) and of_kind[-1][-1] == known[kind][-1]
         assert len({tokens[0] for tokens in of_kind}) == 5
+        assert of_kind[0][0] == (kind, 0) and of_kind[-1][-1] == known[kind][-1]
+        assert len(of_kind[-1]) == table.SPREAD >= max(table.WINDOWS) + table.CHUNK
+        # What is scored reaches to the next cut, half a window further.
+        longest = max(window + window // 2 for window in table.WINDOWS)
+        assert {len(tokens) for tokens in of_kind[:-2]} == {longest}
 
 
 def test_two_arms_are_compared_over_the_tokens_of_both(rows: ModuleType) -> None:
@@ -68,34 +70,64 @@ def cell(kind: str, **arms: list[float]) -> dict[str, Any]:
     return {"status": "ok", "values": {"kind": kind, "arms": named}}
 
 
+def by_place(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {(r["form"], r["arm"], r["kind"], str(r["behind"])): r for r in rows}
+
+
 def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> None:
     found = {
-        "float32 kv 512 0": cell(
-            "prose", ours_64=[70.0], TT_64=[64.0], ours_0=[90.0], NKVT_64=[99.0], whole=[60.0]
-        ),
-        "float32 kv 512 1": cell("reference", ours_64=[64.0], TT_64=[64.0], ours_0=[80.0]),
-        "float32 hidden 512 0": cell("prose", ours_64=[71.0]),
-        "float32 TT 512 0": cell("prose", TT_0=[60.0]),
+        "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0], NKVT_64=[99.0], whole=[60]),
+        "float32 kv 512 1": cell("reference", ours_64=[64.0], TT_64=[64.0]),
+        "float32 hidden 512 0": cell("prose", ours_64=[71.0], TT_64=[65.0]),
+        "float32 heads 512 0": cell("prose", TT_0=[60.0], ours_0=[90.0]),
         "float32 kv 512 2": {"status": "failed", "values": {"reason": "", "log": ""}},
     }
-    made = {(r["form"], r["arm"], r["kind"]): r for r in rows.rows_of(found)}
-    assert made["kv", "ours 64", "all"]["cuts"] == 2
-    assert made["kv", "ours 64", "all"]["against"] == "TT 64"
-    assert made["kv", "ours 64", "prose"]["change"] == pytest.approx(math.exp(6 / 64) - 1, rel=1e-5)
-    assert made["hidden", "ours 64", "all"]["change"] == pytest.approx(
-        math.exp(7 / 64) - 1, rel=1e-5
-    )
-    assert (made["kv", "ours 0", "all"]["against"], made["kv", "ours 0", "all"]["cuts"]) == (
-        "TT 0",
-        1,
-    )
-    assert {made["kv", arm, "all"]["against"] for arm in ("NKVT 64", "whole")} == {"TT 64"}
+    made = by_place(rows.rows_of(found))
+    every = made["kv", "ours 64", "all", "None"]
+    assert (every["cuts"], every["against"], every["tokens"]) == (2, "TT 64", 128)
+    for form in ("kv", "hidden"):
+        change = made[form, "ours 64", "prose", "None"]["change"]
+        assert change == pytest.approx(math.exp(6 / 64) - 1, rel=1e-5)
+    small = made["kv", "ours 0", "all", "None"]
+    assert (small["against"], small["cuts"]) == ("TT 0", 1)
+    assert {made["kv", arm, "all", "None"]["against"] for arm in ("NKVT 64", "whole")} == {"TT 64"}
+    assert not any(row["arm"] == row["against"] for row in made.values())
     tables = rows.tables(list(made.values()))
     assert all(
         len(cells) == len(one["columns"]) for one in tables.values() for cells in one["rows"]
     )
     (line,) = [cells for cells in tables["after-a-cut"]["rows"] if cells[2] == "64"]
     assert line[3] == "1" and line[-2] == "-", "hidden has one cut, mixed none"
+
+
+def test_moved_state_is_compared_by_the_distance_behind_the_cut(rows: ModuleType) -> None:
+    found = {
+        "float32 kv 512 0": cell("prose", ours_64=[70.0, 64.0, 64.0, 68.0], TT_64=[64.0] * 4),
+        "float32 kv 512 1": cell("prose", ours_64=[66.0, 65.0], TT_64=[64.0] * 2),
+    }
+    made = by_place(rows.rows_of(found))
+    parts = {
+        place[3]: (row["cuts"], row["tokens"], math.log1p(row["change"]) * row["tokens"])
+        for place, row in made.items()
+        if place[2] == "all"
+    }
+    assert parts == {
+        "None": (2, 384, pytest.approx(13, rel=1e-4)),
+        "[0, 64]": (2, 128, pytest.approx(8, rel=1e-4)),
+        "[64, 128]": (2, 128, pytest.approx(1, rel=1e-4)),
+        "[128, 256]": (1, 128, pytest.approx(4, rel=1e-4)),
+    }
+
+
+def test_rows_of_an_earlier_result_stay_until_there_are_better_ones(rows: ModuleType) -> None:
+    def row(arm: str, tokens: int, **more: Any) -> dict[str, Any]:
+        place = {"dtype": "float32", "window": 512, "form": "kv", "arm": arm, "kind": "all"}
+        return {**place, "tokens": tokens, **more}
+
+    older = [row("ours 0", 64), row("ours 4", 64), row("ours 64", 128)]
+    newer = [row("ours 4", 128, behind=None), row("ours 64", 64, behind=None)]
+    newer.append(row("ours 64", 64, behind=[0, 64]))
+    assert rows.merged(older, newer) == [older[0], newer[0], older[2], newer[2]]
 
 
 def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
