@@ -77,6 +77,7 @@ class Core:
         if profile is not None:
             argv += ["--hc-profile", profile]
         self.args = prepare_server_args(argv)
+        self.args.check_lora_server_args()  # as SGLang's launcher does
         publish(self.args, role="scheduler")
         self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
@@ -107,6 +108,7 @@ class Core:
         salt: str | None = None,
         logprobs_from: int | None = None,
         top: int = 0,
+        lora: str | None = None,
         **sampling: Any,
     ) -> str:
         """Hand in a request; it runs in the next `run`. Returns its id.
@@ -114,7 +116,7 @@ class Core:
         A prompt that is too long is cut as the flags say; logprobs_from must lie behind the cut.
 
         logprobs_from: ask for the log probabilities of the prompt from this token on. top: so many
-        most likely tokens are reported for each token of the reply.
+        most likely tokens are reported for each token of the reply. lora: id of an adapter.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -141,6 +143,7 @@ class Core:
                 token_ids_logprob=None,
                 stream=False,
                 extra_key=salt,
+                lora_id=lora,
             )
         )
         return rid
