@@ -86,7 +86,7 @@ def expected(server: SourceServer, history: int) -> dict[str, float]:
     return {
         "recompute": whole,
         "serial": read + host.as_stored_seconds,
-        "overlapped": best_split(cost, plan, tier, History(0, stored, 0, new)).seconds,
+        "overlapped": best_split(cost, plan, History(0, [Span(tier, stored)], 0, new)).seconds,
         "bound": min(whole, *(bound(head) for head in range(0, stored + 1, BLOCK_TOKENS))),
     }
 

@@ -67,7 +67,7 @@ class Case:
         return {
             "recompute": self.layers * cost.prefill_layer(history + NEW, 0),
             "serial": cost.copy_stored(DISK, plan, history) + host.as_stored_seconds,
-            "meeting": best_split(cost, plan, DISK, History(0, history, 0, NEW)).seconds,
+            "meeting": best_split(cost, plan, History(0, [Span(DISK, history)], 0, NEW)).seconds,
             "eager": min(map(self.eager, heads)),
             "streamed": min(map(self.streamed, range(plan.recompute, self.layers))),
             "bound": min(self.bound(h, r) for h in heads for r in range(self.layers)),

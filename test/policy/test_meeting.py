@@ -19,17 +19,28 @@ KV = LayerPlan(0, 0, LAYERS)
 PREFILL = 1e-4
 
 
+def on_disk(context: int, coming: int, held: int, new: int) -> History:
+    return History(context, [Span(SourceTier.DISK, coming)], held, new)
+
+
+def coming(history: History) -> int:
+    return sum(span.tokens for span in history.coming)
+
+
 def serial(cost, history: History) -> float:
-    spans = [Span(SourceTier.DISK, history.coming)]
-    spans += [Span(SourceTier.HOST, history.held)] if history.held else []
-    read = cost.copy_stored(SourceTier.DISK, KV, history.coming)
-    total = history.coming + history.held
+    """All is read, by disk and store at the same time, then all is restored."""
+    by_tier = {
+        tier: sum(span.tokens for span in history.coming if span.tier is tier)
+        for tier in (SourceTier.DISK, SourceTier.REMOTE)
+    }
+    read = max(cost.copy_stored(tier, KV, tokens) for tier, tokens in by_tier.items() if tokens)
+    total = coming(history) + history.held
     host = [Span(SourceTier.HOST, total)]
     return read + plan_restore(cost, KV, host, context=history.context, new=history.new).seconds
 
 
 def recompute(cost, history: History) -> float:
-    tokens = history.coming + history.held + history.new
+    tokens = coming(history) + history.held + history.new
     return LAYERS * cost.prefill_layer(tokens, history.context)
 
 
@@ -37,7 +48,7 @@ def recompute(cost, history: History) -> float:
 def test_the_source_and_the_device_end_together(times_slower: float) -> None:
     """With costs that are linear, of N tokens those are computed that take as long as the rest."""
     cost = cost_model(host=1e-9, disk=times_slower * PREFILL, prefill=PREFILL)
-    split = best_split(cost, KV, SourceTier.DISK, History(0, 4096, 0, 64))
+    split = best_split(cost, KV, on_disk(0, 4096, 0, 64))
     wanted = 4096 * times_slower / (1 + times_slower)
     assert split.head == pytest.approx(wanted, abs=BLOCK_TOKENS)
     assert split.stall == pytest.approx(LAYERS * PREFILL * split.head)
@@ -45,29 +56,56 @@ def test_the_source_and_the_device_end_together(times_slower: float) -> None:
     assert bound * 0.98 < split.seconds < bound * 1.05
 
 
+runs = st.lists(
+    st.tuples(st.sampled_from([SourceTier.DISK, SourceTier.REMOTE]), st.integers(1, 60)),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
 @given(
-    st.floats(0, 1e-3), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-3),
-    st.integers(0, 4000), st.integers(1, 100), st.integers(0, 64), st.integers(1, 3000),
+    st.floats(0, 1e-3), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-3),
+    st.integers(0, 4000), runs, st.integers(0, 64), st.integers(1, 3000),
 )  # fmt: skip
 def test_it_is_never_slower_than_one_way_alone(
-    host, disk, prefill, context, blocks, held, new
+    host, disk, remote, prefill, context, runs, held, new
 ) -> None:
-    cost = cost_model(host=host, disk=disk, prefill=prefill)
-    history = History(context, blocks * BLOCK_TOKENS, held * BLOCK_TOKENS, new)
-    split = best_split(cost, KV, SourceTier.DISK, history)
+    """Wherever the parts of a history lie."""
+    cost = cost_model(host=host, disk=disk, remote=remote, prefill=prefill)
+    spans = [Span(tier, blocks * BLOCK_TOKENS) for tier, blocks in runs]
+    history = History(context, spans, held * BLOCK_TOKENS, new)
+    split = best_split(cost, KV, history)
     rivals = [serial(cost, history), recompute(cost, history)]
     assert split.seconds <= min(rivals) * (1 + 1e-9)
-    assert 0 <= split.head <= history.coming and split.head % BLOCK_TOKENS == 0
+    assert 0 <= split.head <= coming(history) and split.head % BLOCK_TOKENS == 0
+
+
+def test_a_block_is_priced_by_where_it_lies() -> None:
+    """Of a history whose second half lies in a slow store that half is computed too; one whose
+    first half lies there ends where the disk begins."""
+    cost = cost_model(host=1e-9, disk=1e-9, remote=1.0, prefill=PREFILL)
+    far, near = Span(SourceTier.REMOTE, 2048), Span(SourceTier.DISK, 2048)
+    heads = [
+        best_split(cost, KV, History(0, spans, 0, 64)).head
+        for spans in ([near, near], [far, near], [near, far], [far, far])
+    ]
+    assert heads == [0, 2048, 4096, 4096]
+
+
+def test_disk_and_store_read_at_the_same_time() -> None:
+    cost = cost_model(disk=2.0, remote=3.0)
+    spans = [Span(SourceTier.REMOTE, 64), Span(SourceTier.DISK, 128), Span(SourceTier.REMOTE, 64)]
+    history = History(0, spans, 0, 1)
+    seconds = [history.read_seconds(cost, KV, head) / LAYERS for head in (0, 64, 128, 192, 256)]
+    assert seconds == [128 * 3.0, 128 * 2.0, 64 * 3.0, 64 * 3.0, 0.0]
 
 
 def test_a_slower_source_moves_the_meeting_point_to_the_end() -> None:
     heads = [
         best_split(
-            cost_model(host=1e-9, disk=disk, prefill=PREFILL), KV, SourceTier.DISK,
-            History(0, 8192, 0, 64),
+            cost_model(host=1e-9, disk=disk, prefill=PREFILL), KV, on_disk(0, 8192, 0, 64)
         ).head
         for disk in (0.0, 1e-5, 1e-4, 1e-3, 1.0)
-    ]  # fmt: skip
+    ]
     assert heads[0] == 0 and heads[-1] == 8192
     assert all(a < b for a, b in itertools.pairwise(heads))
 
@@ -75,12 +113,11 @@ def test_a_slower_source_moves_the_meeting_point_to_the_end() -> None:
 def test_others_who_decode_make_the_head_shorter() -> None:
     cost = cost_model(host=1e-9, disk=1e-4, prefill=PREFILL)
     heads = [
-        best_split(cost, KV, SourceTier.DISK, History(0, 8192, 0, 64), decoding=count).head
-        for count in (0, 1, 8)
+        best_split(cost, KV, on_disk(0, 8192, 0, 64), decoding=count).head for count in (0, 1, 8)
     ]
     assert heads[0] > 0 and heads == sorted(heads, reverse=True) and heads[-1] == 0
 
 
 def test_a_tier_without_costs_is_an_error_of_the_caller() -> None:
     with pytest.raises(KeyError, match="no costs for tier remote"):
-        best_split(cost_model(), KV, SourceTier.REMOTE, History(0, 64, 0, 1))
+        best_split(cost_model(), KV, History(0, [Span(SourceTier.REMOTE, 64)], 0, 1))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import LEAST_TOKENS, Action, Meeting, Prompt
 from sglang_hc.queue.prefetch import PATIENCE
@@ -43,19 +44,20 @@ class World:
             keep(self.host, tokens_of(WORD[:held]))
         self.head = held * BLOCK_TOKENS
         self.meeting = Meeting(
-            "r", Prompt(None, SPOKEN), (held, len(WORD)), self.host.tree, self.disk.coming,
-            self.read, self,
+            Prompt(None, SPOKEN), held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
+            self.disk.coming, self.read, self,
         )  # fmt: skip
 
     def ended(self, block_id: bytes) -> None:
         self.ends[block_id] += 1
 
     def read(self, low: int, high: int) -> list[Promotion]:
-        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high, BLOCK_SECONDS)
+        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high, lambda _: BLOCK_SECONDS)
 
     def split(self, history: History, decoding: int) -> Split | None:
         self.asked.append(history)
-        head = int(history.coming * self.share) // BLOCK_TOKENS * BLOCK_TOKENS
+        coming = sum(span.tokens for span in history.coming)
+        head = int(coming * self.share) // BLOCK_TOKENS * BLOCK_TOKENS
         return Split(head, 1.0, 0.0)
 
     def deliver(self, which: int = 0, outcome: Outcome = Outcome.OK) -> None:
@@ -150,6 +152,25 @@ def test_a_source_that_stands_still_costs_a_wait_and_a_few_passes() -> None:
     world.settle()
 
 
+def test_chunks_that_the_scheduler_cuts_short_are_not_lengthened() -> None:
+    """They doubled with every chunk, however short it was, so that little was left to restore."""
+    world = World(share=0.2)
+    world.meeting.read_down_to(1)
+    for _ in range(8):
+        assert world.meeting.next(world.head, 0, 0.0).action is Action.COMPUTE
+        world.compute(20)
+    assert world.head < 3 * LEAST_TOKENS
+    world.settle()
+
+
+def test_nobody_waits_for_what_finds_no_room() -> None:
+    world = World(slots=6, share=0.0)
+    world.meeting.read_down_to(8)
+    assert world.meeting.next(world.head, 1, 0.0).action is Action.COMPUTE
+    assert len(world.io.begun) == 6, "the rest was asked for"
+    world.settle()
+
+
 def test_waiting_does_not_lengthen_the_chunk_behind_it() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(1)
@@ -159,6 +180,20 @@ def test_waiting_does_not_lengthen_the_chunk_behind_it() -> None:
     for _ in range(9):
         assert world.meeting.next(world.head, 1, 0.0).action is Action.WAIT
     assert world.meeting.next(world.head, 1, 99.0).tokens == 2 * LEAST_TOKENS
+    world.settle()
+
+
+@pytest.mark.parametrize("decoding", [0, 1])
+def test_who_decodes_has_a_step_between_two_chunks(decoding: int) -> None:
+    world = World(share=0.9)  # nothing comes, and waiting for it would not pay
+    world.meeting.read_down_to(1)
+    actions = []
+    for _ in range(4):
+        step = world.meeting.next(world.head, decoding, 0.0)
+        actions.append(step.action)
+        world.compute(min(step.tokens, BLOCK_TOKENS))
+    chunk, others = Action.COMPUTE, Action.WAIT
+    assert actions == ([chunk, others] * 2 if decoding else [chunk] * 4)
     world.settle()
 
 
@@ -176,7 +211,7 @@ def test_waiting_has_an_end_and_is_longer_while_others_decode(decoding: int, tim
     world = World(share=0.0)
     world.meeting.read_down_to(6)
     assert world.meeting.next(world.head, decoding, 100.0).action is Action.WAIT
-    bound = min(PATIENCE, times * world.split(History(0, 64, 0, 1), decoding).seconds)
+    bound = min(PATIENCE, times * world.split(History(0, [], 0, 1), decoding).seconds)
     assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
     assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
     world.settle()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import FetchCosts, Missing, UnknownCosts
 from sglang_hc.queue.prefetch import (
@@ -23,9 +24,8 @@ from sglang_hc.queue.windows import LookAhead
 from support.rates import ConstantRates
 
 SLOW_PREFILL = ConstantRates(1.0, BLOCK_TOKENS / 100)
-"""One second to fetch a block, a hundred to recompute it."""
+"""One second to fetch a block, a hundred to recompute it. With the next a hundredth."""
 FAST_PREFILL = ConstantRates(1.0, BLOCK_TOKENS * 100)
-"""A hundredth of a second to recompute it."""
 
 
 class OneBlock:
@@ -59,7 +59,11 @@ class Tiers:
             return None
         path = self.path(request)
         first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
-        return Missing(path, first, len(path) - first, 0, len(path) * BLOCK_TOKENS)
+        sources = [SourceTier.DISK] * (len(path) - first)
+        return Missing(path, first, sources, 0, len(path) * BLOCK_TOKENS)
+
+    def reading(self, _: SourceTier) -> int:
+        return len(self.staged)
 
     def in_host(self, block_id: bytes) -> bool:
         return block_id in self.host
@@ -82,11 +86,7 @@ class Tiers:
         return done
 
     def meet(
-        self,
-        request: str,
-        missing: Missing,
-        end: int,
-        is_protected: IsProtected[Block] | None,
+        self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
         if request not in self.meets:
             return False

@@ -9,11 +9,13 @@ import pytest
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.fetches import UnknownCosts
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
 from sglang_hc.restore.cost_watch import CostWatch, HostTimer
 from sglang_hc.restore.planner import RestoreChoice
+from support.host import identities, tokens_of
 from support.profiles import cost_model
 from support.subjects import ServerSubject
 
@@ -24,9 +26,12 @@ class Costs(UnknownCosts):
     """Notes what it is asked; each fetched token saves `per_token` seconds."""
 
     def __init__(self, block_seconds: float = 0.0, per_token: float = 1.0) -> None:
-        self.block_seconds = block_seconds
+        self.seconds_per_block = block_seconds
         self.per_token = per_token
         self.asked: list[tuple[int, int, int, int]] = []
+
+    def block_seconds(self, tier: SourceTier) -> float:
+        return self.seconds_per_block
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         self.asked.append((host, fetched, context, new))
@@ -104,6 +109,26 @@ def test_what_arrives_in_time_is_used() -> None:
     assert ready(subject)
     assert subject.queue.take_loaded(WORD) == 256
     assert subject.queue.counters["prefetch_late"] == 0
+
+
+def test_a_disk_and_a_store_that_read_for_one_request_are_timed_apart() -> None:
+    seen: list[tuple[SourceTier, int, float]] = []
+    subject = ServerSubject("lru", "queue", 8, Costs(), lambda *read: seen.append(read))
+    subject.serve(WORD)
+    subject.serve("stuvwxyz")
+    subject.order.append(WORD)
+    subject.io.far = {identities(tokens_of(WORD))[1]}
+    assert not ready(subject)
+    began = subject.now
+    reading = [subject.disk.reading(tier) for tier in (SourceTier.DISK, SourceTier.REMOTE)]
+    assert reading == [3, 1]
+    for at in (1.0, 7.0, 2.0, 3.0):
+        subject.io.step(at=began + at)
+    subject.disk.poll()
+    assert sorted(seen, key=lambda read: read[1]) == [
+        (SourceTier.REMOTE, 1, 7.0), (SourceTier.DISK, 3, 3.0)
+    ]  # fmt: skip
+    assert ready(subject)
 
 
 def test_what_leaves_again_is_fetched_again_a_few_times() -> None:
@@ -204,7 +229,7 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
     costs = CorrectedCosts(model)
     choice = RestoreChoice(costs, LayerPlan(0, 0, 1), False, Counter())
     watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostCopyStream())
-    subject = ServerSubject("lru", "queue", 8, choice, watch.read)
+    subject = ServerSubject("lru", "queue", 8, choice, watch.read, can_meet=False)
     words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]
     for word in words:
         subject.serve(word)

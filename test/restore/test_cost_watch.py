@@ -11,6 +11,7 @@ import torch
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.cost_watch import (
     PENDING,
     CostWatch,
@@ -167,53 +168,50 @@ def test_a_pass_that_leaves_early_is_forgotten() -> None:
 
 def test_blocks_from_disk_are_weighed_against_the_read_of_all_their_layers() -> None:
     seen, costs = watch(HostTimer(Clock()), LayerPlan(0, 3, 1))
-    seen.read("disk", 10, 7.0)
+    seen.read(SourceTier.DISK, 10, 7.0)
     ((resource, predicted, observed),) = costs.seen
     assert resource is Resource.DISK and observed == 7.0
     assert predicted == pytest.approx(640 * (1 * 5e-3 + 3 * 2.5e-3))
 
 
-Reads = list[tuple[str, int, float]]
+Reads = list[tuple[SourceTier, int, float]]
 
 
 def reads() -> tuple[ReadWatch, Reads]:
     found: Reads = []
-    return ReadWatch(lambda *seen: found.append(seen)), found
+    return ReadWatch(SourceTier.DISK, lambda *seen: found.append(seen)), found
 
 
 def test_reads_that_overlap_are_one_observation() -> None:
     disk, found = reads()
     disk.asked(2, 100.0, idle=True)
-    disk.came(101.0, "disk", good=True)
+    disk.came(101.0, good=True)
     disk.asked(1, 101.5, idle=True)
-    disk.came(104.0, "disk", good=True)
+    disk.came(104.0, good=True)
     assert found == []
-    disk.came(103.0, "disk", good=True)
-    assert found == [("disk", 3, 4.0)]
+    disk.came(103.0, good=True)
+    assert found == [(SourceTier.DISK, 3, 4.0)]
     disk.asked(1, 200.0, idle=True)
-    disk.came(200.5, "disk", good=True)
-    assert found[1:] == [("disk", 1, 0.5)]
+    disk.came(200.5, good=True)
+    assert found[1:] == [(SourceTier.DISK, 1, 0.5)]
 
 
 def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
     disk, found = reads()
     disk.asked(1, 0.0, idle=False)
-    disk.came(1.0, "disk", good=True)
+    disk.came(1.0, good=True)
     disk.asked(1, 2.0, idle=True)
     disk.disturbed()
-    disk.came(3.0, "disk", good=True)
+    disk.came(3.0, good=True)
     disk.asked(2, 4.0, idle=True)
-    disk.came(5.0, "disk", good=False)
-    disk.came(5.0, "disk", good=True)
+    disk.came(5.0, good=False)
+    disk.came(5.0, good=True)
     disk.asked(1, 6.0, idle=True)
-    disk.came(None, "disk", good=True)
-    disk.asked(2, 6.5, idle=True)
-    disk.came(6.6, "disk", good=True)
-    disk.came(6.7, "remote", good=True)
+    disk.came(None, good=True)
     assert found == []
     disk.asked(1, 8.0, idle=True)
-    disk.came(9.0, "disk", good=True)
-    assert found == [("disk", 1, 1.0)]
+    disk.came(9.0, good=True)
+    assert found == [(SourceTier.DISK, 1, 1.0)]
 
 
 class SlowSink:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.meeting import History
 from sglang_hc.policy.restore_plan import Span, plan_restore
 from sglang_hc.restore.planner import TRY, RestoreChoice
 from support.clock import Clock
 from support.profiles import cost_model
 
+HOST, DISK, REMOTE = SourceTier.HOST, SourceTier.DISK, SourceTier.REMOTE
 PLAN = LayerPlan(1, 2, 3)
 LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
 
@@ -120,25 +122,42 @@ def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
     assert chooser.backlog == 0.0
-    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
-    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
+    assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
 
 
 def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_take() -> None:
     model = cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-3)
     chooser, _, _ = choice(model)
     layers = 2 * 0.5 + 3  # two of half the size, three of the whole
-    assert chooser.host_token_seconds == pytest.approx(layers * 1e-6)
-    assert chooser.disk_token_seconds == pytest.approx(layers * 5e-6), "read, then copied"
-    assert chooser.block_seconds == pytest.approx(64 * layers * 4e-6)
+    assert chooser.token_seconds(HOST) == pytest.approx(layers * 1e-6)
+    assert chooser.token_seconds(DISK) == pytest.approx(layers * 5e-6), "read, then copied"
+    assert chooser.block_seconds(DISK) == pytest.approx(64 * layers * 4e-6)
+    assert chooser.block_seconds(HOST) == 0.0, "it is copied within host memory"
+
+
+def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_seen() -> None:
+    costs = CorrectedCosts(cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4))
+    chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
+    mixed = History(0, [Span(DISK, 2048), Span(REMOTE, 2048)], 0, 64)
+    assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0) is None
+    disk = chooser.block_seconds(DISK)
+    for slower in (1e-6, 1e-2, 1e-2, 1e-2):
+        costs.observe_remote(slower)
+    layers = PLAN.hidden + PLAN.kv
+    assert chooser.block_seconds(REMOTE) == pytest.approx(64 * layers * 1e-2)
+    assert chooser.block_seconds(DISK) == disk, "the store's speed is not the disk's"
+    split = chooser.split(mixed, 0)
+    assert split is not None and split.head > 2048, "what lies in the slow store is computed"
+    assert chooser.token_seconds(REMOTE) > chooser.token_seconds(DISK) > chooser.token_seconds(HOST)
 
 
 def test_a_disk_of_unknown_speed_is_taken_for_no_slower_than_time_allows() -> None:
     model = cost_model(host=1e-6, project=1e-6, prefill=1e-3)
     copies = {SourceTier.HOST: model.copies[SourceTier.HOST]}
     chooser, _, _ = choice(dataclasses.replace(model, copies=copies))
-    assert chooser.block_seconds == 0.0
-    assert chooser.disk_token_seconds == 8 * chooser.host_token_seconds
+    assert chooser.block_seconds(DISK) == 0.0
+    assert chooser.token_seconds(DISK) == 8 * chooser.token_seconds(HOST)
 
 
 def test_reading_what_would_not_be_restored_saves_nothing() -> None:
@@ -200,13 +219,13 @@ def test_corrected_costs_decide_from_the_next_request_on() -> None:
     costs = CorrectedCosts(DEAR)
     chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
     assert chooser.choose(host(1024), 0, 64).decision == TRY
-    before = chooser.block_seconds
+    before = chooser.block_seconds(DISK)
     for _ in range(7):
         costs.observe(Resource.KV_COPY, 10.0, 1.0)
         costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
         costs.observe(Resource.DISK, 10.0, 1.0)
     assert chooser.choose(host(1024), 0, 64).decision == "load"
-    assert chooser.block_seconds == pytest.approx(before / 10)
+    assert chooser.block_seconds(DISK) == pytest.approx(before / 10)
 
 
 def test_always_restores_and_fetches_whatever_it_costs() -> None:
@@ -217,6 +236,6 @@ def test_always_restores_and_fetches_whatever_it_costs() -> None:
     assert (found.tokens, found.recompute, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
-    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds == 0.0
+    assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0
     assert chooser.tries is None and chooser.try_seconds(0, 99) == 0.0
-    assert chooser.host_token_seconds > 0, "ready-first still compares by what things cost"
+    assert chooser.token_seconds(HOST) > 0, "ready-first still compares by what things cost"

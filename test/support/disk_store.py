@@ -106,10 +106,12 @@ def total_bytes(folder: Path) -> int:
 class Faults:
     """What goes wrong, changed while the store runs. Each hook may raise or sleep.
 
-    short: bytes a read loses at its end. bytes_per_second: for each reader and writer.
+    on_range: as on_read, for reads of bytes [begin, end) of a file. short: bytes a read loses at
+    its end. bytes_per_second: for each reader and writer.
     """
 
     on_read: Callable[[str], None] = lambda path: None
+    on_range: Callable[[str, int, int], None] = lambda path, begin, end: None
     on_write: Callable[[str], None] = lambda path: None
     on_sync: Callable[[str], None] = lambda path: None
     on_allocate: Callable[[str], None] = lambda path: None
@@ -145,6 +147,7 @@ class _FaultyFile:
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         self._faults.on_read(self._path)
+        self._faults.on_range(self._path, offset, offset + sum(map(len, buffers)))
         time.sleep(sum(map(len, buffers)) / self._faults.bytes_per_second)
         return max(0, self._file.read(buffers, offset) - self._faults.short)
 

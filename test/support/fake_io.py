@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
@@ -59,6 +60,8 @@ class FakeIo:
         self.uses: dict[bytes, float | None] = {}
         """The latest hint for each block."""
         self.hints = 0
+        self.far: set[bytes] = set()
+        """Of the blocks here those that lie in a remote store."""
         self.up = True
         self._blocks: dict[bytes, np.ndarray | None] = {}
         self._pool = pool
@@ -100,6 +103,9 @@ class FakeIo:
     def contains(self, block_ids: Sequence[bytes]) -> int:
         here = itertools.takewhile(lambda name: self.up and name in self._blocks, block_ids)
         return sum(1 for _ in here)
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [SourceTier.REMOTE if name in self.far else SourceTier.DISK for name in block_ids]
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -161,7 +167,8 @@ class FakeIo:
             self._slot(move)[:] = kept if well else GARBAGE
         if not move.write and outcome in (Outcome.DAMAGED, Outcome.IO_ERROR):
             self._blocks.pop(move.block_id, None)
-        self._done.append(BlockDone(move.ticket, outcome, self.name, at))
+        (tier,) = self.sources((move.block_id,))
+        self._done.append(BlockDone(move.ticket, outcome, tier.value, at))
 
     def _slot(self, move: Move) -> np.ndarray:
         assert self._pool is not None

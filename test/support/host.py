@@ -17,7 +17,7 @@ from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.disk_tier import DiskTier, OnRead
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
@@ -92,16 +92,16 @@ def host_queue(
     costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
     ready_first: bool = False,
-    on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
+    can_meet: bool = False,
+    on_read: OnRead = lambda tier, blocks, seconds: None,
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
     told which blocks waiting requests need."""
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
     disk = DiskTier(io, host, clock, on_read) if io is not None else None
-    queue = queue_over(
-        host, disk, window, prefetch, costs=costs, hint_disk=hint_disk, ready_first=ready_first
-    )
+    rules = QueueRules(prefetch, ready_first, can_meet)
+    queue = queue_over(host, disk, window, rules, costs=costs, hint_disk=hint_disk)
     return HostQueue(window, host, disk, queue)
 
 
@@ -109,15 +109,14 @@ def queue_over(
     host: HostTier,
     disk: DiskTier | None,
     window: LookAhead[str],
-    prefetch: str = "queue",
+    rules: QueueRules = QueueRules(),  # noqa: B008  it is a tuple
     *,
     costs: RestoreCosts = UNKNOWN_COSTS,
     hint_disk: bool = False,
-    ready_first: bool = False,
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""
     priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
-    return QueueView(host, disk, window, QueueRules(prefetch, ready_first), priority, costs)
+    return QueueView(host, disk, window, rules, priority, costs)
 
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:

@@ -19,16 +19,21 @@ def cost_model(
     prefill: float = 1.0,
     hidden_share: float = 0.5,
     overlap: bool = True,
+    remote: float | None = None,
 ) -> CostModel:
-    """Costs in seconds per token and layer; a hidden state costs `hidden_share` of K and V."""
+    """Costs in seconds per token and layer; a hidden state costs `hidden_share` of K and V.
+    remote: None for a store whose speed is not known."""
 
     def copy(seconds: float) -> TierCopy:
         return TierCopy(Line(0.0, seconds), Line(0.0, hidden_share * seconds))
 
+    copies = {SourceTier.HOST: copy(host), SourceTier.DISK: copy(disk)}
+    if remote is not None:
+        copies[SourceTier.REMOTE] = copy(remote)
     return CostModel(
         ANY_SERVER,
         "measured",
-        {SourceTier.HOST: copy(host), SourceTier.DISK: copy(disk)},
+        copies,
         Quadratic(0.0, prefill, 0.0),
         Line(0.0, project),
         overlap,

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import History, Split
+from sglang_hc.queue.fetches import UnknownCosts
+
 
 @dataclass(frozen=True)
-class ConstantRates:
-    """FetchCosts: seconds to read a block, and prefilled tokens per second; restoring is free."""
+class ConstantRates(UnknownCosts):
+    """Seconds to read a block, and prefilled tokens per second; restoring is free.
 
-    block_seconds: float
+    meets: of what is coming at a request's turn the first half is computed.
+    """
+
+    seconds_per_block: float
     prefill_tokens_per_s: float
+    meets: bool = False
+
+    def block_seconds(self, tier: SourceTier) -> float:
+        return self.seconds_per_block
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return fetched / self.prefill_tokens_per_s
 
-    @property
-    def tries(self) -> None:
-        """These costs are not doubted."""
-
-    def try_seconds(self, context: int, new: int) -> float:
-        return 0.0
+    def split(self, history: History, decoding: int) -> Split | None:
+        if not self.meets:
+            return None
+        half = sum(span.tokens for span in history.coming) // BLOCK_TOKENS // 2 * BLOCK_TOKENS
+        return Split(half, half / self.prefill_tokens_per_s, half / self.prefill_tokens_per_s)

@@ -7,13 +7,13 @@ the calls that the scheduler, or the simulator's engine, would make.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.store.disk_tier import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from support.fake_io import FakeIo
@@ -72,7 +72,9 @@ class ServerSubject:
         prefetch: str,
         host_slots: int,
         costs: RestoreCosts = NOTHING_KNOWN,
-        on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
+        on_read: OnRead = lambda tier, blocks, seconds: None,
+        *,
+        can_meet: bool = True,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0
@@ -81,7 +83,14 @@ class ServerSubject:
         self._words: dict[bytes, str] = {}
         self.io = FakeIo(capacity=DISK_BLOCKS)
         _, self.host, self.disk, self.queue = host_queue(
-            host_slots, self.io, eviction, prefetch, lambda: self.now, costs=costs, on_read=on_read
+            host_slots,
+            self.io,
+            eviction,
+            prefetch,
+            lambda: self.now,
+            costs=costs,
+            can_meet=can_meet,
+            on_read=on_read,
         )
 
     @property

@@ -18,6 +18,7 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
+from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
@@ -171,7 +172,7 @@ def build(
         below,
         Capture(layout, host, filing, source, on_ready, clock=lambda: 0.0),
         Restorer(host, path, planner, None, counters),
-        queue_over(host, below, window, "on-arrival"),
+        queue_over(host, below, window, QueueRules("on-arrival")),
         Retention(host, below, pins, RetentionPriority(window, pins)),
         Exactness(True, 0.0),
     )

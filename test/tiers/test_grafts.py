@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.queue.lookahead import QueueRules, QueueView, Waiting
 from sglang_hc.queue.windows import LookAhead
@@ -91,10 +92,10 @@ class World:
         cut, path, ways = self.cut(length)
         name = space(cut.dropped)
         first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
-        count = self.grafts.find(path, ways, first)
-        assert count is not None
+        found = self.grafts.find(path, ways, first)
+        assert found is not None
         tokens = kept(cut.dropped, length)
-        return self.grafts.fetch(name, tokens, path, ways, first, count, None)
+        return self.grafts.fetch(name, tokens, path, ways, first, len(found), None)
 
     def end(self) -> None:
         """Carry out what is under way."""
@@ -151,7 +152,7 @@ def test_bytes_that_are_still_being_filed_are_waited_for() -> None:
     last.ready = False
     assert world.grafts.find(path, ways, 0) is None
     world.host.mark_ready(last)
-    assert world.grafts.find(path, ways, 0) == 4
+    assert world.grafts.find(path, ways, 0) == [SourceTier.HOST] * 4
     assert cut.dropped == 128
 
 

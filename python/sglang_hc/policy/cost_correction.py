@@ -169,8 +169,8 @@ class CorrectedCosts:
     def _copy(self, tier: SourceTier) -> TierCopy:
         copy = self.measured.copies[tier]
         kv, hidden = self.factor(Resource.KV_COPY), self.factor(Resource.HIDDEN_COPY)
-        if tier is SourceTier.DISK:
-            kv = hidden = self.factor(Resource.DISK)
+        if tier is not SourceTier.HOST:
+            kv = hidden = self.factor(Resource.DISK) if tier is SourceTier.DISK else 1.0
         return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
 
 

@@ -14,6 +14,7 @@ from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.restore_plan import Span
 
 HISTORIES = (2048, 4096)
 """Tokens of the histories that a plan is made for: half of the conversations in HCache figure 3b
@@ -145,7 +146,7 @@ def served_seconds(
     """Until `new` tokens are through the last layer behind a history in this tier."""
     if tier is SourceTier.HOST:
         return makespan(cost.layer_times(tier, tokens, new=new), plan)
-    return best_split(cost, plan, tier, History(0, tokens, 0, new)).seconds
+    return best_split(cost, plan, History(0, [Span(tier, tokens)], 0, new)).seconds
 
 
 def _explain(

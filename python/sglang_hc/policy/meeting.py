@@ -10,6 +10,8 @@ either by the cost model.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
@@ -20,14 +22,24 @@ from sglang_hc.policy.restore_plan import Span, plan_restore
 class History(NamedTuple):
     """A history that is not on the device, in tokens from the front to the back.
 
-    context: before it, on the device. coming: below host memory, or on the way from there. held:
-    behind those, in host memory. new: behind them, not stored anywhere.
+    context: before it, on the device. coming: below host memory, or on the way from there, by
+    where it lies. held: behind those, in host memory. new: behind them, not stored anywhere.
     """
 
     context: int
-    coming: int
+    coming: Sequence[Span]
     held: int
     new: int
+
+    def read_seconds(self, cost: CostModel, stored: LayerPlan, head: int) -> float:
+        """Until all that is coming behind its first `head` tokens is in host memory. Disk and
+        remote store read at the same time. Raises KeyError for a tier that `cost` does not know."""
+        tokens: Counter[SourceTier] = Counter()
+        for span in self.coming:
+            computed = min(head, span.tokens)
+            head -= computed
+            tokens[span.tier] += span.tokens - computed
+        return max((cost.copy_stored(t, stored, n) for t, n in tokens.items() if n), default=0.0)
 
 
 class Split(NamedTuple):
@@ -45,32 +57,30 @@ class Split(NamedTuple):
 def best_split(
     cost: CostModel,
     stored: LayerPlan,
-    tier: SourceTier,
     history: History,
     *,
     decoding: int = 0,
     can_recompute: bool = True,
 ) -> Split:
-    """The fastest way to bring a history back from `tier` and run the new tokens behind it.
+    """The fastest way to bring a history back and run the new tokens behind it.
 
     decoding: requests that wait for the device while the head is computed; the seconds of each of
     them count as much as those of this request. can_recompute: see `plan_restore`.
     A head is a whole number of blocks, or everything that is coming. Ties go to the shorter head.
     Raises KeyError for a tier that `cost` does not know.
     """
+    coming = sum(span.tokens for span in history.coming)
 
     def compute(head: int) -> float:
         return stored.num_layers * cost.prefill_layer(head, history.context)
 
     def split(head: int) -> Split:
-        rest = history.coming - head + history.held
+        rest = coming - head + history.held
         context, stall = history.context + head, compute(head) if head else 0.0
         if rest == 0:
             seconds = stored.num_layers * cost.prefill_layer(head + history.new, history.context)
             return Split(head, seconds, seconds)
-        read = (
-            cost.copy_stored(tier, stored, history.coming - head) if head < history.coming else 0.0
-        )
+        read = history.read_seconds(cost, stored, head)
         behind = plan_restore(
             cost,
             stored,
@@ -81,12 +91,12 @@ def best_split(
         )
         return Split(head, max(stall, read) + behind.seconds, stall)
 
-    blocks = history.coming // BLOCK_TOKENS
+    blocks = coming // BLOCK_TOKENS
     low, high = 0, blocks  # the first whole number of blocks that takes as long as reading the rest
     while low < high:
         middle = (low + high) // 2
         head = middle * BLOCK_TOKENS
-        if compute(head) < cost.copy_stored(tier, stored, history.coming - head):
+        if compute(head) < history.read_seconds(cost, stored, head):
             low = middle + 1
         else:
             high = middle
@@ -95,7 +105,7 @@ def best_split(
     quarters = {blocks * part // 4 for part in (1, 2, 3)}
     between = {low + (blocks - low) * part // 4 for part in (1, 2, 3)}
     counts = {0, max(0, low - 1), low, *quarters, *between}
-    heads = sorted({count * BLOCK_TOKENS for count in counts} | {history.coming})
+    heads = sorted({count * BLOCK_TOKENS for count in counts} | {coming})
     return min(
         (split(head) for head in heads), key=lambda found: found.seconds + decoding * found.stall
     )

@@ -6,11 +6,12 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.windows import RunningMean
@@ -19,9 +20,9 @@ from sglang_hc.queue.windows import RunningMean
 class FetchCosts(Protocol):
     """Seconds that are weighed against each other."""
 
-    @property
-    def block_seconds(self) -> float:
-        """Disk to host, for one block of many; 0 when the speed is not known."""
+    def block_seconds(self, tier: SourceTier) -> float:
+        """To host memory, for one block of many; 0 when the speed is not known, and for a block
+        that host memory has elsewhere."""
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
@@ -43,24 +44,26 @@ class RestoreCosts(FetchCosts, Protocol):
     def split(self, history: History, decoding: int) -> Split | None:
         """See `meeting.SplitCosts`."""
 
-    @property
-    def host_token_seconds(self) -> float:
-        """Host to device, for one token of many."""
+    def token_seconds(self, tier: SourceTier) -> float:
+        """To the device, for one token of many."""
 
-    @property
-    def disk_token_seconds(self) -> float:
-        """Disk to device."""
+
+FAR_SECONDS = 8.0
+"""A token from below host memory over one from host memory, where nothing is measured: a disk is
+some ten times slower than the link."""
 
 
 class UnknownCosts:
-    """Nothing is measured: whatever is on disk is fetched, and waited for within bounds.
+    """Nothing is measured: whatever is below host memory is fetched, and waited for within
+    bounds."""
 
-    Only the ratio of the two tiers is assumed: a disk is some ten times slower than the link.
-    """
-
-    block_seconds = 0.0
-    host_token_seconds, disk_token_seconds = 1.0, 8.0
     tries: Tries | None = None
+
+    def block_seconds(self, tier: SourceTier) -> float:
+        return 0.0
+
+    def token_seconds(self, tier: SourceTier) -> float:
+        return 1.0 if tier is SourceTier.HOST else FAR_SECONDS
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return math.inf
@@ -77,15 +80,19 @@ class Missing:
     """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
 
     path: identities of the whole blocks of its prompt. first: blocks of it in host memory, without
-    a gap. count: those behind them that are on disk, without a gap; 0 when the device has their
-    tokens. on_device: tokens that the device has. tokens: of the prompt.
+    a gap. sources: where each of those behind them lies, without a gap; empty when the device has
+    their tokens. on_device: tokens that the device has. tokens: of the prompt.
     """
 
     path: Sequence[bytes]
     first: int
-    count: int
+    sources: Sequence[SourceTier]
     on_device: int
     tokens: int
+
+    @property
+    def count(self) -> int:
+        return len(self.sources)
 
     def saved(self, costs: FetchCosts, first: int, end: int) -> float:
         """Seconds by which the request starts sooner when host memory has `end` blocks of the path
@@ -96,6 +103,29 @@ class Missing:
             return -math.inf
         new = max(1, self.tokens - held)
         return costs.saved_seconds(known - self.on_device, held - known, self.on_device, new)
+
+    def in_time(
+        self,
+        costs: FetchCosts,
+        reading: Callable[[SourceTier], int],
+        first: int,
+        end: int,
+        turn_in: float,
+    ) -> tuple[int, float]:
+        """(end of those of blocks [first, end) that can be here in `turn_in` seconds, seconds that
+        the last of all comes later). Disk and remote store read at the same time, each behind the
+        `reading` blocks that it reads already."""
+        ready: dict[SourceTier, float] = {}
+        stop, late = first, 0.0
+        for index in range(first, end):
+            tier = self.sources[index - self.first]
+            per_block = costs.block_seconds(tier)
+            before = ready[tier] if tier in ready else reading(tier) * per_block
+            ready[tier] = before + per_block
+            late = max(late, ready[tier] - turn_in)
+            if late <= 0.0:
+                stop = index + 1
+        return stop, late
 
     def try_seconds(self, costs: FetchCosts) -> float:
         """Longest that the request waits for a fetch that is a try; it counts as one that would

@@ -14,17 +14,15 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.policy.meeting import History
 from sglang_hc.policy.pins import RetentionPriority
-from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
-from sglang_hc.queue.meeting import Action, Meeting, Prompt, Step
+from sglang_hc.queue.meeting import Meetings, Prompt
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
-from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES
@@ -56,7 +54,7 @@ class Mover(Protocol):
 
     def find(
         self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int
-    ) -> int | None: ...
+    ) -> Sequence[SourceTier] | None: ...
 
     def fetch(
         self,
@@ -118,8 +116,7 @@ class QueueView:
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
-        self._meeting: Meeting | None = None
-        self._decoding = 0
+        self.meetings = Meetings(self.requests, host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
         self._priority = priority
         below = disk if disk is not None else mover
@@ -140,7 +137,7 @@ class QueueView:
     ) -> None:
         """The waiting requests, the next to be served first, and how many requests decode; once
         per pass, at its top."""
-        self._decoding = decoding
+        self.meetings.decoding = decoding
         departed = self.requests.update(queue)
         admitted = self.admission.admitted(departed)
         if not (queue or departed or len(self.window) or self._changed):
@@ -176,11 +173,10 @@ class QueueView:
             self._prefetcher.give_up(rid)
             return True
         ready = self._prefetcher.ready(rid, self._now())
-        meeting = self.meeting_of(rid)
-        if meeting is not None:
+        if self.meetings.of(rid) is not None:
             waiting = self._of(rid)
             known = self._host.tree.match(waiting.namespace, waiting.tokens).tokens
-            meeting.wait(max(known, waiting.on_device), self._now())
+            self.meetings.wait(rid, max(known, waiting.on_device))
         return ready
 
     def readiness(self, rids: Collection[str], waiting_of: WaitingOf) -> Readiness[str]:
@@ -206,78 +202,33 @@ class QueueView:
 
     # -- histories computed and read at the same time --------------------------------------------
 
-    def meeting_of(self, rid: str) -> Meeting | None:
-        """The meeting of this request, waiting or admitted; None when it has none."""
-        meeting = self._meeting
-        return meeting if meeting is not None and meeting.rid == rid else None
-
-    def next_step(self, meeting: Meeting, head: int) -> Step:
-        """See `Meeting.next`. A meeting that is over is closed."""
-        step = meeting.next(head, self._decoding, self._now())
-        if step.action is Action.OVER:
-            self.end_meeting(meeting.rid)
-        return step
-
-    def join(self, meeting: Meeting, head: int) -> Sequence[BlockNode] | None:
-        """See `Meeting.join`. The meeting is over."""
-        nodes = meeting.join(head, self._now())
-        self.counters["meetings_restored" if nodes is not None else "meetings_cut_off"] += 1
-        self.end_meeting(meeting.rid)
-        return nodes
-
-    def end_meeting(self, rid: str) -> None:
-        """The request needs no more of its stored history. Nothing happens if it has no meeting."""
-        meeting = self.meeting_of(rid)
-        if meeting is not None:
-            self._meeting = None
-            meeting.close()
-
     def meet(
         self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        """See `prefetch.Below`. There is one meeting at a time."""
+        """See `prefetch.Below`."""
         disk = self._disk
-        if not self._can_meet or self._meeting is not None or disk is None:
-            return False
-        if self.requests[request].earlier:
-            return False  # some of these blocks are made of others
+        if not self._can_meet or disk is None or self.requests[request].earlier:
+            return False  # of a cut prompt some blocks are made of others
         waiting = self._of(request)
-        known = max(missing.first * BLOCK_TOKENS, missing.on_device)
-        blocks = known // BLOCK_TOKENS, end
         prompt = Prompt(waiting.namespace, waiting.tokens)
 
         def read(low: int, high: int) -> list[Promotion]:
             seconds = self._costs.block_seconds
-            begun = disk.fetch_tail(*prompt, missing.path, low, high, seconds, is_protected)
-            for promotion in begun:
-                self.requests.begin(promotion.block_id)
-            return begun
+            return disk.fetch_tail(*prompt, missing.path, low, high, seconds, is_protected)
 
-        tree, coming = self._host.tree, disk.coming
-        meeting = Meeting(request, prompt, blocks, tree, coming, read, self._costs)
-        history = History(known, meeting.stop - known, 0, meeting.new)
-        split = self._costs.split(history, self._decoding)
-        if split is None or not 0 < split.head < history.coming:
-            return False
-        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
-            return False
-        self._meeting = meeting
-        self.counters["meetings"] += 1
-        # Were it in host memory, all of it would be loaded.
-        self.counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
-        return True
+        return self.meetings.begin(request, prompt, missing, end, disk.coming, read)
 
     # -- ends of requests ------------------------------------------------------------------------
 
     def left(self, rid: str) -> None:
         """The request left the queue without being admitted."""
-        self.end_meeting(rid)
+        self.meetings.end(rid)
         self.admission.left(rid)
         self._prefetcher.cancel(rid)
 
     def finished(self, rid: str, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
-        self.end_meeting(rid)
+        self.meetings.end(rid)
         self.admission.left(rid)
         self._prefetcher.finished(rid, blocks)
 
@@ -287,20 +238,24 @@ class QueueView:
         """Blocks that can be had and are not in host memory; see `policy.prefetch.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path))
-        count = self._find(request, path, first)
-        if count is None:
+        sources = self._find(request, path, first)
+        if sources is None:
             return None
         on_device = length = 0
-        if count:
+        if sources:
             waiting = self._of(request)
             on_device, length = waiting.on_device, len(waiting.tokens) // TOKEN_BYTES
-            if (first + count) * BLOCK_TOKENS <= on_device:
-                count = 0
-        return Missing(path, first, count, on_device, length)
+            if (first + len(sources)) * BLOCK_TOKENS <= on_device:
+                sources = ()
+        return Missing(path, first, sources, on_device, length)
 
     def in_host(self, block_id: bytes) -> bool:
         """Whether the host tier has this block; its bytes may still be on their way."""
         return block_id in self._host
+
+    def reading(self, tier: SourceTier) -> int:
+        """Blocks that are being read from a tier."""
+        return 0 if self._disk is None else self._disk.reading(tier)
 
     def start(
         self,
@@ -365,12 +320,16 @@ class QueueView:
             places = (way.place(block) for block in range(first, len(path)))
             yield from (way.block_ids[place] for place in places if place < len(way.block_ids))
 
-    def _find(self, rid: str, path: Sequence[bytes], first: int) -> int | None:
-        """How many blocks from `first` on can be brought to host memory; None: not known yet."""
+    def _find(self, rid: str, path: Sequence[bytes], first: int) -> Sequence[SourceTier] | None:
+        """Where the blocks from `first` on that can be brought to host memory lie; None: not known
+        yet."""
         earlier = self.requests[rid].earlier
         if self._mover is not None and earlier:
             return self._mover.find(path, earlier, first)
-        return 0 if self._disk is None else self._disk.find(path[first:])
+        if self._disk is None:
+            return ()
+        count = self._disk.find(path[first:])
+        return None if count is None else self._disk.sources(path[first : first + count])
 
     def _path_of(self, rid: str) -> Sequence[bytes]:
         self._needs_of(rid)
@@ -381,11 +340,11 @@ class QueueView:
         waiting = self._of(rid)
         match = self._host.tree.match(waiting.namespace, waiting.tokens)
         known = max(match.tokens, waiting.on_device)
-        cost = self._costs.host_token_seconds * (known - waiting.on_device)
+        cost = self._costs.token_seconds(SourceTier.HOST) * (known - waiting.on_device)
         if self._disk is not None:
             beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
-            on_disk = sum(1 for _ in takewhile(self._disk.holds, beyond))
-            cost += self._costs.disk_token_seconds * on_disk * BLOCK_TOKENS
+            below = self._disk.sources(list(takewhile(self._disk.holds, beyond)))
+            cost += BLOCK_TOKENS * sum(map(self._costs.token_seconds, below))
         return cost
 
     def _now(self) -> float:

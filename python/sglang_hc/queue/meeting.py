@@ -13,12 +13,18 @@ to the scheduler thread and never waits.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
+from sglang_hc.policy.restore_plan import Reason, Span
+from sglang_hc.queue.fetches import Missing
 from sglang_hc.queue.prefetch import PATIENCE
+from sglang_hc.queue.requests import WaitingTable
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
 from sglang_hc.tree.identity import TOKEN_BYTES
 from sglang_hc.tree.promotions import Promotion, Promotions
@@ -41,7 +47,8 @@ class Action(enum.Enum):
     COMPUTE = enum.auto()
     """Compute the given tokens more."""
     WAIT = enum.auto()
-    """Compute nothing of this prompt in this pass: the rest is nearly here."""
+    """Compute nothing of this prompt in this pass: the rest is nearly here, or others who decode
+    waited for a chunk of it just now."""
     RESTORE = enum.auto()
     """Everything behind the head is here."""
     OVER = enum.auto()
@@ -67,25 +74,26 @@ ReadTail = Callable[[int, int], list[Promotion]]
 
 
 class Meeting:
-    """Blocks [first, end) of a prompt are below host memory when this begins.
+    """Blocks of a prompt are below host memory when this begins.
 
     What comes before them is on the device or in host memory.
     """
 
     def __init__(
         self,
-        rid: str,
         prompt: Prompt,
-        blocks: tuple[int, int],
+        first: int,
+        sources: Sequence[SourceTier],
         tree: BlockTree,
         coming: Promotions,
         read: ReadTail,
         costs: SplitCosts,
     ) -> None:
-        """blocks: first and end. coming: where what `read` begins waits for its parent."""
-        self.rid = rid
+        """sources: where each block from `first` on lies. coming: where what `read` begins waits
+        for its parent."""
         self._prompt = prompt
-        self.first, self.end = blocks
+        self.first, self.end = first, first + len(sources)
+        self._sources = sources
         self._tree = tree
         self._coming = coming
         self._read = read
@@ -93,7 +101,7 @@ class Meeting:
         self._low = self.end
         self._blocks: dict[int, Promotion] = {}
         self._least = LEAST_TOKENS
-        self._computing: int | None = None  # the head before the chunk that was given last
+        self._given: tuple[int, int] | None = None  # begin and end of what was to be computed
         self._wait_until: float | None = None
 
     @property
@@ -118,6 +126,16 @@ class Meeting:
             self._blocks[self._low] = promotion
         return len(begun)
 
+    def history(self, head: int, end: int) -> History:
+        """What is to come: the blocks between `head` tokens and block `end`."""
+        # Host memory has what lies before the first one; here it was not worth restoring.
+        blocks = range(head // BLOCK_TOKENS, end)
+        places = [self._sources[max(0, block - self.first)] for block in blocks]
+        coming = [Span(tier, BLOCK_TOKENS * len(list(run))) for tier, run in groupby(places)]
+        begun = head % BLOCK_TOKENS  # tokens of the first block that are computed already
+        coming[0] = Span(coming[0].tier, coming[0].tokens - begun)
+        return History(head, coming, self.stop - end * BLOCK_TOKENS, self.new)
+
     def is_here(self, head: int) -> bool:
         """Whether nothing behind `head` tokens is still to come."""
         return head >= self.stop or self._missing(head // BLOCK_TOKENS) == head // BLOCK_TOKENS
@@ -130,21 +148,25 @@ class Meeting:
         missing = self._missing(block)
         if missing == block:
             return Step(Action.RESTORE)
-        coming = missing * BLOCK_TOKENS - head
-        held = self.stop - missing * BLOCK_TOKENS
-        if self._computing is not None and head > self._computing:
-            self._least, self._computing = 2 * self._least, None
-        split = self._costs.split(History(head, coming, held, self.new), decoding)
+        if self._given is not None and head > self._given[0]:
+            if head >= self._given[1]:  # else the scheduler's own chunks are shorter
+                self._least *= 2
+            self._given = None
+            if decoding:  # those have a step between two chunks
+                return Step(Action.WAIT)
+        split = self._costs.split(self.history(head, missing), decoding)
         if split is None:
             return Step(Action.OVER)
         lost = self._lost_up_to(block)
-        if split.head == 0 and not lost and self._may_wait(split, decoding, now):
-            return Step(Action.WAIT)
+        if split.head == 0 and not lost:
+            self.read_down_to(block)
+            if self._low <= block and self._may_wait(split, decoding, now):
+                return Step(Action.WAIT)
         wanted = max(head + split.head, head + self._least, lost)
         target = -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS
         if target >= self.stop:
             return Step(Action.OVER)
-        self._computing = head
+        self._given = head, target
         self.read_down_to(target // BLOCK_TOKENS)
         return Step(Action.COMPUTE, target - head)
 
@@ -199,3 +221,103 @@ class Meeting:
             seconds = 2 * split.seconds if decoding else split.seconds
             self._wait_until = now + min(PATIENCE, seconds)
         return now < self._wait_until
+
+
+K = TypeVar("K", bound=Hashable)
+"""Name of a request."""
+
+
+class Meetings(Generic[K]):
+    """The meetings of one waiting queue: there is one at a time.
+
+    decoding: requests that decode now; whoever makes the passes says so.
+    """
+
+    def __init__(
+        self,
+        requests: WaitingTable[K],
+        tree: BlockTree,
+        costs: SplitCosts,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        """counters: gets the meetings, and what became of them."""
+        self.decoding = 0
+        self._requests = requests
+        self._tree = tree
+        self._costs = costs
+        self._counters = counters
+        self._clock = clock
+        self._met: tuple[K, Meeting] | None = None
+
+    def of(self, name: K) -> Meeting | None:
+        """The meeting of this request, waiting or admitted; None when it has none."""
+        return self._met[1] if self._met is not None and self._met[0] == name else None
+
+    def begin(
+        self,
+        name: K,
+        prompt: Prompt,
+        missing: Missing,
+        end: int,
+        coming: Promotions,
+        read: ReadTail,
+    ) -> bool:
+        """Let a request meet its blocks before `end`, if that is faster than reading or computing
+        them all. coming: see `Meeting`."""
+        known = max(missing.first * BLOCK_TOKENS, missing.on_device)
+        first = known // BLOCK_TOKENS
+        if self._met is not None or end <= first:
+            return False
+
+        def begin_reads(low: int, high: int) -> list[Promotion]:
+            begun = read(low, high)
+            for promotion in begun:
+                self._requests.begin(promotion.block_id)
+            return begun
+
+        sources = missing.sources[first - missing.first : end - missing.first]
+        meeting = Meeting(prompt, first, sources, self._tree, coming, begin_reads, self._costs)
+        history = meeting.history(known, end)
+        split = self._costs.split(history, self.decoding)
+        if split is None or not 0 < split.head < meeting.stop - known:
+            return False
+        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
+            return False
+        self._met = name, meeting
+        self._counters["meetings"] += 1
+        # Were it in host memory, all of it would be loaded.
+        self._counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
+        return True
+
+    def wait(self, name: K, head: int) -> None:
+        """See `Meeting.wait`. Nothing happens if the request has no meeting."""
+        meeting = self.of(name)
+        if meeting is not None:
+            meeting.wait(head, self._clock())
+
+    def next(self, name: K, head: int) -> Step:
+        """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""
+        meeting = self.of(name)
+        if meeting is None:
+            return Step(Action.OVER)
+        step = meeting.next(head, self.decoding, self._clock())
+        if step.action is Action.OVER:
+            self.end(name)
+        return step
+
+    def join(self, name: K, head: int) -> Sequence[BlockNode] | None:
+        """See `Meeting.join`. The meeting of the request, which has one, is over."""
+        meeting = self.of(name)
+        assert meeting is not None
+        nodes = meeting.join(head, self._clock())
+        self._counters["meetings_restored" if nodes is not None else "meetings_cut_off"] += 1
+        self.end(name)
+        return nodes
+
+    def end(self, name: K) -> None:
+        """The request needs no more of its stored history. Nothing happens if it has no meeting."""
+        meeting = self.of(name)
+        if meeting is not None:
+            self._met = None
+            meeting.close()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import FetchCosts, Missing, TurnEstimate
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
@@ -56,6 +57,9 @@ class Below(Protocol[K_contra]):
 
     def in_host(self, block_id: bytes) -> bool:
         """Whether host memory has this block."""
+
+    def reading(self, tier: SourceTier) -> int:
+        """Blocks that are being read from a tier."""
 
     def start(
         self,
@@ -354,14 +358,9 @@ class Prefetcher(Generic[K]):
     def _worth(self, missing: Missing, first: int, end: int, turn_in: float) -> int:
         """Leading blocks of [first, end) to fetch: those in time for the turn, and the rest if
         waiting for it beats recomputing it."""
-        per_block = self.costs.block_seconds
-        slack = turn_in - len(self.requests.under_way) * per_block
-        stop = end
-        if (end - first) * per_block > slack:
-            stop = first + max(0, int(slack / per_block))
-            late = (end - first) * per_block - slack
-            if late <= missing.saved(self.costs, stop, end):
-                stop = end
+        stop, late = missing.in_time(self.costs, self._below.reading, first, end, turn_in)
+        if stop < end and late <= missing.saved(self.costs, stop, end):
+            stop = end
         # At admission the whole run is restored, or nothing of it.
         return stop - first if missing.saved(self.costs, 0, stop) >= 0 else 0
 

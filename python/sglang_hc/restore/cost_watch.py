@@ -171,12 +171,12 @@ class CostWatch:
 
     # -- disk ------------------------------------------------------------------------------------
 
-    def read(self, tier: str, blocks: int, observed: float) -> None:
+    def read(self, tier: SourceTier, blocks: int, observed: float) -> None:
         """So many blocks came from an idle disk or remote store in `observed` seconds."""
-        if tier == SourceTier.REMOTE.value:
+        if tier is SourceTier.REMOTE:
             layers = self.plan.hidden + self.plan.kv
             self.costs.observe_remote(observed / (blocks * BLOCK_TOKENS * layers))
-        if tier != SourceTier.DISK.value or SourceTier.DISK not in self.costs.measured.copies:
+        if tier is not SourceTier.DISK or SourceTier.DISK not in self.costs.measured.copies:
             return
         seconds = self.costs.measured.copy_stored(SourceTier.DISK, self.plan, blocks * BLOCK_TOKENS)
         self.took([Resource.DISK], seconds, observed)

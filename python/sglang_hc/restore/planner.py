@@ -28,7 +28,7 @@ from sglang_hc.policy.restore_plan import (
     plan_restore,
 )
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
-from sglang_hc.queue.fetches import UnknownCosts
+from sglang_hc.queue.fetches import FAR_SECONDS
 
 NOT_MEASURED = "not_measured"
 """Reason to load everything: there is no cost model."""
@@ -141,38 +141,28 @@ class RestoreChoice:
         """For the order of copies of a pass over so many tokens; see `policy.order`."""
         return 0.0 if self._costs is None else copy_order.kv_per_hidden(self._costs.model, tokens)
 
-    @property
-    def block_seconds(self) -> float:
-        """Reading one block of many from disk; 0 when that is not known, or does not count."""
-        return 0.0 if self._always else BLOCK_TOKENS * self._read_seconds
+    def block_seconds(self, tier: SourceTier) -> float:
+        """Reading one block of many into host memory; 0 when that is not known or does not count,
+        and for a block that host memory has elsewhere."""
+        below = tier is not SourceTier.HOST and not self._always
+        return BLOCK_TOKENS * self._copy_token(tier) if below else 0.0
 
-    @property
-    def host_token_seconds(self) -> float:
-        """Restoring one token of many from host memory."""
-        cost = None if self._costs is None else self._costs.model
-        if cost is None:
-            return UnknownCosts.host_token_seconds
-        seconds = cost.copy_stored(SourceTier.HOST, self._plan, LONG_HISTORY) / LONG_HISTORY
-        return seconds or UnknownCosts.host_token_seconds
-
-    @property
-    def disk_token_seconds(self) -> float:
-        """Restoring one token of many from disk."""
-        if self._read_seconds:
-            return self._read_seconds + self.host_token_seconds
-        return self.host_token_seconds * UnknownCosts.disk_token_seconds
+    def token_seconds(self, tier: SourceTier) -> float:
+        """Restoring one token of many."""
+        host = self._copy_token(SourceTier.HOST) or 1.0
+        if tier is SourceTier.HOST:
+            return host
+        read = self._copy_token(tier)
+        return read + host if read else FAR_SECONDS * host
 
     def split(self, history: History, decoding: int) -> Split | None:
         """Where a history that is on its way from below should meet what is computed of it; None
         when the costs of that are not known, or do not count."""
         cost = self._weighed
-        tier = self._source
-        if cost is None or tier is None:
+        if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
         can_recompute = self._can_recompute
-        return best_split(
-            cost, self._plan, tier, history, decoding=decoding, can_recompute=can_recompute
-        )
+        return best_split(cost, self._plan, history, decoding=decoding, can_recompute=can_recompute)
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """By how much sooner a request starts with `fetched` more tokens in host memory, behind
@@ -250,19 +240,12 @@ class RestoreChoice:
                 seconds += kv * cost.copy_kv(span.tier, tokens)
         return seconds
 
-    @property
-    def _source(self) -> SourceTier | None:
-        """The tier below host memory whose speed is known."""
-        known = () if self._costs is None else self._costs.model.copies
-        return next((t for t in (SourceTier.DISK, SourceTier.REMOTE) if t in known), None)
-
-    @property
-    def _read_seconds(self) -> float:
-        """Reading all stored layers of one token into host memory, for a history long enough to
-        hide what a read costs at least; 0 when it is not known."""
-        if self._costs is None or self._source is None:
+    def _copy_token(self, tier: SourceTier) -> float:
+        """Copying all stored layers of one token, for a history long enough to hide what a copy
+        costs at least; 0 when it is not known."""
+        if self._costs is None or tier not in self._costs.model.copies:
             return 0.0
-        return self._costs.model.copy_stored(self._source, self._plan, LONG_HISTORY) / LONG_HISTORY
+        return self._costs.model.copy_stored(tier, self._plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, decision: str, reason: str) -> None:
         self._counters[f"restore_decision_{decision}"] += 1

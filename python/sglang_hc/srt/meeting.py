@@ -25,10 +25,10 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     """
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.tiers.queue.meeting_of(req.rid)
+        meeting = tree.tiers.queue.meetings.of(req.rid)
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
-            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, meeting, head))
+            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, req.rid, head))
     return original(self, req, *args, **kwargs)
 
 
@@ -37,7 +37,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache):
-        meeting = tree.tiers.queue.meeting_of(req.rid)
+        meeting = tree.tiers.queue.meetings.of(req.rid)
         if meeting is not None:
             tokens = _between_chunks(tree, meeting, req)
             if not tokens:
@@ -51,9 +51,9 @@ UNLIMITED = 1 << 62
 """Tokens of a chunk that need not end early."""
 
 
-def _chunk(tree: HcRadixCache, meeting: Meeting, head: int) -> int:
+def _chunk(tree: HcRadixCache, rid: str, head: int) -> int:
     """Tokens of the first chunk, behind `head` tokens that the device has or gets."""
-    step = tree.tiers.queue.next_step(meeting, head)
+    step = tree.tiers.queue.meetings.next(rid, head)
     if step.action is Action.OVER:
         return UNLIMITED
     # What is here already joins after the first chunk: its parent block must be computed first.
@@ -65,11 +65,12 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     head = len(req.prefix_indices)
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
-    if req.inflight_middle_chunks > 0 and not meeting.is_here(head):
+    meetings = tree.tiers.queue.meetings
+    if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
         # here. SGLang takes its result in before the next pass.
         return 0
-    step = tree.tiers.queue.next_step(meeting, head)
+    step = meetings.next(req.rid, head)
     if step.action is Action.RESTORE:
         _restore(tree, meeting, req)
         return UNLIMITED
@@ -87,7 +88,7 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
 def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     """Put what was read behind the request's prefix; what cannot be is computed."""
     head = len(req.prefix_indices)
-    blocks = tree.tiers.queue.join(meeting, head)
+    blocks = tree.tiers.queue.meetings.join(req.rid, head)
     limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     stop = min(meeting.stop, limit) // tree.page_size * tree.page_size
     if blocks is None or stop <= head:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 
@@ -85,6 +86,9 @@ class BlockIo(Protocol):
     def contains(self, block_ids: Sequence[bytes]) -> int:
         """How many of the first identities are here without a gap, as far as known now. In
         microseconds. A yes is no promise."""
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        """From which tier each of these would be read now."""
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         """Find out about the identities after those that `contains` counts. True while an answer

@@ -16,8 +16,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
@@ -31,47 +33,57 @@ logger = logging.getLogger(__name__)
 READ_DEADLINE_S = 10.0
 """Longest a read may take before it counts as failed."""
 
+LENIENCE = 2
+"""A block that takes so many times as long as expected is not late."""
+
 WRITE_DEADLINE_S = 30.0
 """Longest a block may wait to be written: it holds its slot meanwhile."""
 
 
-class ReadWatch:
-    """A span of reads begins when the first is asked for and ends when none is under way.
+BlockSeconds = Callable[[SourceTier], float]
+"""Seconds that a tier is expected to take for a block."""
 
-    `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write, no
-    failure, no read from another tier. Times are on `time.monotonic`, which is one clock for all
-    processes of a machine.
+OnRead = Callable[[SourceTier, int, float], None]
+"""Told of (tier, blocks, seconds) that an idle source took."""
+
+
+class ReadWatch:
+    """Reads from one tier. A span of them begins when the first is asked for and ends when none is
+    under way.
+
+    `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write and no
+    failure. Times are on `time.monotonic`, which is one clock for all processes of a machine.
     """
 
-    def __init__(self, observed: Callable[[str, int, float], None]) -> None:
+    def __init__(self, tier: SourceTier, observed: OnRead) -> None:
+        self.under_way = 0
+        self._tier = tier
         self._observed = observed
         self._began = 0.0
         self._ended = 0.0
         self._blocks = 0
-        self._under_way = 0
         self._is_clean = False
-        self._tier = ""
 
     def asked(self, blocks: int, now: float, *, idle: bool) -> None:
         """Reads are submitted. idle: nothing is being written."""
-        if not self._under_way:
-            self._began, self._blocks, self._is_clean, self._tier = now, 0, True, ""
+        if not self.under_way:
+            self._began, self._blocks, self._is_clean = now, 0, True
         self._is_clean = self._is_clean and idle
         self._blocks += blocks
-        self._under_way += blocks
+        self.under_way += blocks
 
     def disturbed(self) -> None:
         """Something else uses the disk now."""
         self._is_clean = False
 
-    def came(self, at: float | None, tier: str, *, good: bool) -> None:
-        """A read is over since `at`, None where that is not known. good: `tier` served it."""
-        self._under_way -= 1
-        if at is None or not good or self._tier not in ("", tier):
+    def came(self, at: float | None, *, good: bool) -> None:
+        """A read is over since `at`, None where that is not known. good: the bytes are there."""
+        self.under_way -= 1
+        if at is None or not good:
             self._is_clean = False
         else:
-            self._ended, self._tier = max(self._ended, at), tier
-        if not self._under_way and self._is_clean:
+            self._ended = max(self._ended, at)
+        if not self.under_way and self._is_clean:
             self._observed(self._tier, self._blocks, self._ended - self._began)
 
 
@@ -83,19 +95,19 @@ class DiskTier:
         io: BlockIo,
         host: HostTier,
         clock: Callable[[], float] = time.monotonic,
-        on_read: Callable[[str, int, float], None] = lambda tier, blocks, seconds: None,
+        on_read: OnRead = lambda tier, blocks, seconds: None,
     ) -> None:
-        """on_read: told of (tier, blocks, seconds) that idle sources took."""
         self._io = io
         self._host = host
         self.now = clock
         self._usable = True
         self.coming = Promotions(host)
         self._tickets = itertools.count(1)
-        self._reads: dict[int, Promotion] = {}
+        self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
         self._spills: dict[int, BlockNode] = {}
         self.counters = io.counts
-        self._watch = ReadWatch(on_read)
+        below = (SourceTier.DISK, SourceTier.REMOTE)
+        self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
 
     @property
     def name(self) -> str:
@@ -122,7 +134,8 @@ class DiskTier:
         if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
             self.counters["disk_save_dropped"] += 1
             return
-        self._watch.disturbed()
+        for watch in self._watches.values():
+            watch.disturbed()
         self._host.pin([node])
         self._spills[ticket] = node
 
@@ -161,37 +174,50 @@ class DiskTier:
         path: Sequence[bytes],
         low: int,
         high: int,
-        block_seconds: float,
+        block_seconds: BlockSeconds,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         """Start reading blocks [low, high), the last one first, before what they continue is in
         the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up.
 
-        block_seconds: what the source is expected to take for each block. One that comes in half
-        of that speed is not late.
+        block_seconds: what each block is expected to take.
         """
         if not self._usable:
             return []
         now = self.now()
         promotions = self.coming.begin_tail(namespace, tokens, path, low, high, now, is_protected)
-        self.read([(promotion, promotion.block_id) for promotion in promotions], 2 * block_seconds)
+        self.read([(promotion, promotion.block_id) for promotion in promotions], block_seconds)
         return promotions
 
     def read(
-        self, promotions: Sequence[tuple[Promotion, bytes]], block_seconds: float = 0.0
+        self,
+        promotions: Sequence[tuple[Promotion, bytes]],
+        block_seconds: BlockSeconds = lambda tier: 0.0,
     ) -> None:
         """Start reading blocks into the slots of promotions that began, each with the identity
-        whose bytes it gets. Each has READ_DEADLINE_S, and `block_seconds` for itself and for each
-        block before it."""
+        whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times `block_seconds` for itself
+        and for each block of its tier before it."""
         now = self.now()
-        for number, (promotion, block_id) in enumerate(promotions, 1):
+        sources = self.sources([block_id for _, block_id in promotions])
+        taken = dict.fromkeys(self._watches, 0.0)
+        for (promotion, block_id), tier in zip(promotions, sources, strict=True):
             ticket = next(self._tickets)
-            deadline = now + READ_DEADLINE_S + number * block_seconds
+            taken[tier] += LENIENCE * block_seconds(tier)
+            deadline = now + READ_DEADLINE_S + taken[tier]
             self._io.read(ticket, block_id, promotion.slot, deadline)
-            self._reads[ticket] = promotion
+            self._reads[ticket] = promotion, tier
+        for tier, blocks in Counter(sources).items():
+            self._watches[tier].asked(blocks, now, idle=not self._spills)
         if promotions:
-            self._watch.asked(len(promotions), now, idle=not self._spills)
             self._io.flush()  # the next poll may be a whole forward pass away
+
+    def reading(self, tier: SourceTier) -> int:
+        """Blocks that are being read from a tier."""
+        return self._watches[tier].under_way if tier in self._watches else 0
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        """From which tier each of these would be read now."""
+        return self._io.sources(block_ids)
 
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is below the host tier, as far as known. Asks nobody."""
@@ -211,12 +237,13 @@ class DiskTier:
         """Apply what is done."""
         came = []
         for done in self._io.poll():
-            promotion = self._reads.pop(done.ticket, None)
-            if promotion is None:
+            read = self._reads.pop(done.ticket, None)
+            if read is None:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
+            promotion, tier = read
             good = done.outcome is Outcome.OK
-            self._watch.came(done.at, done.tier, good=good)
+            self._watches[tier].came(done.at, good=good)
             if good:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import CopySlot
@@ -63,14 +64,21 @@ class Grafts:
         self._counters = counters
         self._copied: set[bytes] = set()
 
-    def find(self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int) -> int | None:
-        """How many blocks of a cut path, from block `first` on, can be brought to host memory
-        without a gap; None when that is not known yet, but soon.
+    def find(
+        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int
+    ) -> Sequence[SourceTier] | None:
+        """Where the blocks of a cut path come from that can be brought to host memory, from block
+        `first` on without a gap; None when that is not known yet, but soon.
 
         path: identities of its whole blocks.
         """
         sources = self._sources(path, earlier, first, len(path))
-        return None if sources is None else len(sources)
+        if sources is None:
+            return None
+        return [
+            SourceTier.HOST if node is not None else self._tier_of(block_id)
+            for block_id, node, _ in sources
+        ]
 
     def fetch(
         self,
@@ -175,6 +183,10 @@ class Grafts:
         if count is None:
             return None
         return [_Source(block_id, None, Moved(block_id, shift)) for block_id in known[:count]]
+
+    def _tier_of(self, block_id: bytes) -> SourceTier:
+        assert self._disk is not None
+        return self._disk.sources([block_id])[0]
 
     def _below(self, block_ids: Sequence[bytes]) -> int | None:
         return 0 if self._disk is None else self._disk.find(block_ids)

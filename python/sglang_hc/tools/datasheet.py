@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 from msgspec.structs import fields
@@ -98,11 +98,31 @@ def parse_hardware(text: str, where: str) -> Hardware:
 def datasheet_costs(
     hardware: Hardware, shape: ModelShape, link: float, disk: float | None = None
 ) -> CostModel:
-    """Costs from FLOP counts and bandwidths; nothing measured, no fixed costs.
+    """Costs of one GPU at `hardware.flops`; see `modelled_costs`."""
+    rates = Rates(hardware.flops, hardware.memory_bandwidth, link, disk)
+    return modelled_costs(f"data sheet: {hardware.name}, {shape.describe()}", shape, rates)
 
-    link: bytes/s from host memory to the device. disk: bytes/s of all disks together, into host
-    memory. Compute runs at `hardware.flops`, but no faster than the layer's weights can be read
-    once.
+
+class Rates(NamedTuple):
+    """A machine, per second.
+
+    flops: of the layers' products. memory: bytes/s of device memory. link: bytes/s from host memory
+    to the device. disk: bytes/s of all disks together, into host memory; None for no disk.
+    """
+
+    flops: float
+    memory: float
+    link: float
+    disk: float | None
+
+
+def modelled_costs(
+    name: str, shape: ModelShape, rates: Rates, layer_overhead: float = 0.0
+) -> CostModel:
+    """Costs from FLOP counts and bandwidths; nothing is measured.
+
+    Compute runs no faster than the layer's weights can be read once. layer_overhead: seconds of
+    host work for each layer and pass; the only fixed cost.
     """
     state = shape.state_shape()
 
@@ -112,23 +132,23 @@ def datasheet_costs(
             hidden=Line(0.0, state.hidden_bytes / bandwidth),
         )
 
-    copies = {SourceTier.HOST: copy(link)}
-    if disk is not None:
-        copies[SourceTier.DISK] = copy(disk)
-    weight_seconds = shape.element_bytes / hardware.memory_bandwidth
+    copies = {SourceTier.HOST: copy(rates.link)}
+    if rates.disk is not None:
+        copies[SourceTier.DISK] = copy(rates.disk)
+    weight_seconds = shape.element_bytes / rates.memory
     return CostModel(
-        fingerprint=f"data sheet: {hardware.name}, {shape.describe()}",
+        fingerprint=name,
         origin="data sheet",
         copies=copies,
         project=Line(
             0.0,
-            2 * shape.kv_projection_params / hardware.flops,
+            2 * shape.kv_projection_params / rates.flops,
             floor=shape.kv_projection_params * weight_seconds,
         ),
         prefill=Quadratic(
             0.0,
-            2 * shape.layer_params / hardware.flops,
-            shape.attention_flops_per_pair / hardware.flops,
-            floor=shape.layer_params * weight_seconds,
+            2 * shape.layer_params / rates.flops,
+            shape.attention_flops_per_pair / rates.flops,
+            floor=shape.layer_params * weight_seconds + layer_overhead,
         ),
     )

@@ -71,6 +71,7 @@ def test_a_path_may_lie_partly_here_and_partly_there(
         save(holder, pool, blocks)
     names = [block.block_id for block in path]
     assert find(chain, names) == 6
+    sources = [tier.value for tier in chain.sources(names)]
     tiers = []
     for name in names:
         chain.read(1, name, TARGET, FOREVER)
@@ -78,7 +79,7 @@ def test_a_path_may_lie_partly_here_and_partly_there(
         assert done.outcome is Outcome.OK
         assert np.array_equal(pool.slot(TARGET), data_of(name))
         tiers.append(done.tier)
-    assert tiers == ["disk", "disk", "remote", "remote", "disk", "remote"]
+    assert tiers == sources == ["disk", "disk", "remote", "remote", "disk", "remote"]
 
 
 def test_a_hung_store_does_not_keep_the_disk_from_serving(

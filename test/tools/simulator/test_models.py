@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.restore_plan import Span
 from sglang_hc.tools.simulator.models import MODEL_NAMES, GpuCosts, Machine, ModelError, load_model
 
 MIB = 2**20
@@ -21,7 +23,8 @@ def test_state_per_token_is_the_papers(name, mib):
 def test_prefill_and_restore_of_65b_take_what_the_paper_measured():
     costs = GpuCosts(load_model("llama-65b"))
     assert costs.prefill_seconds(2048, 0) == pytest.approx(0.360, rel=0.05)
-    assert costs.restore_seconds(2000) == pytest.approx(0.192, rel=0.06)
+    copied = costs.cost.copy_stored(SourceTier.HOST, costs.plan, 2000)
+    assert copied == pytest.approx(0.192, rel=0.06)
 
 
 def test_costs_grow_with_work_and_context():
@@ -29,9 +32,9 @@ def test_costs_grow_with_work_and_context():
     assert costs.prefill_seconds(0, 500) == 0.0
     assert costs.prefill_seconds(4000, 0) < costs.prefill_seconds(4000, 8000)
     assert costs.step_seconds(1, 100) < costs.step_seconds(24, 50_000)
+    restored = costs.restored([Span(SourceTier.HOST, 2000)], 100, 50)
     assert costs.saved_seconds(0, 2000, 100, 50) == pytest.approx(
-        costs.prefill_seconds(2050, 100)
-        - max(costs.restore_seconds(2000), costs.prefill_seconds(50, 2100))
+        costs.prefill_seconds(2050, 100) - restored.seconds
     )
     dear = GpuCosts(load_model("llama-13b"), Machine(link=1e6))
     assert dear.saved_seconds(0, 2000, 0, 50) < 0, "recomputing is faster than this link"

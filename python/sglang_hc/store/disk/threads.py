@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Read, Write
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.reader import RUN_BYTES
@@ -79,6 +80,9 @@ class DiskThreads:
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._store.contains(block_ids)
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [SourceTier.DISK] * len(block_ids)
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False

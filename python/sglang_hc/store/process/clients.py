@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone, Read, Write
 from sglang_hc.store.disk import Block
@@ -144,6 +145,9 @@ class ProcessBlocks:
         if not self._open:
             return 0
         return len(list(itertools.takewhile(self._known.__contains__, block_ids)))
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [SourceTier.DISK] * len(block_ids)
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False

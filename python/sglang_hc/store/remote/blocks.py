@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import Block
@@ -122,6 +123,9 @@ class RemoteBlocks:
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         return self._presence.leading(block_ids) if self._readable else 0
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        return [SourceTier.REMOTE] * len(block_ids)
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         """As in BlockIo; an answer is on its way for at most LOOKUP_S."""

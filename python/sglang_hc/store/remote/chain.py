@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
@@ -43,6 +44,13 @@ class Chain:
                 break
             found += more
         return found
+
+    def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
+        nearer = self._near.contains
+        return [
+            (self._near if nearer((block_id,)) else self._far).sources((block_id,))[0]
+            for block_id in block_ids
+        ]
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return self._far.ask(block_ids[self.contains(block_ids) :])

@@ -15,6 +15,7 @@ from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+from sglang_hc.policy.restore_plan import Span
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config
@@ -137,7 +138,7 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
     )
 
     def meeting(plan: LayerPlan, behind: int) -> Split:
-        return best_split(cost, plan, tier, History(0, context, 0, behind))
+        return best_split(cost, plan, History(0, [Span(tier, context)], 0, behind))
 
     def way(plan: LayerPlan) -> Way:
         restore, ttft = makespan(alone, plan), makespan(then_new, plan)

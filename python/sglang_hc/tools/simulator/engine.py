@@ -9,16 +9,22 @@ Decode steps are not simulated one by one: while the batch stays the same they t
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.restore_plan import RestorePlan, Span
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
+from sglang_hc.queue.meeting import Action
 from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
-from sglang_hc.tools.simulator.tiers import TieredCache, Transfer
+from sglang_hc.tools.simulator.tiers import Found, TieredCache, Transfer
 from sglang_hc.tools.simulator.workloads import Workload
 
 CONSIDERED = 64
@@ -36,6 +42,13 @@ class Event:
     kind: str
     session: int
     loaded: bool = False
+
+
+class _Read(NamedTuple):
+    """A transfer and when it is through. The disk works on one after the other."""
+
+    time: float
+    transfer: Transfer
 
 
 @dataclass
@@ -67,7 +80,8 @@ class Engine:
         overflow = Overflow(self.overflow, self.costs.model.context)
         self._talks = [Conversation(i, s, overflow) for i, s in enumerate(self.workload.sessions)]
         self._admission: Admission[int] = Admission(self.cache.window.requests)
-        self._agenda: list[tuple[float, int, int | Transfer]] = []
+        self._agenda: list[tuple[float, int, int]] = []
+        self._reads: deque[_Read] = deque()
         self._ticket = 0
         self._queue: list[int] = []
         self._queue_changed = False
@@ -86,20 +100,21 @@ class Engine:
         for talk in self._talks:
             if talk.session.turns:
                 self._schedule(talk.session.arrival, talk.index)
-        while self._agenda or self._running:
+        while self._agenda or self._reads or self._running:
             self._advance()
             if self._queue and (len(self._running) < self.max_batch or len(self._queue) < 256):
                 self._pass()
         self.measures.simulated_seconds = self.now
         return self.measures
 
-    def _schedule(self, time: float, what: int | Transfer) -> None:
+    def _schedule(self, time: float, talk: int) -> None:
         self._ticket += 1
-        heappush(self._agenda, (time, self._ticket, what))
+        heappush(self._agenda, (time, self._ticket, talk))
 
     def _advance(self) -> None:
-        """To the next finish or the next event, whichever comes first."""
-        coming = self._agenda[0][0] if self._agenda else float("inf")
+        """To the next finish, arrival or end of a read, whichever comes first."""
+        arrival = self._agenda[0][0] if self._agenda else math.inf
+        coming = min(arrival, self._reads[0].time) if self._reads else arrival
         if self._ends:
             end = self.now + (self._ends[0][0] - self._steps) * self._step_seconds
             if end <= coming:
@@ -111,12 +126,12 @@ class Engine:
                 return
             if coming > self.now:
                 self._steps += (coming - self.now) / self._step_seconds
-        time, _, what = heappop(self._agenda)
-        self.now = max(self.now, time)
-        if isinstance(what, Transfer):
-            self.cache.fetched(what, self.now)
+        self.now = max(self.now, coming)
+        if coming < arrival:
+            self.cache.fetched(self._reads.popleft().transfer, self.now)
         else:
-            self._arrive(self._talks[what], time)
+            time, _, talk = heappop(self._agenda)
+            self._arrive(self._talks[talk], time)
 
     def _arrive(self, talk: Conversation, time: float) -> None:
         job = talk.next_job(self._numbers)
@@ -146,6 +161,7 @@ class Engine:
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
+            self.cache.meetings.decoding = len(self._running)
             chosen = list(islice(self._admissible(considered), free))
             self._carry()
             self._admission.count(considered, chosen)
@@ -173,9 +189,9 @@ class Engine:
     def _carry(self) -> None:
         """What the tiers have begun to fetch goes through the disk, one after the other."""
         for transfer in self.cache.take_started():
-            seconds = self.costs.block_seconds * len(transfer.promotions)
+            seconds = self.costs.read_seconds(BLOCK_TOKENS * len(transfer.promotions))
             self._disk_free = max(self._disk_free, self.now) + seconds
-            self._schedule(self._disk_free, transfer)
+            self._reads.append(_Read(self._disk_free, transfer))
 
     def _look_ahead(self) -> None:
         if self._queue_changed:
@@ -188,48 +204,31 @@ class Engine:
         if self.cache.window.requests.is_fetching(number):
             return ON_THE_WAY
         found = self.cache.find(self.cache.jobs[number], self.now)
-        return self.costs.restore_seconds(found.host + found.disk) + self._load_seconds(
-            len(found.disk_blocks)
-        )
-
-    def _load_seconds(self, blocks: int) -> float:
-        """Reading blocks that were not prefetched, behind what the disk has to do already."""
-        if not blocks:
-            return 0.0
-        backlog = max(0.0, self._disk_free - self.now)
-        return backlog + self.costs.fetch_seconds(blocks * self.costs.model.slot_bytes)
+        host, disk = map(self.costs.token_seconds, (SourceTier.HOST, SourceTier.DISK))
+        return host * found.host + disk * found.disk
 
     def _admit(self, job: Job) -> None:
         """Restore or recompute, whichever is faster, and prefill; the batch waits for it.
 
-        Without prefetch what is on disk is read now. With it, it was not worth waiting for.
+        Without prefetch what is on disk is read now. With it, it was not worth waiting for, or is
+        met in the middle.
         """
         reusable = self.cache.reusable(job)
         found = self.cache.find(job, self.now)
-        load = self._load_seconds(len(found.disk_blocks))
-        if self.cache.prefetcher.mode != "off":
-            load = math.inf if found.disk_blocks else 0.0
-        prompt = job.prompt_tokens
-        best, restored, from_disk = self.costs.prefill_seconds(prompt, 0), 0, False
-        for depth, wait, disk in (
-            (found.device, 0.0, False),
-            (found.device + found.host, self.costs.restore_seconds(found.host), False),
-            (
-                found.tokens,
-                max(load, self.costs.restore_seconds(found.host + found.disk)),
-                True,
-            ),
-        ):
-            # Restoration is overlapped with the prefill of the new tokens, layer by layer.
-            seconds = max(wait, self.costs.prefill_seconds(prompt - depth, depth))
-            if depth and seconds <= best:
-                best, restored, from_disk = seconds, depth, disk
-        loaded = from_disk and bool(found.disk_blocks)
+        meeting = self.cache.meetings.of(job.number)
+        plan = self._plan(job, found)
+        loaded = plan.tokens > found.host
         self.cache.admit(job, found, self.now, load=loaded)
-        self.events.append(Event(self.now, "admit", job.session, loaded))
+        self.events.append(Event(self.now, "admit", job.session, loaded or meeting is not None))
         if loaded:
-            self._disk_free = self.now + load
-        self.now += best
+            self._disk_free = max(self._disk_free, self.now) + self.costs.read_seconds(found.disk)
+        if meeting is not None:
+            restored = found.device + self._meet(
+                job, found, min(meeting.stop, job.prompt_tokens - 1)
+            )
+        else:
+            restored = found.device + plan.tokens
+            self.now += plan.seconds
         self._served += 1
         if self._served > self.workload.warmup_turns:
             seen = found.as_late() if job.number in self._passed else found
@@ -237,10 +236,68 @@ class Engine:
         self._passed.discard(job.number)
         if self.on_served is not None:
             self.on_served(self._served)
-        context = prompt + job.output_tokens // 2
+        context = job.prompt_tokens + job.output_tokens // 2
         self._running[job.number] = _Running(job, context)
         self._context += context
         heappush(self._ends, (self._steps + max(1, job.output_tokens), job.number))
+
+    def _plan(self, job: Job, found: Found) -> RestorePlan:
+        """How what was found below the device is restored, before the rest of the prompt."""
+        spans = [Span(SourceTier.HOST, found.host)] if found.host else []
+        if found.disk and self.cache.prefetcher.mode == "off":
+            backlog = max(0.0, self._disk_free - self.now)
+            spans.append(Span(SourceTier.DISK, found.disk, backlog))
+        known = found.device + sum(span.tokens for span in spans)
+        return self.costs.restored(spans, found.device, job.prompt_tokens - known)
+
+    def _meet(self, job: Job, found: Found, stop: int) -> int:
+        """Compute the front of a history in chunks while the disk reads its end, up to `stop`
+        tokens, then restore the rest (`queue/meeting.py`). Returns the tokens that were restored.
+        """
+        head, prompt, cache = found.device + found.host, job.prompt_tokens, self.cache
+        spans = [Span(SourceTier.HOST, found.host)] if found.host else []
+        restored, context, first = 0, found.device, True
+        while head < prompt:
+            self._carry()
+            self._deliver()
+            step = cache.next_step(job.number, head, self.now)
+            if step.action is Action.WAIT and not first:
+                self._wait_one_pass()
+                continue
+            if (
+                step.action is Action.RESTORE
+                and not first
+                and cache.join(job.number, head, self.now)
+            ):
+                plan = self.costs.restored(
+                    [Span(SourceTier.HOST, stop - head)], head, prompt - stop
+                )
+                self.now += plan.seconds
+                return restored + plan.tokens
+            tokens = prompt - head
+            if cache.meetings.of(job.number) is not None:
+                # What is here already joins behind the first chunk, which has at least one block.
+                end = -(-(head + max(step.tokens, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
+                tokens = min(tokens, end - head)
+            plan = self.costs.restored(spans, context, tokens)
+            self.now += plan.seconds
+            restored += plan.tokens
+            head += tokens
+            spans, context, first = [], head, False
+            cache.computed(job, head, self.now)
+        return restored
+
+    def _deliver(self) -> None:
+        """Reads that are through by now."""
+        while self._reads and self._reads[0].time <= self.now:
+            read = self._reads.popleft()
+            self.cache.fetched(read.transfer, read.time)
+
+    def _wait_one_pass(self) -> None:
+        """The device is left to those who decode; who ends with it leaves at the next event."""
+        if self._step_seconds:
+            self._steps += 1
+        self.now += self._step_seconds or self.costs.block_seconds(SourceTier.DISK)
 
     def _batch_changed(self) -> None:
         batch = len(self._running)

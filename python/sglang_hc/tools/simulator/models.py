@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
+from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+from sglang_hc.policy.restore_plan import RestorePlan, Span, plan_restore
+from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_config import read_model_config
 
 
@@ -171,65 +177,36 @@ LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidt
 data sheet (assumed); disks write as fast as they read (assumed)."""
 
 
-@dataclass(frozen=True)
-class GpuCosts:
-    """Seconds of one model on one machine; linear in tokens, with the attention's quadratic term.
+class GpuCosts(RestoreChoice):
+    """Seconds of one model on one machine, by the cost model of `sglang-hc plan`, and the server's
+    decisions by it. The GPUs work as one of their summed rates."""
 
-    Serves as `policy.fetches.FetchCosts`.
-    """
-
-    model: SimulatedModel
-    machine: Machine = ATTENTIONSTORE_MACHINE
+    def __init__(self, model: SimulatedModel, machine: Machine = ATTENTIONSTORE_MACHINE) -> None:
+        self.model = model
+        self._memory = machine.memory_bandwidth * model.gpus
+        rates = Rates(machine.flops * model.gpus, self._memory, machine.link, machine.disk)
+        self.cost = modelled_costs(model.name, model.shape, rates, model.layer_overhead)
+        self.plan = model.layout.plan
+        super().__init__(CorrectedCosts(self.cost), self.plan, True, Counter(), lambda: 0.0)
 
     def prefill_seconds(self, tokens: int, context: int) -> float:
         """Prefill of `tokens` new tokens after `context`; 0 for none."""
-        if tokens <= 0:
-            return 0.0
-        shape = self.model.shape
-        pairs = tokens * (context + tokens / 2)
-        work = 2 * shape.layer_params * tokens + shape.attention_flops_per_pair * pairs
-        compute = shape.num_layers * work / (self.machine.flops * self.model.gpus)
-        return max(self._step_floor(), compute)
+        return self.plan.num_layers * self.cost.prefill_layer(tokens, context)
 
     def step_seconds(self, batch: int, context: int) -> float:
         """One decode step of `batch` requests that attend to `context` tokens together."""
-        kv_bytes = self.model.shape.state_shape().kv_bytes * self.model.shape.num_layers
-        moved = context * kv_bytes / (self.machine.memory_bandwidth * self.model.gpus)
-        return self._step_floor() + moved
+        shape = self.model.shape
+        kv_bytes = shape.state_shape().kv_bytes * shape.num_layers
+        return shape.num_layers * self.cost.prefill.floor + context * kv_bytes / self._memory
 
-    def restore_seconds(self, tokens: int) -> float:
-        """Host to device."""
-        return tokens * self.model.token_bytes / self.machine.link
+    def restored(self, spans: Sequence[Span], context: int, new: int) -> RestorePlan:
+        """How `spans` are brought back behind `context` tokens, before `new` ones."""
+        return plan_restore(self.cost, self.plan, spans, context=context, new=new)
 
-    def fetch_seconds(self, num_bytes: float) -> float:
-        return num_bytes / self.machine.disk
-
-    @property
-    def block_seconds(self) -> float:
-        """Disk to host, one block."""
-        return self.fetch_seconds(self.model.slot_bytes)
-
-    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
-        """See `policy.fetches.FetchCosts`; a restoration overlaps with the prefill of the rest."""
-        known, rest = context + host, fetched + new
-        without = min(
-            max(self.restore_seconds(host), self.prefill_seconds(rest, known)),
-            self.prefill_seconds(host + rest, context),
-        )
-        restored = self.restore_seconds(host + fetched)
-        return without - max(restored, self.prefill_seconds(new, known + fetched))
+    def read_seconds(self, tokens: int) -> float:
+        """Disk to host memory."""
+        return self.cost.copy_stored(SourceTier.DISK, self.plan, tokens)
 
     @property
     def tries(self) -> None:
         """Nothing is tried: what is simulated costs what this class says."""
-
-    def try_seconds(self, context: int, new: int) -> float:
-        """Nothing is tried."""
-        return 0.0
-
-    def _step_floor(self) -> float:
-        """Reading every weight once, and launching."""
-        shape = self.model.shape
-        weights = shape.layer_params * shape.num_layers * shape.element_bytes
-        read = weights / (self.machine.memory_bandwidth * self.model.gpus)
-        return read + shape.num_layers * self.model.layer_overhead

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
 from sglang_hc.tools.simulator.engine import Event
 from sglang_hc.tools.simulator.jobs import Conversation, Overflow
@@ -114,7 +115,7 @@ def replay(
             cache.look_ahead(queue)
             cache.prefetch(event.time)
             for transfer in cache.take_started():
-                seconds = costs.block_seconds * len(transfer.promotions)
+                seconds = costs.read_seconds(BLOCK_TOKENS * len(transfer.promotions))
                 disk_free = max(disk_free, event.time) + seconds
                 tickets += 1
                 heappush(agenda, (disk_free, tickets, transfer))

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
-from sglang_hc.queue.fetches import FetchCosts, Missing
+from sglang_hc.queue.fetches import Missing, RestoreCosts
+from sglang_hc.queue.meeting import Meetings, Prompt, Step
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
@@ -76,7 +78,7 @@ class TieredCache:
     def __init__(
         self,
         sizes: TierSizes,
-        costs: FetchCosts,
+        costs: RestoreCosts,
         *,
         policy: str,
         prefetch: str,
@@ -105,7 +107,7 @@ class TieredCache:
             order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
-        self.write_seconds = costs.block_seconds
+        self.write_seconds = costs.block_seconds(SourceTier.DISK)
         if self.host is None or self.disk is None:
             prefetch = "off"
         self.prefetcher: Prefetcher[int] = Prefetcher(
@@ -114,6 +116,11 @@ class TieredCache:
         if self.host is not None:
             self._coming = Promotions(self.host)
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
+        tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
+        counters = self.prefetcher.counters
+        self.meetings: Meetings[int] = Meetings(
+            self.window.requests, tree, costs, counters, lambda: self._now
+        )
 
     # The waiting queue
 
@@ -133,7 +140,12 @@ class TieredCache:
     def ready(self, number: int, now: float) -> bool:
         """Whether the request, whose turn it is, may be admitted; else it waits for a fetch."""
         self._now = now
-        return self.prefetcher.ready(number, now)
+        ready = self.prefetcher.ready(number, now)
+        if self.meetings.of(number) is not None:
+            prompt = self.jobs[number].prompt
+            tiers = [tier for tier in (self.device, self.host) if tier is not None]
+            self.meetings.wait(number, max(t.tree.match(None, prompt).tokens for t in tiers))
+        return ready
 
     def take_started(self) -> list[Transfer]:
         """Fetches begun since the last call, in their order."""
@@ -146,6 +158,7 @@ class TieredCache:
 
     def abort(self, number: int) -> None:
         """The request leaves the queue unserved."""
+        self.meetings.end(number)
         self.prefetcher.cancel(number)
         del self.jobs[number]
 
@@ -163,7 +176,8 @@ class TieredCache:
             on_device = self.device.tree.match(None, job.prompt).tokens
             if (first + count) * BLOCK_TOKENS <= on_device:
                 count = 0
-        return Missing(path, first, count, on_device, job.prompt_tokens)
+        sources = [SourceTier.DISK] * count
+        return Missing(path, first, sources, on_device, job.prompt_tokens)
 
     def in_host(self, block_id: bytes) -> bool:
         return block_id in self._host_policy
@@ -183,6 +197,24 @@ class TieredCache:
         if promotions:
             self._started.append(Transfer(job, promotions))
         return len(promotions)
+
+    def reading(self, tier: SourceTier) -> int:
+        return len(self._coming) if tier is SourceTier.DISK else 0
+
+    def meet(
+        self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
+    ) -> bool:
+        job = self.jobs[request]
+
+        def read(low: int, high: int) -> list[Promotion]:
+            begun = self._coming.begin_tail(
+                None, job.prompt, missing.path, low, high, self._now, is_protected
+            )
+            self._started += [Transfer(job, [promotion]) for promotion in begun]
+            return begun
+
+        prompt = Prompt(None, job.prompt)
+        return self.meetings.begin(request, prompt, missing, end, self._coming, read)
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
@@ -221,12 +253,6 @@ class TieredCache:
             device, known - device, end - known, tuple(blocks), on_device.nodes, in_host.nodes
         )
 
-    def meet(
-        self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
-    ) -> bool:
-        """Simulated requests are prefilled whole: none meets what is read."""
-        return False
-
     def admit(self, job: Job, found: Found, now: float, *, load: bool) -> None:
         """The request starts. `load`: its blocks on disk are read now, through the host tier."""
         self._now = now
@@ -242,6 +268,21 @@ class TieredCache:
                 self.start(job.number, missing, missing.first, missing.count, None)
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
+
+    def next_step(self, number: int, head: int, now: float) -> Step:
+        """What a request that meets its history does behind its first `head` tokens."""
+        self._now = now
+        return self.meetings.next(number, head)
+
+    def computed(self, job: Job, head: int, now: float) -> None:
+        """The first `head` tokens of a prompt are computed: their whole blocks go below."""
+        if self.host is not None:
+            _store(self.host, job.prompt[: head // BLOCK_TOKENS * BLOCK_BYTES], now)
+
+    def join(self, number: int, head: int, now: float) -> bool:
+        """What was read continues the request's first `head` tokens; False when it cannot."""
+        self._now = now
+        return self.meetings.join(number, head) is not None
 
     def finish(self, job: Job, kept: bytes, chain: list[bytes], now: float) -> None:
         """The request ends; `kept` (blocks `chain`) is on the device and goes below."""
@@ -263,6 +304,7 @@ class TieredCache:
             _store(self.device, kept, now)
         if self.host is not None:
             _store(self.host, kept, now)
+        self.meetings.end(job.number)
 
 
 def _store(tier: HostTier, tokens: bytes, now: float) -> None:
