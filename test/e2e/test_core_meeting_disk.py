@@ -1,0 +1,234 @@
+"""Meetings over a real disk that flips bits, fails, or stands still at any block of the history.
+
+The bytes lie in slab files and are read by the disk's own threads; only the fault is made by the
+test. Whatever happens, the tokens are those of a server that never evicted, no slot is lost
+(`counted`), and the fault is counted once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.tree.identity import pack_tokens
+from support.core import Core, Reply, run_in_child
+from support.disk_store import Faults, FaultyBackend
+from support.meetings import (
+    BLOCKS,
+    counted,
+    forget,
+    halving_profile,
+    on_disk,
+    run,
+    second_turn,
+    server,
+    start,
+)
+
+FORM = "hidden:2,kv:2"
+FAST_DISK = 2e-4
+"""At this price a block or two are computed before the rest is expected: nearly every block of the
+history is read, and is a point at which the meeting may have to move."""
+
+
+class Range(NamedTuple):
+    """Bytes [begin, end) of a slab file."""
+
+    path: Path
+    begin: int
+    end: int
+
+    def overlaps(self, path: str, begin: int, end: int) -> bool:
+        return Path(path) == self.path and begin < self.end and self.begin < end
+
+    def flip(self) -> None:
+        """A bit in the middle."""
+        with self.path.open("r+b") as file:
+            file.seek((self.begin + self.end) // 2)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+
+class Disk:
+    """The disk of a server in this process, and the identities of the conversation's blocks."""
+
+    def __init__(self, core: Core, history: list[int]) -> None:
+        self._threads = core.tree.tiers.disk._io
+        self.path = core.tree.tiers.host.tree.identities(None, pack_tokens(history))[:BLOCKS]
+        self.asked: list[bytes] = []
+        read = self._threads.read
+
+        def note(ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+            self.asked.append(block_id)
+            read(ticket, block_id, slot, deadline)
+
+        self._threads.read = note
+
+    def where(self, block: int) -> Range:
+        """The slot of a block, which is on disk."""
+        from sglang_hc.store.disk.index_file import Place
+        from sglang_hc.store.disk.slabs import slab_path
+
+        store = self._threads._store
+        assert store.contains(self.path) == BLOCKS
+        directory = store.directory_of(self.path[block])
+        place = Place.unpack(directory.places[self.path[block]])
+        begin = directory.slabs._slabs[place.slab].header.offset(place.slot)
+        size = store.model.slot_format.slot_bytes
+        return Range(Path(slab_path(directory.root, place.slab)), begin, begin + size)
+
+
+def faulty_server(folder: str, profile: str) -> tuple[Core, Faults, list[int]]:
+    """A server whose disk alone holds the first turn, that disk's faults, the second prompt."""
+    from sglang_hc.store.disk import DiskStore
+
+    faults, opened = Faults(), DiskStore.open
+    DiskStore.open = lambda *args, **options: opened(
+        *args, backend=FaultyBackend(faults), **options
+    )
+    core, first = start(FORM, folder, profile, "--hc-scrub-mb-s", "0")
+    return core, faults, second_turn(first)
+
+
+class Seen(NamedTuple):
+    """One request with a fault at `block`. read: the block was asked for."""
+
+    block: int
+    read: bool
+    reply: Reply
+    counts: dict[str, int]
+
+
+def each_block(
+    core: Core, disk: Disk, ask: Callable[[Range], tuple[Reply, dict[str, int]]]
+) -> list[Seen]:
+    """Serve the conversation with a fault at each of its blocks, from the last one down."""
+    found = []
+    for block in reversed(range(BLOCKS)):
+        disk.asked.clear()
+        reply, counts = ask(disk.where(block))
+        found.append(Seen(block, disk.path[block] in disk.asked, reply, counts))
+        forget(core)
+    return found
+
+
+def flipped_bits(folder: str, profile: str) -> list[Seen]:
+    core, _, history = faulty_server(folder, profile)
+    disk = Disk(core, history)
+
+    def ask(where: Range) -> tuple[Reply, dict[str, int]]:
+        where.flip()
+        found = counted(core, lambda: core.ask(history, 24))
+        if "disk_read_damaged" not in found[1]:  # nobody has seen it: it is still served from there
+            where.flip()
+        return found
+
+    return each_block(core, disk, ask)
+
+
+def failing_reads(folder: str, profile: str) -> list[Seen]:
+    core, faults, history = faulty_server(folder, profile)
+
+    def ask(where: Range) -> tuple[Reply, dict[str, int]]:
+        def fail(path: str, begin: int, end: int) -> None:
+            if where.overlaps(path, begin, end):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+        faults.on_range = fail
+        try:
+            return counted(core, lambda: core.ask(history, 24))
+        finally:
+            faults.on_range = Faults().on_range
+
+    return each_block(core, Disk(core, history), ask)
+
+
+def stalled_reads(folder: str, profile: str) -> list[Seen]:
+    """The read of a block stands still until the request is over, and ends well then."""
+    core, faults, history = faulty_server(folder, profile)
+
+    def ask(where: Range) -> tuple[Reply, dict[str, int]]:
+        goes_on = threading.Event()
+
+        def wait(path: str, begin: int, end: int) -> None:
+            if where.overlaps(path, begin, end):
+                assert goes_on.wait(60)
+
+        faults.on_range = wait
+        rid = core.submit(history, 24)
+
+        def resume(_: int) -> None:
+            if rid in core.requests and core.requests[rid].finished():
+                goes_on.set()
+
+        def serve() -> Reply:
+            run(core, resume)
+            goes_on.set()
+            return core.reply(rid)
+
+        try:
+            return counted(core, serve)
+        finally:
+            faults.on_range = Faults().on_range
+
+    return each_block(core, Disk(core, history), ask)
+
+
+@pytest.mark.parametrize(
+    ("body", "counter"),
+    [
+        (flipped_bits, "disk_read_damaged"),
+        (failing_reads, "disk_read_io_error"),
+        (stalled_reads, None),
+    ],
+)
+def test_a_fault_of_the_disk_at_any_block_moves_the_meeting(
+    wanted: dict, tmp_path: Path, body: Callable[..., list[Seen]], counter: str | None
+) -> None:
+    profile = halving_profile(tmp_path, FAST_DISK)
+    found = run_in_child(body, str(tmp_path / "d"), profile)
+    for block, read, reply, counts in found:
+        assert reply.tokens == wanted[FORM][1], block
+        assert counts["meetings"] == 1, block
+        failures = {name: n for name, n in counts.items() if name.startswith("disk_read_")}
+        assert failures == ({counter: 1} if read and counter else {}), block
+        if read:  # everything up to the end of the block is computed
+            assert reply.cached <= (BLOCKS - 1 - block) * BLOCK_TOKENS, block
+    assert sum(one.read for one in found) >= BLOCKS - 2
+    if counter is not None:  # a read that stands still may have its neighbours with it
+        assert any(one.reply.cached > 0 for one in found if one.read), (
+            "what lies behind is restored"
+        )
+
+
+def saved(folder: str, profile: str, *flags: str) -> list[int]:
+    core, first = start(FORM, folder, profile, *flags)
+    core.tree.tiers.close()
+    return first
+
+
+def restarted(folder: str, profile: str, first: list[int], *flags: str) -> tuple:
+    core = server(FORM, profile, *on_disk(folder), *flags)
+    reply, seen = counted(core, lambda: core.ask(second_turn(first), 24))
+    return reply, seen
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_restarted_server_meets_what_its_disk_has_kept(
+    wanted: dict, profile: str, tmp_path: Path, io: str
+) -> None:
+    folder = str(tmp_path / "d")
+    first = run_in_child(saved, folder, profile, "--hc-io", io)
+    reply, seen = run_in_child(restarted, folder, profile, first, "--hc-io", io)
+    assert (first, reply.tokens) == wanted[FORM]
+    assert seen["meetings"] == seen["meetings_restored"] == 1
+    assert 0 < reply.cached == reply.storage == seen["restored_tokens"] < BLOCKS * BLOCK_TOKENS
+    assert seen["disk_loaded_blocks"] >= reply.cached // BLOCK_TOKENS
