@@ -15,8 +15,8 @@ from support.core import Core, run_in_child
 
 POOL = 640
 FLAGS = ("--max-total-tokens", str(POOL), "--dtype", "float32", "--hc-host-size-gb", "0.2")
-PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
-FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+PROMPT = random.Random(3).choices(range(3, 900), k=200)
+FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 
 
 def first_turn(form: str, directory: str) -> list[int]:

@@ -16,8 +16,8 @@ import pytest
 from support.core import Core, run_in_child
 
 FLAGS = ("--hc-io", "process", "--max-total-tokens", "640", "--dtype", "float32")
-PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
-FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+PROMPT = random.Random(3).choices(range(3, 900), k=200)
+FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 FORM = "hidden:2,kv:2"
 
 
