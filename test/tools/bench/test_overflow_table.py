@@ -142,3 +142,9 @@ def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
     assert {row["cached_tokens"] for row in moved} == {960}
     assert {row["cached_tokens"] for row in computed} == {64}
     assert float(result["tables"]["after-cut"]["rows"][1][-1]) >= 3
+
+
+def test_the_committed_table_says_what_its_rows_say(rows: ModuleType) -> None:
+    result = json.loads((ROOT / "benchmark/results/cpu-overflow-table.json").read_text())
+    assert result["tables"] == rows.tables(result["rows"])
+    assert rows.merged(result["rows"], []) == result["rows"]
