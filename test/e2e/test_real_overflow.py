@@ -1,0 +1,92 @@
+"""State that moves behind a cut of real text: the server's log probabilities are those of plain
+transformers, whose cached K is rotated here in float64."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.core import MODELS, run_in_child
+
+WINDOW, HEAD = 512, 64
+QUALITY = Path(__file__).resolve().parents[2] / "benchmark" / "quality"
+
+
+def benchmark() -> Any:
+    """benchmark/quality/overflow_table.py as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(QUALITY))
+        return importlib.import_module("overflow_table")
+
+
+def by_server() -> dict[str, list[float]]:
+    """Per arm the negative log probabilities of what follows the cut, added up by chunks."""
+    table = benchmark()
+    sample = table.samples(40, table.texts())[0]
+    return table.Bench("float32", "kv").cells(sample, [WINDOW])[WINDOW]
+
+
+def by_transformers(model: str) -> dict[str, list[float]]:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    table = benchmark()
+    tokens = table.samples(40, table.texts())[0].tokens
+    net = AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def read(ids: list[int], cache: Any) -> Any:
+        """Log probabilities of the next token after each of `ids`, which go on from the cache."""
+        places = torch.arange(cache.get_seq_length(), cache.get_seq_length() + len(ids))
+        out = net(torch.tensor([ids]), past_key_values=cache, position_ids=places[None])
+        return torch.log_softmax(out.logits[0], dim=-1)
+
+    def score(cache: Any, last: int, chunks: int) -> list[float]:
+        following = tokens[WINDOW : WINDOW + chunks * table.CHUNK]
+        found = read([last, *following[:-1]], cache)[range(len(following)), following]
+        return [-float(part.double().sum()) for part in found.split(table.CHUNK)]
+
+    def kept(cache: Any, rows: Any, moved: int) -> Any:
+        """What the cache has at `rows`, those from the head's end on `moved` tokens nearer."""
+        left = DynamicCache()
+        for index, layer in enumerate(cache.layers):
+            keys, values = layer.keys[:, :, rows], layer.values[:, :, rows]
+            keys = torch.cat((keys[:, :, :HEAD], rotated(keys[:, :, HEAD:], -moved)), dim=2)
+            left.update(keys, values, index)
+        return left
+
+    theta = net.config.rope_parameters["rope_theta"]
+
+    def rotated(keys: Any, by: int) -> Any:
+        size = keys.shape[-1]
+        angles = by / theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        a, b = keys.double().chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).float()
+
+    whole, recomputed, dropped = DynamicCache(), DynamicCache(), WINDOW // 2
+    read(tokens[: WINDOW - 1], whole)
+    left = table.kept(tokens, WINDOW, HEAD)
+    read(left[:-1], recomputed)
+    rows = [*range(HEAD), *range(HEAD + dropped, WINDOW - 1)]
+    many = table.CHUNKS[WINDOW]
+    return {
+        f"ours {HEAD}": score(kept(whole, rows, dropped), left[-1], many),
+        f"NKVT {HEAD}": score(kept(whole, rows, 0), left[-1], 1),
+        f"TT {HEAD}": score(recomputed, left[-1], many),
+        "whole": score(whole, left[-1], 1),
+    }
+
+
+@pytest.mark.slow
+def test_moved_state_says_what_transformers_says(real_model: str) -> None:
+    wanted = run_in_child(by_transformers, real_model)
+    found = run_in_child(by_server)
+    assert set(found) == set(wanted)
+    for arm, chunks in wanted.items():
+        assert found[arm] == pytest.approx(chunks, abs=0.01), arm  # nats of 64 tokens
+    moved, unmoved = wanted[f"ours {HEAD}"][0], wanted[f"NKVT {HEAD}"][0]
+    assert unmoved > moved + 10 and abs(moved - wanted[f"TT {HEAD}"][0]) > 1
