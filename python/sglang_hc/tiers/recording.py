@@ -20,7 +20,7 @@ from typing import Any
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
-from sglang_hc.tiers.trace_writer import Block, Child, Needs, Request, Requests, Tokens, TraceWriter
+from sglang_hc.tiers.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier
 
@@ -49,7 +49,7 @@ class Recorder:
         self.dropped = 0
 
     def note(self, op: str, **fields: Any) -> None:
-        """One event: plain values, and the classes of `trace_writer`. They must not change
+        """One event; what its fields may be is said in `TraceWriter`. They must not change
         afterwards."""
         if len(self._writer.queue) >= self._limit or self._writer.failed:
             self._lost += 1
@@ -68,15 +68,14 @@ class Recorder:
     def watch(self, pins: SessionPins) -> None:
         """Note which blocks sessions begin and cease to pin."""
         pins.subscribe(
-            lambda block_id: self.note("hold", block=Block(block_id), on=pins.is_pinned(block_id))
+            lambda block_id: self.note("hold", block=block_id, on=pins.is_pinned(block_id))
         )
 
     # Requests
 
     def arrived(self, rid: str, namespace: str | None, tokens: bytes) -> None:
         """A request with this packed prompt was queued, or queued again."""
-        path = Tokens(namespace, tokens)
-        self.note("arrive", t=self.now(), req=Request(rid), path=path)
+        self.note("arrive", t=self.now(), req=rid, path=(namespace, tokens))
 
     def matched(self, rid: str, limit: int, on_device: int, hit: int) -> None:
         """The first `limit` tokens were looked up: `hit` in the tiers beyond those on the device.
@@ -89,7 +88,7 @@ class Recorder:
         """The request could have been admitted, but its state is still on the way."""
         if rid not in self._passed:
             self._passed.add(rid)
-            self.note("passed", t=self.now(), req=Request(rid))
+            self.note("passed", t=self.now(), req=rid)
 
     def admitted(self, rid: str, restored: int, from_disk: int) -> None:
         """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
@@ -97,19 +96,18 @@ class Recorder:
         self._passed.discard(rid)
         if match is not None:
             done = {"restored": restored, "disk": from_disk}
-            self.note("admit", t=self.now(), req=Request(rid), **match, **done)
+            self.note("admit", t=self.now(), req=rid, **match, **done)
 
     def gone(self, rid: str) -> None:
         """The request left the queue without being admitted."""
         self._matched.pop(rid, None)
         self._passed.discard(rid)
-        self.note("gone", t=self.now(), req=Request(rid))
+        self.note("gone", t=self.now(), req=rid)
 
     def finished(self, rid: str, namespace: str | None, tokens: bytes) -> None:
         """The request is over; packed prompt and answer, as far as computed."""
         self._matched.pop(rid, None)
-        path = Tokens(namespace, tokens)
-        self.note("finish", t=self.now(), req=Request(rid), path=path)
+        self.note("finish", t=self.now(), req=rid, path=(namespace, tokens))
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""
@@ -157,7 +155,7 @@ class RecordingHostTier(HostTier):
         with self._call() as gone:
             outcome = super().publish(parent, tokens, slot, now)
         assert gone is not None
-        block = Child(parent.namespace, parent.block_id, tokens)
+        block = parent.namespace, parent.block_id, tokens
         created = outcome.created
         self.recorder.note(
             "publish", slot=slot, under=under, block=block, created=created, gone=gone
@@ -237,14 +235,13 @@ class RecordingLookAhead(LookAhead[str]):
         change = super().update(queue, length, blocks_of)
         if change.entered or self._order != before:
             needs = {request: self.requests[request].needs or () for request in change.entered}
-            order = Requests(self._order)
-            self.recorder.note("look", t=self.recorder.now(), order=order, needs=Needs(needs))
+            self.recorder.note("look", t=self.recorder.now(), order=self._order, needs=needs)
         return change
 
     def leave(self, request: str) -> None:
         if request in self:
             self._order = list(self._order)  # the one recorded must not change
-            self.recorder.note("discard", req=Request(request))
+            self.recorder.note("discard", req=request)
         super().leave(request)
 
 

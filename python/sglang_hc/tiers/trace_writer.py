@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,55 +23,22 @@ logger = logging.getLogger(__name__)
 WRITE_EVERY_S = 0.05
 
 
-class Request(NamedTuple):
-    """A request in a field of an event; written as its number."""
-
-    rid: str
-
-
-class Requests(NamedTuple):
-    """Several of them."""
-
-    rids: Sequence[str]
-
-
-class Tokens(NamedTuple):
-    """Packed tokens of a sequence; written as the number of its last block."""
-
-    namespace: str | None
-    tokens: bytes
-
-
-class Child(NamedTuple):
-    """Packed tokens of one block below another, which is named by its identity."""
-
-    namespace: str | None
-    parent: bytes
-    tokens: bytes
-
-
-class Block(NamedTuple):
-    """The identity of a block."""
-
-    block_id: bytes
-
-
-class Needs(NamedTuple):
-    """Identities of the blocks that each request needs."""
-
-    blocks: Mapping[str, Sequence[bytes]]
-
-
 Event = tuple[str, Mapping[str, Any]]
-"""(op, fields): plain values, and the classes above."""
+"""(op, fields): plain values, and what `TraceWriter` writes as numbers."""
 
 
 class TraceWriter:
-    """Takes events from `queue`, which one other thread fills.
+    """Takes events from `queue`, which one other thread fills, and writes them as lines of JSON.
 
-    Blocks get numbers at their first appearance, and a line with the number of the block before
-    and the pseudonyms of their tokens; a path is the number of its last block. Requests get
-    numbers, too: their ids can come from users. Both are remembered for as long as the server runs.
+    Request ids can come from users, so requests are written as numbers. A block gets a number at
+    its first appearance, with a line that has the number of the block before it and the pseudonyms
+    of its tokens. All numbers are remembered for as long as the server runs. These fields of events
+    become numbers:
+
+        req     a request id                      order   request ids
+        path    namespace and packed tokens of a sequence: its last block
+        block   a block's identity, or the namespace, parent's identity and packed tokens of one
+        needs   block identities by request id
     """
 
     def __init__(self, path: Path, header: Mapping[str, object], fingerprint: bytes) -> None:
@@ -83,13 +50,12 @@ class TraceWriter:
         self._count = 0
         self._unseen: set[bytes] = set()  # named without having come by
         self._requests: dict[str, int] = {}
-        self._numbering: dict[type, Callable[..., object]] = {
-            Request: self._request,
-            Requests: lambda rids: [self._request(rid) for rid in rids],
-            Tokens: self._path,
-            Child: self._child,
-            Block: self._known,
-            Needs: self._needs,
+        self._numbers: dict[str, Callable[[Any], object]] = {
+            "req": self._request,
+            "order": lambda rids: [self._request(rid) for rid in rids],
+            "path": lambda path: self._path(*path),
+            "block": lambda one: self._known(one) if isinstance(one, bytes) else self._child(*one),
+            "needs": self._needs,
         }
         self._file = open(path, "xb", opener=_private)  # noqa: SIM115
         self._line({"trace": "sglang-hc", "version": TRACE_VERSION, **header})
@@ -118,11 +84,9 @@ class TraceWriter:
             self.queue.clear()
 
     def _event(self, op: str, fields: Mapping[str, Any]) -> None:
-        line: dict[str, Any] = {"op": op}
-        for name, value in fields.items():
-            to_number = self._numbering.get(type(value))
-            line[name] = value if to_number is None else to_number(*value)
-        self._line(line)
+        number = self._numbers
+        plain = {n: number[n](value) if n in number else value for n, value in fields.items()}
+        self._line({"op": op, **plain})
 
     # Numbers
 
