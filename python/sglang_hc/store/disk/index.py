@@ -14,7 +14,6 @@ import msgspec
 
 from sglang_hc.store.disk.format import Chunk, SlabHeader
 from sglang_hc.store.disk.index_file import (
-    IndexDamaged,
     IndexFile,
     Model,
     Place,
@@ -50,14 +49,12 @@ class Index(IndexFile):
 
     def models(self) -> list[Model]:
         """Every fingerprint known here."""
-        rows = self._query(
-            "SELECT model, fingerprint, label, chunks, slot_bytes, opened FROM models"
+        rows = self._read(
+            tuple[int, bytes, str, str, int, int],
+            "SELECT model, fingerprint, label, chunks, slot_bytes, opened FROM models",
         )
         with translated():
-            return [
-                Model(m, f, label, _chunks(text), size, opened)  # type: ignore[arg-type]
-                for m, f, label, text, size, opened in rows
-            ]
+            return [Model(*row[:3], _chunks(row[3]), *row[4:]) for row in rows]
 
     def forget_unused(self, keep: int) -> None:
         """Remove models without a block, but not `keep`, and, once there are many of them,
@@ -84,9 +81,8 @@ class Index(IndexFile):
 
     def slabs(self) -> list[SlabHeader]:
         """Slab files, by number."""
-        rows = self._query("SELECT slab, slot_bytes, slots FROM slabs ORDER BY slab")
-        with translated():
-            return [SlabHeader(*map(int, row)) for row in rows]  # type: ignore[arg-type]
+        sql = "SELECT slab, slot_bytes, slots FROM slabs ORDER BY slab"
+        return [SlabHeader(*row) for row in self._read(tuple[int, int, int], sql)]
 
     def add_slab(self, slab: SlabHeader) -> None:
         """Durable when this returns."""
@@ -178,15 +174,14 @@ class Index(IndexFile):
 
     def other_places(self, model: int) -> list[int]:
         """Packed places of the blocks of all other models."""
-        rows = self._query(f"SELECT {_PACKED} FROM blocks WHERE model<>?", model)
-        return [place for (place,) in rows]  # type: ignore[misc]
+        sql = f"SELECT {_PACKED} FROM blocks WHERE model<>?"
+        return [place for (place,) in self._read(tuple[int], sql, model)]
 
     def place(self, model: int, block_id: bytes) -> Place | None:
         """Where one block lies."""
-        found = self._query(
-            "SELECT slab, slot FROM blocks WHERE model=? AND block_id=?", model, block_id
-        )
-        return Place(*found[0]) if found else None  # type: ignore[arg-type]
+        sql = "SELECT slab, slot FROM blocks WHERE model=? AND block_id=?"
+        found = self._read(Place, sql, model, block_id)
+        return found[0] if found else None
 
     def oldest(
         self,
@@ -201,7 +196,8 @@ class Index(IndexFile):
         slot_bytes: only blocks in slots of that size.
         """
         cursor = (behind.accessed, behind.model, behind.block_id) if behind else (-1, 0, b"")
-        found = self._query(
+        return self._read(
+            Resident,
             "SELECT fingerprint, block_id, accessed, hits, model FROM blocks"
             " CROSS JOIN models USING(model) CROSS JOIN slabs USING(slab)"
             " WHERE (accessed, model, block_id) > (?, ?, ?) AND accessed < ?"
@@ -213,23 +209,21 @@ class Index(IndexFile):
             slot_bytes,
             limit,
         )
-        return [Resident(*_typed(row, 2)) for row in found]  # type: ignore[arg-type]
 
     def newest_access(self) -> dict[int, int]:
         """Latest access time in each slab that has rows. Reads the whole index."""
-        found = self._query("SELECT slab, max(accessed) FROM blocks GROUP BY slab")
-        with translated():
-            return {int(slab): int(accessed) for slab, accessed in found}  # type: ignore[call-overload]
+        sql = "SELECT slab, max(accessed) FROM blocks GROUP BY slab"
+        return dict(self._read(tuple[int, int], sql))
 
     def rows(self, after: tuple[int, int] = (-1, -1), limit: int = 1000) -> list[Row]:
         """Rows in order of slab and slot, behind `after`."""
-        found = self._query(
+        return self._read(
+            Row,
             "SELECT model, block_id, namespace, slab, slot, created, accessed, hits FROM blocks"
             " WHERE (slab, slot) > (?, ?) ORDER BY slab, slot LIMIT ?",
             *after,
             limit,
         )
-        return [Row(row[0], row[1], *_typed(row[2:], 0)) for row in found]  # type: ignore[arg-type]
 
     def all_rows(self) -> Iterator[Row]:
         """All rows, in order of slab and slot; a row that goes meanwhile may be missing."""
@@ -241,11 +235,12 @@ class Index(IndexFile):
     def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
         """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and
         newest write, oldest and newest access (microseconds since 1970), hits."""
-        return self._query(  # type: ignore[return-value]
+        return self._read(
+            tuple[str, str, int, int, int, int, int, int, int],
             "SELECT lower(hex(fingerprint)), coalesce(namespaces.label, '?'), count(*),"
             " sum(slabs.slot_bytes), min(created), max(created), min(accessed), max(accessed),"
             " sum(hits) FROM blocks JOIN models USING(model) JOIN slabs USING(slab)"
-            " LEFT JOIN namespaces USING(namespace) GROUP BY model, namespace ORDER BY 3 DESC"
+            " LEFT JOIN namespaces USING(namespace) GROUP BY model, namespace ORDER BY 3 DESC",
         )
 
     def problems(self) -> list[str]:
@@ -267,10 +262,3 @@ _chunks = msgspec.json.Decoder(tuple[Chunk, ...]).decode
 def _marks(values: Sized) -> str:
     """Place holders for so many values."""
     return ",".join("?" * len(values))
-
-
-def _typed(row: tuple[object, ...], start: int) -> tuple[object, ...]:
-    """The row, if every value from `start` on is an integer as it was written."""
-    if not all(isinstance(value, int) for value in row[start:]):
-        raise IndexDamaged("a row holds values of a wrong type")
-    return row

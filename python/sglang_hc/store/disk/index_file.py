@@ -12,7 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,9 @@ CREATE TABLE blocks(model INTEGER NOT NULL, block_id BLOB NOT NULL, namespace IN
 CREATE UNIQUE INDEX blocks_by_slot ON blocks(slab, slot);
 CREATE INDEX blocks_by_access ON blocks(accessed);
 """
+
+
+T = TypeVar("T")
 
 
 class IndexDamaged(Exception):
@@ -217,10 +220,15 @@ class IndexFile:
         with self._lock, translated():
             return self._connection.execute(sql, values).fetchall()
 
+    def _read(self, kind: type[T], sql: str, *values: object) -> list[T]:
+        """The rows of a query as tuples of this kind. Raises IndexDamaged for other types."""
+        rows = self._query(sql, *values)
+        with translated():
+            return msgspec.convert(rows, list[kind], builtin_types=(bytes,))  # type: ignore[valid-type]
+
     def _number(self, sql: str, *values: object) -> int:
         """The one integer that a query gives."""
-        with translated():
-            return int(self._query(sql, *values)[0][0])  # type: ignore[call-overload, no-any-return]
+        return self._read(tuple[int], sql, *values)[0][0]
 
     def limit(self, max_bytes: int) -> bool:
         """Bound the index file. Returns False when it is larger already, even after shrinking."""
