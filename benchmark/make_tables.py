@@ -12,9 +12,9 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 
 Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
 of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
-turn or label), summary, ratios, costs (the ratios as a sentence),
-agreement, disagreements, cxs, gain, losses, varied. Other result files bring their own tables,
-beside about:
+turn or label), summary, ratios, costs (the ratios as a sentence), agreement, disagreements, cxs,
+gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue, those of compare_fio
+fio, those of throttled.py sources. Other result files bring their own tables, beside about:
 {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
 
@@ -26,6 +26,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,8 +87,65 @@ def _short(result: dict[str, Any]) -> str:
     return f"Median TTFT of later turns: {stock} {wait}, {', '.join(said)}."
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "about": _about,
+def _microseconds(timed: dict[str, float]) -> str:
+    return f"{timed['median_us']:.0f}"
+
+
+def _hooks(result: dict[str, Any]) -> str:
+    """Medians of what the hooks cost, beside stock SGLang where that does the same."""
+    rows = [
+        (f"pass with nothing to do, {requests}", _microseconds(timed), "")
+        for requests, timed in result["idle"].items()
+    ]
+    for what in ("match", "evict"):
+        rows += [
+            (f"{what}: {case['case']}", _microseconds(case["ours"]), _microseconds(case["stock"]))
+            for case in result[what]["cases"]
+        ]
+    return report.Table("hooks", ("cost", "us", "us of stock"), tuple(rows)).markdown()
+
+
+def _hooks_queue(result: dict[str, Any]) -> str:
+    """Medians of a pass over a waiting queue, in us."""
+    kinds = ("nothing new", "one admitted, one new", "and its blocks fetched")
+    rows = []
+    for one in result["queue"]["passes"]:
+        where = "with a disk" if one["disk"] else "host memory only"
+        schedule = ", ready-first" if one["schedule"] == "ready-first" else ""
+        rows.append(
+            (where + schedule, *(_microseconds(one[kind]) if kind in one else "" for kind in kinds))
+        )
+    return report.Table("hooks-queue", ("tiers", *kinds), tuple(rows)).markdown()
+
+
+def _fio(result: dict[str, Any]) -> str:
+    """MB/s of the store, of the store at an old commit, and of fio; medians."""
+
+    def rates(row: dict[str, Any], old: dict[str, Any]) -> str:
+        measured = row["store_mb_s"], old["store_mb_s"], row["fio_mb_s"]
+        return ", ".join(f"{median(values):.0f}" for values in measured)
+
+    cells: dict[str, dict[str, str]] = {}
+    pairs = zip(result["throughput"], result["old_commit"]["throughput"], strict=True)
+    for row, old in pairs:
+        place = f"{row['directories']} x {row['depth_per_directory']}"
+        cells.setdefault(place, {})[row["workload"]] = rates(row, old)
+    kinds = tuple(next(iter(cells.values())))
+    rows = tuple((place, *(found[kind] for kind in kinds)) for place, found in cells.items())
+    return report.Table("fio", ("directories x requests", *kinds), rows).markdown()
+
+
+def _sources(result: dict[str, Any]) -> str:
+    """Medians of restorations from sources of several rates, in ms, by arm."""
+    arms = tuple(next(iter(result["sources"].values()))["seconds"])
+    rows = tuple(
+        (source, found["layer_plan"], *(f"{1e3 * found['seconds'][arm]:.0f}" for arm in arms))
+        for source, found in result["sources"].items()
+    )
+    return report.Table("sources", ("source", "layer plan", *arms), rows).markdown()
+
+
+OF_A_CHAT: dict[str, Callable[[dict[str, Any]], str]] = {
     "overview": _of(report.overview_table),
     "short": _short,
     "screen": _of(screen.table),
@@ -102,6 +160,16 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "losses": lambda result: _bullets(report.loss_lines(result)),
     "varied": lambda result: _bullets(report.varied_lines(result)),
 }
+"""What is made of the runs of `sglang-hc bench`."""
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "about": _about,
+    "hooks": _hooks,
+    "hooks-queue": _hooks_queue,
+    "fio": _fio,
+    "sources": _sources,
+    **OF_A_CHAT,
+}
 
 
 def render(result: dict[str, Any], name: str) -> str:
@@ -111,7 +179,7 @@ def render(result: dict[str, Any], name: str) -> str:
         columns, rows = own[name]["columns"], own[name]["rows"]
         text = tuple(tuple(str(cell) for cell in row) for row in rows)
         return report.Table(name, tuple(columns), text).markdown()
-    if name not in RENDERERS or ("runs" not in result and name != "about"):
+    if name not in RENDERERS or (name in OF_A_CHAT and "runs" not in result):
         raise TableError(f"no table {name!r}; it has {', '.join(own) or ', '.join(RENDERERS)}")
     return RENDERERS[name](result)
 

@@ -95,3 +95,34 @@ def test_the_tables_and_links_of_this_repository_are_sound(
 ) -> None:
     status = run(SCRIPT.parents[1], "--check")
     assert status == 0, "".join(capsys.readouterr())
+
+
+def test_medians_of_costs_become_tables(tmp_path: Path) -> None:
+    def rates(store: list[int]) -> dict[str, object]:
+        place = {"workload": "read", "directories": 1, "depth_per_directory": 2}
+        return {**place, "store_mb_s": store, "fio_mb_s": [8, 9, 700]}
+
+    cost = {"stock": {"median_us": 9.6}, "ours": {"median_us": 11.4}, "case": "all there"}
+    passes = [{"disk": True, "schedule": "ready-first", "nothing new": {"median_us": 3.4}}]
+    one = {
+        "idle": {"1 running": {"median_us": 6.72}},
+        "match": {"cases": [cost]},
+        "evict": {"cases": [cost]},
+        "queue": {"passes": passes},
+        "throughput": [rates([100, 5, 6])],
+        "old_commit": {"throughput": [rates([1, 2, 3])]},
+        "sources": {"slow": {"layer_plan": "kv:2", "seconds": {"kv": 0.25}}},
+    }
+    names = ("hooks", "hooks-queue", "fio", "sources")
+    page = tree(tmp_path, "".join(PAGE.replace("speeds", name) for name in names))
+    (tmp_path / "benchmark" / "results" / "one.json").write_text(json.dumps(one))
+    assert run(tmp_path) == 0
+    cells = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
+    for row in (
+        ["pass with nothing to do, 1 running", "7", ""],
+        ["evict: all there", "11", "10"],
+        ["with a disk, ready-first", "3", "", ""],
+        ["1 x 2", "6, 2, 9"],
+        ["slow", "kv:2", "250"],
+    ):
+        assert ["", *row, ""] in cells
