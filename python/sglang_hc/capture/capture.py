@@ -2,16 +2,16 @@
 
     tap        the forward pass leaves the hidden states of its rows in a static buffer
     stage      rows are filed into slots that the request owns, found by (request, position)
-    commit     the radix tree keeps the tokens: slots become blocks, tail included
+    commit     the radix tree keeps the tokens: slots become blocks, the partial last one too
     drop       the request was aborted, retracted or rejected: its slots are free again
 
-Positions are written once per life of a request; a position written again (a step that was
-discarded) is overwritten, so the last writer wins. Rows before a request's first own position come
-from the host tier itself; where it does not have them there is a hole, and the request's hidden
-states are not kept (counted). KV has no holes: it is read from the device pool at commit.
+A request writes each position once. If SGLang discards a step and computes a position again, the
+last write wins. The rows before a request's first own position come from the host tier. If the host
+tier does not have them there is a hole, and the request's hidden states are not kept (counted). KV
+has no holes, because it is read from the device pool at commit.
 
-What cannot be kept is cut from the end, never from the front: a request keeps its rows up to the
-first one that found no place (counted with the reason), and whole blocks of them are published.
+What cannot be kept is cut from the end: a request keeps its rows up to the first one that found no
+place (counted with the reason), and whole blocks of them are published.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Segment(NamedTuple):
 class _Stage:
     """Slots a running request writes. Rows [start, end) of its sequence are in them.
 
-    cut: rows after `end` were not taken, so none behind them will be. missed: tokens up to there
-    were counted as kept or as not kept.
+    cut: rows after `end` were not taken, so no later rows are taken either. missed: tokens up to
+    this position were already counted as kept or as not kept.
     """
 
     namespace: str | None
@@ -93,13 +93,13 @@ class Capture:
         return self.hidden is not None
 
     def is_open(self, rid: str) -> bool:
-        """The request was opened and not dropped since, whether or not it is being kept."""
+        """Whether the request was opened and not dropped since. It need not be kept."""
         return rid in self._stages
 
     def open(self, rid: str, namespace: str | None, prefix: bytes) -> None:
-        """A request starts to compute after `prefix`, whose state is on the device already.
+        """A request starts to compute behind `prefix`, whose state is on the device already.
 
-        The first rows of a block that the prefix ends in are copied from the host tier.
+        If the prefix ends inside a block, the rows of that block are copied from the host tier.
         """
         self.drop(rid)
         start = len(prefix) // TOKEN_BYTES
@@ -125,18 +125,18 @@ class Capture:
         stage.cut = False
 
     def take_pass(self, segments: Sequence[Segment], rows: int) -> None:
-        """Stage what the taps hold of a forward pass of `rows` rows: of one with more rows than
-        they hold, the first."""
+        """Stage what the taps hold of a forward pass of `rows` rows. A longer pass leaves its first
+        rows in the taps."""
         if self.taps is not None and segments:
             self.take(segments, self.taps.bytes(min(rows, self.taps.rows)))
 
     def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:
         """Stage the rows of one forward pass. `taps`: (hidden layers, rows, hidden_bytes) uint8,
-        the first rows of the pass; it may have had more.
+        the first rows of the pass; the pass may have had more.
 
-        Rows are taken in the order of the pass, and what does not fit is left out from the end. The
-        rows are copied on the compute stream before this returns, so the next pass may overwrite
-        them.
+        Rows are taken in the order of the pass; those at the end that do not fit are left out. The
+        copies are on the compute stream before this returns, so the next pass may overwrite the
+        rows.
         """
         if self.hidden is None:
             return
@@ -155,7 +155,7 @@ class Capture:
 
     def _take_segment(self, stage: _Stage, segment: Segment, rows: PassRows, tapped: int) -> None:
         if not stage.start <= segment.position <= stage.end:
-            stage.end = min(stage.end, segment.position)  # what comes behind is out of date
+            stage.end = min(stage.end, segment.position)  # the rows behind it are out of date
             self._cut(stage, "gap")
             return
         rewritten = segment.position < stage.end
@@ -172,11 +172,11 @@ class Capture:
     def commit(
         self, rid: str, namespace: str | None, tokens: bytes, slots: torch.Tensor, final: bool
     ) -> None:
-        """The radix tree keeps `tokens` of this request: make their blocks, as far as missing.
+        """The radix tree keeps `tokens` of this request: make the blocks that the host tier lacks.
 
-        slots: (len(tokens),) int64 device slots of the sequence. final: the request is over; its
-        stage is given up. Before that the tail block is kept as a copy, because the request goes
-        on writing to its own.
+        slots: (len(tokens),) int64 device slots of the sequence. final: the request is over, and
+        its stage ends. Until then the partial last block is kept as a copy, because the request
+        goes on writing to its own slot.
         """
         length = len(tokens) // TOKEN_BYTES
         match = self._tier.tree.match(namespace, tokens)
@@ -198,13 +198,13 @@ class Capture:
             self._discard(list(stage.slots.values()))
 
     def flush(self) -> None:
-        """Send every staged row on its way."""
+        """Hand every staged row over to filing."""
         for path in (self.hidden, self.kv):
             if path is not None:
                 path.flush()
 
     def clear(self) -> None:
-        """Forget every stage and every block. Waits for what is being filed."""
+        """Forget every stage and every block. Waits until filing is done."""
         for rid in list(self._stages):
             self.drop(rid)
         self.flush()
@@ -219,8 +219,8 @@ class Capture:
         return {slot for stage in self._stages.values() for slot in stage.slots.values()}
 
     def _place(self, stage: _Stage, position: int, row: int, rows: int) -> list[RowSpan]:
-        """Where rows [row, row + rows) of a pass go: to positions from `position` on. Gives the
-        request the slots it needs; when there are no more, the rest is cut off."""
+        """Places for rows [row, row + rows) of a pass, which belong to positions from `position`
+        on. Gives the request the slots it needs; when no slot is left, the rest is cut off."""
         spans = []
         stop = position + rows
         while position < stop:
@@ -278,7 +278,7 @@ class Capture:
 
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
         """How many of the first `length` tokens can be published: all of them, or the whole blocks
-        of those that are staged. Counts the others once; `known` are in the tree already."""
+        of those that are staged. Counts the others once. The tree has the first `known` tokens."""
         if self.hidden is None or (stage is not None and stage.end >= length):
             return length
         end = stage.end // BLOCK_TOKENS * BLOCK_TOKENS if stage is not None else 0
@@ -289,7 +289,7 @@ class Capture:
         return end
 
     def _slot_for(self, stage: _Stage | None, block: int, high: int, final: bool) -> int | None:
-        """A staged slot with this block's hidden rows, ready to be published; None: no such."""
+        """A slot with this block's hidden rows that can be published; None when there is none."""
         if self.hidden is None:
             return self._new_slot()
         assert stage is not None
@@ -308,7 +308,7 @@ class Capture:
     def _gather_kv(
         self, path: SavePath, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
     ) -> None:
-        """Send the KV rows of consecutive `blocks` on their way, as many as they are."""
+        """Save the KV rows of consecutive `blocks`. There is always a way for all of them."""
         low = blocks[0][0] * BLOCK_TOKENS
         rows = min((blocks[-1][0] + 1) * BLOCK_TOKENS, length) - low
         spans = [
@@ -329,8 +329,8 @@ class Capture:
     def _when_filed(self, slot: int, node: BlockNode) -> None:
         """Serve the block once everything submitted so far, its rows included, is in place.
 
-        Until then it is pinned: a slot that rows are on their way to must get no new owner. Another
-        filing would come after them, but a read from disk would not.
+        The block is pinned until then, because a slot must not get a new owner while rows are on
+        their way to it. Later filing would wait for them, but a read from disk would not.
         """
         filed = self.filing.last()
         self._tier.pin([node])
@@ -352,7 +352,7 @@ class Capture:
             filed.on_done.append(settle)
 
     def _release_published(self, rid: str, full_blocks: int) -> None:
-        """Slots of blocks that the tree has by now, from this request or another."""
+        """Free the slots of blocks that the tree has by now, from this request or another one."""
         stage = self._stages.get(rid)
         if stage is None:
             return
@@ -369,13 +369,13 @@ class Capture:
         return self._tier.stage(self._clock())
 
     def _cut(self, stage: _Stage, reason: str) -> None:
-        """Nothing behind the end of this stage is kept. Counted once, with the first reason."""
+        """Keep nothing behind the end of this stage. Counted once, with the first reason."""
         if not stage.cut:
             self.counters[reason] += 1
         stage.cut = True
 
     def _discard(self, slots: list[int]) -> None:
-        """Free staged slots once nothing is on its way to them any more."""
+        """Free staged slots once no rows are on their way to them."""
         if not slots:
             return
         if self.hidden is not None:
@@ -390,6 +390,3 @@ class Capture:
             unstage()
         else:
             filed.on_done.append(unstage)
-
-
-__all__ = ["Capture", "Segment"]

@@ -1,8 +1,8 @@
 """Rows that go straight from the device into their slots, without a snapshot and without filing.
 
-A slot keeps a layer's rows one behind the other, as a pass leaves them, so the rows of one block
-are one strided copy for all layers. That pays for many rows at a time, as a prefill has them;
-single rows, as decode steps have them, are gathered by `filing.Snapshots` first.
+A slot keeps the rows of a layer in the order of their positions, as a pass leaves them. So one
+strided copy moves the rows of one block in all layers. That is worth it for the many rows of a
+prefill; the single rows of decode steps are gathered first (`snapshots.Snapshots`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fill = Callable[[list[torch.Tensor], int, int, int], None]
 each target, of shape (layers, capacity, row bytes), by work on the compute stream."""
 
 _PIECES = 4
-"""Parts of the ring that one burst goes through, so that copies run beside the gathering."""
+"""One burst uses the ring in so many parts, so that copies run beside the gathering."""
 
 
 class _Lent(NamedTuple):
@@ -36,9 +36,8 @@ class _Lent(NamedTuple):
 class DeviceRing:
     """Device memory that rows pass through on their way to the host, handed out in turns.
 
-    Memory is handed out again in the order of the device's own work: whoever fills it next comes
-    after the copy out of it. The host never waits for that; the compute stream does if copies are
-    slower than the rows are made.
+    The device itself keeps the order: work that fills a part again starts after the copy out of it.
+    The host never waits for this. The compute stream waits if rows are made faster than copied.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -49,7 +48,7 @@ class DeviceRing:
         self._taken = (0, 0)
 
     def rows(self, row_bytes: int) -> int:
-        """Rows to hand out at a time. Raises ValueError when there is not room for one."""
+        """Rows to hand out at a time. Raises ValueError if the ring is smaller than one row."""
         if row_bytes > self.memory.numel():
             raise ValueError(f"a row of {row_bytes} bytes, a ring of {self.memory.numel()}")
         return max(1, self.memory.numel() // _PIECES // row_bytes)
@@ -81,8 +80,8 @@ class DeviceRing:
 class DirectRows:
     """Rows of one kind (hidden states, or KV) on their way into the slots of a host pool.
 
-    Takes any number of rows at any time. A slot's rows may go this way only if nothing else that is
-    on its way writes them.
+    Takes any number of rows at any time. Rows may go this way only while no filing that is under
+    way writes the same places.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class DirectRows:
             self._piece = ring.rows(row)
 
     def add(self, rows: int, fill: Fill, spans: Sequence[RowSpan]) -> None:
-        """Take `rows` rows that `fill` writes; `spans` name source rows among them."""
+        """Take `rows` rows that `fill` writes; `spans` name some of them as source rows."""
         if self.ring is None:
             for source, slot, slot_row, count in spans:
                 fill([slots[slot] for slots in self._slots], slot_row, source, count)
@@ -128,7 +127,7 @@ class DirectRows:
 
 
 def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-    """uint8 tensors one behind the other in `memory`, as `DeviceRing` hands them out."""
+    """Consecutive uint8 tensors in `memory`, as `DeviceRing` hands them out."""
     tensors, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -138,8 +137,5 @@ def tensors_of(memory: torch.Tensor, shapes: Sequence[tuple[int, int, int]]) -> 
 
 
 def _aligned(size: int) -> int:
-    """Parts begin where every word begins."""
+    """The size rounded up, so that every part begins at a whole word."""
     return -(-size // 16) * 16
-
-
-__all__ = ["DeviceRing", "DirectRows", "Fill", "tensors_of"]

@@ -1,8 +1,9 @@
-"""Snapshot and file: rows leave the device in batches and reach their slots off this thread.
+"""Two-stage saving (HCache section 4.2.2): rows leave the device in batches, and another thread or
+process scatters them into slots.
 
-Two-stage saving (HCache section 4.2.2). `Snapshots` gathers rows of many passes in one staging
-buffer on the device and copies it to the host in one go; `Filing` hands the host copy to the I/O
-executor, which scatters the rows into slots, and knows when a slot's bytes are all in place.
+`Snapshots` gathers the rows of many passes in one staging buffer on the device and copies it to the
+host at once. `Filing` hands the host copy to the I/O executor, which scatters the rows into slots,
+and knows when all bytes of a slot are in place.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Filing:
         return self._last
 
     def pass_point(self, after: Event) -> Filed:
-        """A point in the order of operations, for bytes that reach their slots without any: it is
-        done when `after` and every operation before it are. What is submitted later waits for it.
+        """A point in the order of operations, for bytes that reach their slots without an
+        operation. It is done when `after` and all earlier operations are done; later operations
+        wait for it.
         """
         self._last = Filed()
         self._waiting.append((after, None, self._last))
@@ -72,7 +74,7 @@ class Filing:
         return self._last
 
     def last(self) -> Filed:
-        """Progress of the operation submitted last; all before it are done when it is."""
+        """Progress of the operation submitted last. When it is done, all earlier ones are."""
         return self._last
 
     def poll(self) -> None:
@@ -139,7 +141,7 @@ def _targets(operation: Operation) -> list[int]:
 
 @dataclass(eq=False)
 class _Staging:
-    """A snapshot buffer and its twin on the device; the same memory where there is no device."""
+    """A snapshot buffer and its twin on the device. Without a device they are the same memory."""
 
     index: int
     host: list[torch.Tensor]
@@ -149,8 +151,8 @@ class _Staging:
 class Snapshots:
     """Rows of one kind (hidden states, or KV) gathered until they are worth one copy.
 
-    Not thread-safe. `capacity` rows per buffer; rows that find no free buffer are refused, so a
-    slow executor costs saves and never the scheduler's time.
+    Not thread-safe. `capacity` rows per buffer. Rows that find no free buffer are refused: a slow
+    executor loses rows, but the scheduler never waits for it.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Snapshots:
                 self.flush()
 
     def flush(self) -> Filed:
-        """Send what was gathered on its way; returns the progress of everything added so far."""
+        """Hand what was gathered over to filing. Returns the progress of all rows added so far."""
         filed, staging = self._filed, self._current
         if staging is None:
             return filed

@@ -1,9 +1,10 @@
 """The tap: hidden states at the input of each fused QKV projection, left in one static buffer.
 
-The copy is part of the forward pass, at a fixed address, so a CUDA graph records it and replays it;
-a hook that kept a reference would run once, at capture, and serve stale states for ever. On a GPU
-it runs beside the projection, whose input it shares, and is over before anything behind the
-projection begins: nobody can overwrite or free that input before.
+The copy is a part of the forward pass and goes to a fixed address, so a CUDA graph records and
+replays it. A hook that only kept a reference would run once, while the graph is captured, and would
+serve stale states from then on. On a GPU the copy runs beside the projection, with which it shares
+its input, and ends before the work behind the projection begins, so the input cannot be overwritten
+or freed too early.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sglang_hc.device.side_branch import SideBranch
 
 
 class TapBuffer:
-    """(layers, rows, hidden_size) states of the last pass. Only its first rows are valid; of a pass
-    with more rows than the buffer, the first ones are left here."""
+    """(layers, rows, hidden_size) states of the last pass, in the first rows of the buffer. A pass
+    with more rows than the buffer leaves its first ones."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class TapBuffer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Passes inside leave the buffer alone: what they compute is not a request's own."""
+        """Passes inside leave the buffer alone, because what they compute belongs to no request."""
         self._paused = True
         try:
             yield

@@ -1,6 +1,6 @@
-"""Several ways to do the same work: those that agree with the first, and the fastest of them.
+"""Several ways to do the same work: which of them agree with the first one, and which is fastest.
 
-What is faster depends on the machine, so it is measured where it runs, once, at start.
+The fastest way depends on the machine, so it is measured there, once, at start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 ROUNDS = 5
 
 Seconds = Callable[[Callable[[], object]], float]
-"""Time of some work from an idle device to an idle device."""
+"""Seconds that some work takes, from an idle device until it is idle again."""
 
 
 def agreeing(
@@ -25,9 +25,9 @@ def agreeing(
     ways: Mapping[str, Callable[[], torch.Tensor]],
     differs: Callable[[torch.Tensor, torch.Tensor], str | None],
 ) -> list[str]:
-    """Names of the ways whose result is the first one's. The others are logged and left out.
+    """Names of the ways that give the same result as the first. The others are logged and left out.
 
-    Each way returns its result. differs(first, other): what is wrong, None for nothing.
+    Each way returns its result. differs(first, other): says what is wrong, or None.
     """
     (first, reference_way), *others = ways.items()
     reference = reference_way()
@@ -36,7 +36,7 @@ def agreeing(
         try:
             wrong = differs(reference, way())
         except Exception as error:
-            # A kernel that does not compile or launch here is one way less, not a failed start.
+            # A kernel that does not compile or launch here is left out; the start goes on.
             wrong = f"{type(error).__name__}: {error}"
         if wrong is None:
             good.append(name)
@@ -46,7 +46,7 @@ def agreeing(
 
 
 def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Seconds) -> str:
-    """Name of the way with the smallest median, taken in turns. One way alone is not timed."""
+    """Name of the way with the smallest median time. They take turns; a single way is not timed."""
     if len(ways) == 1:
         return next(iter(ways))
     for way in ways.values():
@@ -63,7 +63,7 @@ def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Second
 
 
 def seconds_on(device: torch.device) -> Seconds:
-    """Takes the time of some work on a device, the time to submit it included."""
+    """A timer of work on a device; the time to submit the work counts."""
     streams = torch.get_device_module(device)
 
     def seconds(work: Callable[[], object]) -> float:

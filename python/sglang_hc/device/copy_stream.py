@@ -1,8 +1,8 @@
 """Ordered copies beside the computation, and when they are done: one small class per device.
 
-A copy stream is a queue of copies that runs beside the compute stream. Fences order the two; events
-tell the host when everything enqueued before them has happened. Events are real flags: torch's CPU
-events always answer "done", which would hide every ordering mistake from tests.
+A copy stream is a queue of copies that runs beside the compute stream. Fences order the two. Events
+tell the host when all work before them is done. They are classes of our own, because torch's CPU
+events always answer "done", which would hide every mistake in the order from tests.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Event(Protocol):
 
 
 SideStream = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which a stream beside the compute stream is "compute", for what is submitted
-and for the copy stream's `computed` and `before_compute`."""
+"""Makes a context in which a stream beside the compute stream takes the place of "compute": for the
+work submitted inside, and for the copy stream's `computed` and `before_compute`."""
 
 
 class CopyStream(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
 
     own_memory: bool
-    """The device has memory of its own, so what goes to the host is staged there."""
+    """The device has memory of its own, so rows on their way to the host are staged there."""
 
     batches: bool
-    """`copy_ranges` costs this thread about as much as one `copy`, however many ranges."""
+    """`copy_ranges` takes this thread about as long as one `copy`, however many ranges it has."""
 
     def computed(self) -> Event:
         """A point behind the compute work submitted so far."""
@@ -52,8 +52,8 @@ class CopyStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` into `target`; both live and keep their bytes until a later event is done.
 
-        Both uint8 and of one shape: contiguous, or (rows, bytes) with contiguous rows that lie any
-        stride apart.
+        Both are uint8 and of one shape: contiguous, or (rows, bytes) with contiguous rows at any
+        stride.
         """
 
     def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
@@ -71,14 +71,14 @@ class CopyStream(Protocol):
         """A new stream for compute work beside the compute stream; None where nothing overlaps."""
 
     def opposite(self) -> CopyStream:
-        """A copy stream whose copies are in no order with this one's: for the other direction,
-        which a GPU moves at the same time. The same one where copies happen at once anyway."""
+        """A copy stream that is not ordered with this one, for copies in the other direction, which
+        a GPU makes at the same time. Where copies happen at once, it is this one."""
 
     def pin(self, buffer: Any, unit: int | None = None) -> None:
         """Make host memory (any object with the buffer protocol) fit for copies beside compute.
 
-        unit: bytes, counted from the first one, that a range or a contiguous row of a copy never
-        reaches over; None where it may. Raises ConfigError when the memory cannot be had.
+        unit: no range and no contiguous row of a copy crosses a multiple of so many bytes, counted
+        from the first byte; None if one may. Raises ConfigError when the memory cannot be locked.
         """
 
     def close(self) -> None:
@@ -215,32 +215,32 @@ class CudaCopyStream:
 
 
 class CudaDevice:
-    """What the copy streams of one device share: the runtime, pinned memory, and the streams that
-    are taken."""
+    """What the copy streams of one device share: the runtime, the pinned memory, and a list of the
+    streams in use."""
 
     def __init__(self, device: torch.device, others: Sequence[Any]) -> None:
-        """others: streams that work beside these copy streams must not share."""
+        """others: streams of work that is to run beside these copies."""
         self.device = device
         self.runtime = cuda_runtime()
         self.pinned = PinnedMemory(self.runtime)
         self._streams = list(others)
 
     def new_stream(self) -> Any:
-        """A stream that is none of the others and none handed out before. RuntimeError."""
+        """A stream that nobody else uses. Raises RuntimeError when there is none left."""
         stream = distinct_stream(partial(torch.cuda.Stream, device=self.device), self._streams)
         self._streams.append(stream)
         return stream
 
 
 DRAWS = 64
-"""torch hands out 32 streams of a device in turn: after so many draws each came up twice."""
+"""torch hands out 32 streams of a device in turn, so after 64 draws each came up twice."""
 
 
 def distinct_stream(draw: Callable[[], Any], taken: Sequence[Any]) -> Any:
-    """A stream whose handle none of `taken` has. Raises RuntimeError when `DRAWS` draws bring none.
+    """A stream whose handle none of `taken` has. RuntimeError after `DRAWS` draws.
 
-    Two torch streams may be one CUDA stream, because torch hands out a fixed number in turn; what
-    is meant to run side by side would then run in turn.
+    Two torch streams may be the same CUDA stream, because torch hands out a fixed number of them in
+    turn. Work on both would then run one after the other instead of side by side.
     """
     handles = {stream.cuda_stream for stream in taken}
     for _ in range(DRAWS):
@@ -251,9 +251,9 @@ def distinct_stream(draw: Callable[[], Any], taken: Sequence[Any]) -> Any:
 
 
 def copy_stream_for(device: torch.device, others: Sequence[Any] = ()) -> CopyStream:
-    """The copy stream of a device: CUDA stream, or at once on a CPU.
+    """The copy stream of a device. On a CPU copies happen at once.
 
-    others: CUDA streams beside which its copies are to run, the model's for example.
+    others: CUDA streams beside which the copies are to run, for example the model's.
     """
     if device.type != "cuda":
         return HostCopyStream()

@@ -1,7 +1,7 @@
 """The calls of the CUDA runtime that copies are enqueued with, and the choice between them.
 
-torch has no call for rows with a pitch from pinned memory, nor for many copies at once, so both are
-made through ctypes on the runtime library that torch has loaded.
+torch can neither copy rows with a pitch from pinned memory nor make many copies with one call, so
+both go through ctypes to the runtime library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sglang_hc.device.autotune import Seconds, agreeing, fastest
 from sglang_hc.device.ranges import Ranges
 
 MEMCPY_DEFAULT = 4
-"""cudaMemcpyDefault: the direction follows from the addresses."""
+"""cudaMemcpyDefault: the runtime finds the direction from the addresses."""
 
 IN_STREAM_ORDER = 1
-"""cudaMemcpySrcAccessOrderStream: sources are read when the stream gets there."""
+"""cudaMemcpySrcAccessOrderStream: a source is read when the stream reaches its copy."""
 
 TIMED_RANGES = 256
 TIMED_RANGE_BYTES = 16 << 10
-"""The copies that are timed at start: 256 blocks of 64 tokens and 256 bytes, a layer of 16K tokens
-of a narrow grouped-query model. Short ranges show what a call costs."""
+"""The copies that are timed at start: 256 blocks of 64 tokens with 256 bytes each, which is a layer
+of 16K tokens of a narrow grouped-query model. Short ranges show the cost of a call."""
 
 BATCHED = "one call for all"
-"""Name of the way that `CopyStream.batches` is about."""
+"""The way for which `CopyStream.batches` is true."""
 
 CopyRanges = Callable[[torch.Tensor, torch.Tensor, Ranges, int], None]
 """(target, source, ranges, stream handle)."""
@@ -75,7 +75,7 @@ def cuda_major() -> int:
 
 
 def batch_arguments(major: int) -> list[Any]:
-    """Argument types of cudaMemcpyBatchAsync: CUDA 12 has one more, the copy that failed."""
+    """Argument types of cudaMemcpyBatchAsync. CUDA 12 has one more, for the copy that failed."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     failed = [pointer] if major < 13 else []
     return [pointer, pointer, pointer, size, pointer, pointer, size, *failed, pointer]
@@ -102,7 +102,7 @@ def copy_2d(runtime: Any, target: torch.Tensor, source: torch.Tensor, stream: in
 def copy_one_by_one(
     runtime: Any, target: torch.Tensor, source: torch.Tensor, ranges: Ranges, stream: int
 ) -> None:
-    """Enqueue ranges with a call each. Raises RuntimeError."""
+    """Enqueue each range with a call of its own. Raises RuntimeError."""
     into, out_of = target.data_ptr(), source.data_ptr()
     for start, at, size in zip(*(column.tolist() for column in ranges), strict=True):
         status = runtime.cudaMemcpyAsync(into + at, out_of + start, size, MEMCPY_DEFAULT, stream)
@@ -179,7 +179,7 @@ def choose_copies(
 
 @functools.lru_cache
 def chosen_copies(device: torch.device) -> tuple[str, CopyRanges]:
-    """The way for this device, timed once per process, before any request."""
+    """The way for this device. It is timed once per process, before any request."""
     ways = range_copies(cuda_runtime(), cuda_major())
     if len(ways) > 1:
         size = TIMED_RANGES * TIMED_RANGE_BYTES

@@ -1,14 +1,13 @@
 """Does a matrix product depend on how many rows are multiplied at once?
 
-K and V that come back from hidden states are the bits that left only if the projection gives a row
-the same bits in a restoration of hundreds of rows as in the decode step of one row that computed
-it first. Libraries choose their kernels by shape, and kernels add up in different orders, so this
-is measured and never assumed.
+A restoration projects hundreds of rows at once, where the decode step that computed them had one.
+K and V come back with the same bits only if the product gives a row the same bits in both cases.
+Libraries choose a kernel by the shape, and kernels add in different orders, so this is measured and
+never assumed.
 
-Ordinary operands show another order of additions in one element of a thousand or fewer, because
-the sum is rounded to 16 bits afterwards. `cancelling` makes operands whose exact products are all
-zero: what remains is the rounding of the additions themselves, and another order shows in most
-elements.
+With ordinary operands another order of additions shows in at most one element of a thousand,
+because the sum is then rounded to 16 bits. `cancelling` makes operands whose exact products are all
+zero. Only the rounding of the additions remains, and another order shows in most elements.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 """(rows (n, size), weight (out, size), bias (out,) or None) -> (n, out)."""
 
 ROWS = (1, 2, 3, 7, 16, 33, 64, 129, 256, 1000)
-"""Row counts that are compared: decode steps, odd pieces, prefill chunks."""
+"""The compared numbers of rows, as decode steps, odd pieces and prefill chunks have them."""
 
 MOST_ROWS = max(ROWS)
 
 MANY_ROWS = 100
-"""From this count on a window is taken at two places instead of four."""
+"""Windows of so many rows or more are taken at two places instead of four."""
 
 TILE_ROWS = 16
 """Rows of one fixed tile. On an AMD EPYC with one thread and a weight of 3072 x 1024, a single row
@@ -39,8 +38,8 @@ takes 3 to 15 times as long as without tiles, a thousand rows 1.0 to 1.6 times."
 class Exactness:
     """How restored K and V compare with those that left the device, as measured at start.
 
-    bit: no sample of what this server restores differed in a bit. difference: the largest one of
-    the samples, relative to the largest magnitude of the layer's K and V.
+    bit: no restored sample differed from its original in a bit. difference: the largest difference
+    of the samples, relative to the largest magnitude of the layer's K and V.
     """
 
     bit: bool
@@ -97,7 +96,7 @@ def row_dependence(
     restoring: Callable[[torch.Tensor], torch.Tensor],
     states: torch.Tensor,
 ) -> str | None:
-    """What shows that K and V would come back with other bits; None when nothing does.
+    """Evidence that K and V would come back with other bits; None when there is none.
 
     forward, restoring: (n, size) -> (n, columns), the columns of K and V as the model's forward
     pass and as a restoration compute them. states: (MOST_ROWS, size). Both are run over all of
@@ -117,8 +116,8 @@ def row_dependence(
 def tiled(product: Product, rows: int = TILE_ROWS) -> Product:
     """`product` run on tiles of exactly `rows` rows, the last one filled up with zeros.
 
-    Every product has one shape, however many rows there are, so the library has one kernel to
-    choose. That a row's place in its tile does not matter either is for `row_dependence` to show.
+    Every product has the same shape, however many rows there are, so the library always chooses the
+    same kernel. `row_dependence` checks that a row's place in its tile does not matter either.
     """
 
     def run(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -137,7 +136,7 @@ def tiled(product: Product, rows: int = TILE_ROWS) -> Product:
 
 
 def windows(rows: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of all ROWS that fit into `rows`: at both ends, and at odd places between."""
+    """Row ranges of all sizes in ROWS that fit into `rows`: at both ends and at places between."""
     for count in ROWS:
         last = rows - count
         places = {0, min(5, last), last // 2, last} if count < MANY_ROWS else {0, last}

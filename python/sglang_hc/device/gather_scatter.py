@@ -18,7 +18,7 @@ class PoolRows(Protocol):
 
 
 class DevicePool(Protocol):
-    """The device's KV pool, as far as it is read."""
+    """The device's KV pool as it is read."""
 
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
@@ -30,9 +30,9 @@ class DevicePool(Protocol):
 
 
 def word(*tensors: torch.Tensor) -> torch.dtype:
-    """The widest words in which all of some (n, bytes) uint8 tensors can be seen.
+    """The widest integer type as which all of these (n, bytes) uint8 tensors can be viewed.
 
-    Copies by index go element by element: words are up to ten times faster than bytes on a CPU.
+    Copies by index go element by element, so wide ones are up to ten times faster on a CPU.
     """
     numbers = [n for t in tensors for n in (t.shape[-1], t.stride(0), t.storage_offset())]
     for size, dtype in _WIDE:

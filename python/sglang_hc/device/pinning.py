@@ -1,12 +1,12 @@
 """Host memory that the GPU reads and writes by itself: pages taken in parallel, then registered.
 
-A page of the host pool belongs to nobody until it is touched. One `cudaHostRegister` over all of it
-would touch page after page on one thread, which takes tens of seconds for tens of gigabytes, and
-would fail as a whole. So the pages are taken by several threads first, and the memory is registered
-in pieces.
+The system hands out a page of the host pool when it is first touched. One `cudaHostRegister` for
+the whole pool would touch the pages one by one on one thread, which takes tens of seconds for tens
+of gigabytes, and it could only fail as a whole. So several threads take the pages first, and the
+memory is registered in pieces.
 
-A copy must not reach over the border of two registrations. Pieces are made of whole units (slots of
-the host pool), and `whole` cuts a copy of several units where it would cross one.
+A copy must not cross the border of two registrations. Pieces consist of whole units (slots of the
+host pool), and `whole` cuts a copy of several units at such borders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from sglang_hc.errors import ConfigError
 
 PIECE_BYTES = 2 << 30
-"""Bytes of one registration, about: a piece is a whole number of units and of pages."""
+"""About the bytes of one registration; a piece consists of whole units and whole pages."""
 
 TAKEN_BYTES = 256 << 20
 """Bytes whose pages one thread takes at a time."""
@@ -34,14 +34,14 @@ TAKEN_BYTES = 256 << 20
 THREADS = 8
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14: take the pages of a range, writable, without changing what they hold."""
+"""Linux 5.14: take the pages of a range for writing, without changing their content."""
 
 Populate = Callable[[int, int], None]
 """(address, bytes). Raises OSError."""
 
 
 class PinnedMemory:
-    """What this process has registered with CUDA; one object for all lanes of a device."""
+    """What this process has registered with CUDA: one object for all copy streams of a device."""
 
     def __init__(self, runtime: Any, populate: Populate | None = None) -> None:
         """runtime: has cudaHostRegister and cudaHostUnregister."""
@@ -50,13 +50,13 @@ class PinnedMemory:
         self._registered: list[tuple[int, Any]] = []
         """Address, and what keeps the memory alive."""
         self._borders: list[int] = []
-        """Addresses where one registration ends and another one of the same buffer begins."""
+        """Addresses where one registration ends and the next one of the same buffer begins."""
 
     def pin(self, buffer: Any, unit: int | None = None) -> None:
         """Register a buffer (any object with the buffer protocol) that begins on a page.
 
-        unit: bytes that copies never reach over, counted from the first byte; None: any copy may
-        reach over anything, so the buffer is registered as a whole. Raises ConfigError with the
+        unit: no copy crosses a multiple of so many bytes, counted from the first byte. None: copies
+        may cross anything, so the buffer is registered as a whole. Raises ConfigError with the
         remedy when memory cannot be taken or locked; then nothing of the buffer stays registered.
         """
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -83,7 +83,7 @@ class PinnedMemory:
     def whole(self, rows: torch.Tensor) -> Iterator[slice]:
         """Slices of (n, bytes) host rows, in order, each within one registration.
 
-        A single row is never cut: it lies within a unit. Rows elsewhere are one slice.
+        A single row is never cut, because it lies within a unit. Rows elsewhere are one slice.
         """
         first, count, stride = rows.data_ptr(), rows.shape[0], rows.stride(0)
         begin = 0
@@ -122,15 +122,15 @@ class PinnedMemory:
 
 
 def piece_bytes(unit: int) -> int:
-    """Bytes of a registration: about `PIECE_BYTES`, whole units and whole pages, at least one."""
+    """Bytes of a registration: about `PIECE_BYTES`, and at least one whole unit and page."""
     least = math.lcm(unit, mmap.PAGESIZE)
     return max(1, PIECE_BYTES // least) * least
 
 
 def take_pages(address: int, size: int) -> None:
-    """Have the system give all pages of a range, whose content stays. Raises OSError.
+    """Have the system hand out all pages of a range; their content stays. Raises OSError.
 
-    A system that cannot (before Linux 5.14) leaves it to the registration.
+    A system that cannot do this (before Linux 5.14) hands them out during the registration.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

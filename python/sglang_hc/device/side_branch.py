@@ -1,7 +1,7 @@
-"""Short work beside the current stream, which the stream waits for a little later.
+"""Short work beside the current stream, for which that stream waits a little later.
 
-A fork and a join by two events that live as long as the branch: a CUDA graph that is captured
-between them holds the branch too, and replays it without Python.
+Fork and join are two events that live as long as the branch. A CUDA graph that is captured around
+them contains the branch and replays it without Python.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class SideBranch:
-    """One stream that leaves the current one and comes back to it. Belongs to one thread.
+    """A stream that forks off the current one and joins it again. Belongs to one thread.
 
-    What the work inside reads and writes must neither be changed nor freed before the join. So the
-    caching allocator need not be told of this stream.
+    Memory that the work inside uses must not be changed or freed before the join. So the caching
+    allocator need not know of this stream.
     """
 
     def __init__(self, streams: Any, stream: Any) -> None:
@@ -28,10 +28,8 @@ class SideBranch:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Work submitted inside runs beside the current stream, after what that stream has so far.
-
-        Left by an exception too, the branch is to be joined.
-        """
+        """Work submitted inside runs beside the current stream, after the work that is already
+        there. The branch must be joined even if an exception ends it."""
         self._fork.record(self._streams.current_stream())
         self.stream.wait_event(self._fork)
         self._left = True
@@ -39,7 +37,7 @@ class SideBranch:
             yield
 
     def join(self) -> None:
-        """The current stream goes on behind the branch. Without a fork before, nothing happens."""
+        """The current stream waits for the branch. Nothing happens without a fork before."""
         if not self._left:
             return
         self._left = False

@@ -33,10 +33,10 @@ def disk_samples(
     """(tokens, seconds to read all stored layers of so many tokens into host slots), and the
     `spread` of the repeats.
 
-    Written first, into scratch folders inside the `--hc-disk` directories that are removed again.
-    Sizes whose blocks could not be written in half of the budget are left out, except the first
-    two. The files are read past the page cache where the file system allows. Raises DirectoryError
-    and OSError.
+    The blocks are first written into scratch folders in the `--hc-disk` directories, which are
+    removed again. Sizes whose blocks could not be written in half of the budget are left out,
+    except the first two. Reads bypass the page cache where the file system allows it. Raises
+    DirectoryError and OSError.
     """
     sizes = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
     folders: list[str] = []
@@ -62,8 +62,8 @@ def disk_samples(
 
 
 def spread(repeats: Sequence[Sequence[float]]) -> float:
-    """How much the repeats of measurements differ: median over minimum of each, and of these the
-    median; 1 where nothing was repeated or took no time. One slow repeat changes neither median."""
+    """How much repeats differ: median over minimum of each measurement, and the median of these; 1
+    where nothing was repeated or took no time. A single slow repeat changes neither median."""
     return statistics.median(
         statistics.median(times) / min(times) if min(times) > 0 else 1.0 for times in repeats
     )

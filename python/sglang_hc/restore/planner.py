@@ -1,9 +1,9 @@
 """What to do with one request's stored state, decided at admission and counted.
 
-The decision is `policy.restore_plan`'s, by costs that correct themselves
-(`policy.cost_correction`); here is what it needs to know of now: how long the copies that were
-promised before will keep the link busy. What the costs always refuse is tried now and then
-(`policy.tries`). Belongs to the scheduler thread, costs microseconds, and never waits.
+`policy.restore_plan` decides, by costs that correct themselves (`policy.cost_correction`). This
+module knows the present state that the decision needs: for how long the copies of earlier
+restorations keep the link busy. Now and then it tries what the costs always refuse
+(`policy.tries`). Belongs to the scheduler thread, takes microseconds, and never waits.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ NOT_MEASURED = "not_measured"
 ALWAYS = "always"
 """Reason to load everything: the user wants it (`--hc-restore always`)."""
 TRY = "try"
-"""Decision to load something that the costs refuse, to see what it takes."""
+"""Decision to load something that the costs refuse, to see how long it takes."""
 
 _UNLEARNABLE = frozenset({Reason.AS_STORED, Reason.BUSY_LINK, Reason.NOTHING_STORED})
-"""A refusal for these reasons says nothing of the costs, or ends by itself."""
+"""A refusal for one of these reasons says nothing about the costs, or ends by itself."""
 _LEARNABLE = frozenset(reason.value for reason in set(Reason) - _UNLEARNABLE)
 
 
 class Choice(NamedTuple):
-    """Restore the first `tokens` stored tokens, layers below `recompute` by recomputing them.
+    """Restore the first `tokens` stored tokens, and recompute their layers below `recompute`.
 
-    decision, reason: what is counted. copy_seconds: for which the link is busy with it. skipped:
-    layers in HIDDEN form are stored, and none of them is loaded, nor has been tried.
+    decision, reason: what is counted. copy_seconds: time that the link needs for it. skipped: some
+    layers are stored in HIDDEN form, but the costs would load none of them.
     """
 
     tokens: int
@@ -58,10 +58,10 @@ class Choice(NamedTuple):
 
 
 class RestoreChoice:
-    """Decides for one model on one machine. Tells the look at the queue what fetching costs
-    (`policy.fetches.RestoreCosts`).
+    """Decides for one model on one machine. Also tells the waiting queue what fetching costs
+    (`queue.fetches.RestoreCosts`).
 
-    costs: None when the machine could not be measured; then everything that is stored is restored.
+    costs: None if the machine could not be measured; then everything that is stored is restored.
     always: restore everything, whatever it costs.
     can_recompute: whether the model's first layers can be run on their own.
     counters: gets `restore_decision_*` and `restore_reason_*`.
@@ -90,13 +90,14 @@ class RestoreChoice:
 
     @property
     def backlog(self) -> float:
-        """Seconds for which the link is busy with what was promised before, as modelled."""
+        """Seconds, as modelled, for which the link is busy with earlier restorations."""
         return max(0.0, self._link_free - self._clock())
 
     def choose(self, spans: Sequence[Span], context: int, new: int) -> Choice:
-        """How to bring `spans` back behind `context` tokens that the device has, before `new` ones.
+        """How to bring back `spans`, which lie behind `context` tokens on the device and before
+        `new` tokens.
 
-        Changes nothing: `take` the choice, or `refuse` with its reason.
+        Changes nothing. Call `take` with the choice, or `refuse` with its reason.
         """
         cost = self._weighed
         if cost is None:
@@ -122,7 +123,7 @@ class RestoreChoice:
         return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
 
     def take(self, choice: Choice) -> None:
-        """The choice is carried out: count it, and book the link."""
+        """The choice is carried out: count it, and add its copies to the backlog."""
         self._link_free = max(self._link_free, self._clock()) + choice.copy_seconds
         tries = self._hidden_tries if choice.skipped else self._restore_tries
         if choice.decision == TRY:
@@ -132,23 +133,23 @@ class RestoreChoice:
         self._count(choice.decision, choice.reason)
 
     def refuse(self, reason: str) -> None:
-        """Nothing is restored."""
+        """Count that nothing is restored."""
         if reason in _LEARNABLE:
             self._restore_tries.refused()
         self._count(Decision.REFUSE.value, reason)
 
     def kv_per_hidden(self, tokens: int) -> float:
-        """For the order of copies of a pass over so many tokens; see `policy.order`."""
+        """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
         return 0.0 if self._costs is None else copy_order.kv_per_hidden(self._costs.model, tokens)
 
     def block_seconds(self, tier: SourceTier) -> float:
-        """Reading one block of many into host memory; 0 when that is not known or does not count,
-        and for a block that host memory has elsewhere."""
+        """Seconds to read one block of many into host memory; 0 when that is not known or not
+        weighed, and for a block that host memory has elsewhere."""
         below = tier is not SourceTier.HOST and not self._always
         return BLOCK_TOKENS * self._copy_token(tier) if below else 0.0
 
     def token_seconds(self, tier: SourceTier) -> float:
-        """Restoring one token of many."""
+        """Seconds to restore one token of many from a tier."""
         host = self._copy_token(SourceTier.HOST) or 1.0
         if tier is SourceTier.HOST:
             return host
@@ -156,8 +157,8 @@ class RestoreChoice:
         return read + host if read else FAR_SECONDS * host
 
     def split(self, history: History, decoding: int) -> Split | None:
-        """Where a history that is on its way from below should meet what is computed of it; None
-        when the costs of that are not known, or do not count."""
+        """Where a history that comes from below should meet the part of it that is computed; None
+        when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
@@ -165,11 +166,12 @@ class RestoreChoice:
         return best_split(cost, self._plan, history, decoding=decoding, can_recompute=can_recompute)
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
-        """By how much sooner a request starts with `fetched` more tokens in host memory, behind
-        `host` ones there and `context` ones on the device; infinite when nothing is measured.
+        """Seconds by which a request starts sooner with `fetched` more tokens in host memory,
+        behind `host` tokens there and `context` tokens on the device; infinite when nothing is
+        measured.
 
-        Negative when they would not be restored even then. A fetch is waited for no longer than
-        this: then waiting in vain costs no more than recomputing does.
+        Negative when the tokens would not be restored even then. A request waits for a fetch no
+        longer than this, so waiting in vain costs no more than recomputing does.
         """
         cost = self._weighed
         if cost is None:
@@ -182,14 +184,14 @@ class RestoreChoice:
 
     @property
     def tries(self) -> Tries | None:
-        """When a fetch that is not worth it is made all the same; None for never."""
+        """When a fetch that is not worth it is made as a try; None for never."""
         if self._weighed is None:
             return None
         self._fetch_tries.follow(self._changes)
         return self._fetch_tries
 
     def try_seconds(self, context: int, new: int) -> float:
-        """Longest that a request of `new` tokens to compute waits for such a fetch."""
+        """Longest seconds that a request with `new` tokens to compute waits for such a fetch."""
         cost = self._weighed
         if cost is None:
             return 0.0
@@ -197,7 +199,7 @@ class RestoreChoice:
 
     @property
     def _weighed(self) -> CostModel | None:
-        """The costs that decide; None where everything is restored."""
+        """The costs that decide; None when everything is restored."""
         return None if self._costs is None or self._always else self._costs.model
 
     @property
@@ -205,7 +207,7 @@ class RestoreChoice:
         return 0 if self._costs is None else self._costs.changes
 
     def _skips_hidden(self, plan: RestorePlan) -> bool:
-        """Something is loaded, but none of the stored HIDDEN layers."""
+        """Whether the plan loads something, but none of the stored HIDDEN layers."""
         stored = self._plan
         return bool(plan.tokens and stored.hidden) and (
             plan.recompute_layers >= stored.recompute + stored.hidden
@@ -241,8 +243,8 @@ class RestoreChoice:
         return seconds
 
     def _copy_token(self, tier: SourceTier) -> float:
-        """Copying all stored layers of one token, for a history long enough to hide what a copy
-        costs at least; 0 when it is not known."""
+        """Seconds to copy all stored layers of one token, in a history so long that the fixed cost
+        of a copy does not show; 0 when it is not known."""
         if self._costs is None or tier not in self._costs.model.copies:
             return 0.0
         return self._costs.model.copy_stored(tier, self._plan, LONG_HISTORY) / LONG_HISTORY

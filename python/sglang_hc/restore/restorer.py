@@ -70,9 +70,9 @@ class Restorer:
     def start(self) -> int:
         """Begin what is queued; returns the consumer index for the next batch, -1 for nothing.
 
-        Layers that are recomputed are submitted here, before the batch is put together. What that
-        raises ends the scheduler, as the same error in a forward pass does: the slots were
-        promised, and nothing may read them.
+        Recomputed layers are submitted here, before the batch is put together. An error there ends
+        the scheduler, as the same error in a forward pass does: the slots were promised, and nobody
+        may read them.
         """
         if not self._queued:
             return -1
@@ -89,7 +89,7 @@ class Restorer:
         return index
 
     def run_now(self) -> None:
-        """Run queued restorations outside any pass: the batch they were queued for did not come."""
+        """Run queued restorations without a pass, because their batch did not come."""
         index = self.start()
         if index >= 0:
             self.gate.set_consumer(index)
@@ -97,13 +97,12 @@ class Restorer:
             self.poll()
 
     def pass_ended(self) -> bool:
-        """A forward pass was submitted: its restorations are complete behind it. Returns whether
-        there were any."""
+        """A forward pass was submitted: complete its restorations. Returns whether it had any."""
         self.gate.pass_ended()
         return self._finish_pass()
 
     def poll(self) -> None:
-        """Take in what is over by now. Never waits."""
+        """Unpin the blocks of restorations that are over. Never waits."""
         if self.watch is not None:
             self.watch.poll()
         if self.path.read_buffer is not None:

@@ -165,6 +165,3 @@ def stored_shape(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-__all__ = ["CaptureMemory", "CaptureSizes", "capture_sizes", "rows_per_pass", "take_capture_memory"]
