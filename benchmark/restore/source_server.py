@@ -35,6 +35,9 @@ from sglang_hc.tree.identity import pack_tokens  # noqa: E402
 RATE_FILE = "HC_BENCHMARK_RATE"
 """Environment variable that tells the I/O process where the rate of its bucket stands."""
 
+NEW = 64
+"""Tokens of a prompt behind its history, a whole number of blocks."""
+
 POOL_SPARE = 1024
 PRIMED = 2048
 """Tokens that are computed at a time when a history is stored: a remote store queues few blocks."""
@@ -143,6 +146,7 @@ class SourceServer:
         rate = str(Path(folder, "rate"))
         Path(rate).write_bytes(bytes(8))
         os.environ[RATE_FILE] = rate
+        os.environ["XDG_CACHE_HOME"] = folder  # costs are measured now, not those of another day
         self.bucket = Bucket(rate)
         below = ["--hc-disk", f"{folder}/disk:8"]
         if store == "file":
@@ -260,9 +264,10 @@ class SourceServer:
             rid = self.core.submit(prompt, 1, salt)
             self.core.run()
         reply = self.core.reply(rid)
+        self.forget()  # the new tokens' blocks are filed meanwhile, and not written either
         planner._always, disk._io.wants = False, wants
-        assert arm != "serial" or reply.cached > 0, "nothing was read"
-        self.forget()
+        assert len(prompt) - reply.cached >= NEW, "the new tokens were stored"
+        assert arm != "serial" or len(prompt) - reply.cached == NEW, "not everything was read"
         return self._first_token.pop(rid) - begin
 
     def _noting(self, stream: Callable[..., Any]) -> Callable[..., Any]:

@@ -79,9 +79,8 @@ class Case:
         if not rest:
             return self.layers * self.cost.prefill_layer(self.history + NEW, 0)
         busy = max(self._busy(head, self.plan.recompute))
-        return (
-            busy + sum(self._busy(self.history - BLOCK_TOKENS, self.plan.recompute, 0)) + self.new
-        )
+        _, *last = self._busy(self.history - BLOCK_TOKENS, self.plan.recompute, 0)
+        return busy + sum(last) + self.new
 
     def streamed(self, first: int) -> float:
         """Layers before `first` are recomputed; disk, link and compute pass the others on."""
