@@ -55,6 +55,22 @@ def test_a_projection_called_by_keyword_is_tapped_too() -> None:
     assert taps.states[0, 0].tolist() == [5.0] * 4
 
 
+def test_a_rank_keeps_its_own_columns() -> None:
+    """Two ranks tap the same input; together they have all of it."""
+    hidden = torch.arange(12.0).view(3, 4)
+    module = torch.nn.Linear(4, 6)
+    ranks = [
+        TapBuffer(1, 8, 2, torch.float32, torch.device("cpu"), first_column=first)
+        for first in (0, 2)
+    ]
+    for taps in ranks:
+        taps.install(0, module)
+    module(hidden)
+    parts = [taps.bytes(3)[0].view(torch.float32) for taps in ranks]
+    assert ranks[0].row_bytes == 8
+    assert torch.equal(torch.cat(parts, dim=1), hidden)
+
+
 @pytest.mark.parametrize(("given", "left"), [(1, 1), (2, 2), (3, 2)])
 def test_of_a_pass_with_more_rows_than_the_buffer_the_first_are_left(given: int, left: int) -> None:
     taps, (first, _) = tapped(rows=2)

@@ -235,6 +235,7 @@ def unusable(model: str) -> tuple[Any, Any, str]:
     """What the check at start says of the right recomputer, of one that loses the prefix, and of
     one whose decode steps do not run."""
     from sglang_hc.srt.model.recompute import compare_pieces
+    from sglang_hc.srt.start_group import StartGroup
 
     core = engine(model=model, plan="kv")
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator
@@ -243,9 +244,8 @@ def unusable(model: str) -> tuple[Any, Any, str]:
     run = tiers.restorer.path.recomputer.forward_pass
 
     def found() -> Any:
-        return compare_pieces(
-            tiers.restorer.path.recomputer, tiers.restorer.path.sink, slots, dtype, 2
-        )
+        path, alone = tiers.restorer.path, StartGroup(0, 1)
+        return compare_pieces(path.recomputer, path.sink, slots, dtype, 2, alone)
 
     def lost(tokens: Any, slots: Any, start: int, decode: bool = False) -> None:
         core.scheduler.req_to_token_pool.req_to_token[0, :start] = 0

@@ -50,6 +50,25 @@ def test_state_of_each_kind_of_attention(config, attention, state):
 
 
 @pytest.mark.parametrize(
+    ("config", "ranks", "kv_parts", "heads"),
+    [
+        (LLAMA2_7B, 2, (2048, 2048), 16),
+        (LLAMA31_8B, 8, (128, 128), 4),
+        (LLAMA31_8B, 16, (128, 128), 2),  # fewer KV heads than ranks: each rank has one
+        (FALCON_7B, 4, (64, 64), 17),
+        (DEEPSEEK_V3, 8, (576,), 16),  # the latent row is whole on every rank
+    ],
+)
+def test_a_rank_has_its_heads(config, ranks, kv_parts, heads):
+    whole = ModelShape.from_config(config)
+    part = whole.of_rank(ranks)
+    assert (part.kv_parts, part.num_heads) == (kv_parts, heads)
+    assert part.layer_params == whole.layer_params / ranks
+    assert part.hidden_size == whole.hidden_size
+    assert whole.of_rank(1) == whole
+
+
+@pytest.mark.parametrize(
     ("config", "embedding", "billions"),
     [
         (LLAMA2_7B, 2 * 32000 * 4096, 6.74),

@@ -15,7 +15,7 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.forms import BlockLayout, Form, LayerPlan, StateShape
-from sglang_hc.policy.cost_model import NOISY, CostModel, SourceTier
+from sglang_hc.policy.cost_model import NOISY, CostModel, Samples, SourceTier
 from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.restore.measure import (
     ATTEMPTS,
@@ -30,9 +30,11 @@ from sglang_hc.restore.measure import (
 )
 from sglang_hc.restore.measure_disk import disk_samples
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.srt.start_group import StartGroup
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
+from support.start_groups import on_ranks
 from support.throttled import ThrottledCopyStream
 
 CPU = torch.device("cpu")
@@ -135,6 +137,32 @@ def test_a_sample_is_the_median_of_rounds_over_all_sizes() -> None:
     assert found.times == {(1,): 1.0, (2,): 2.0}
     assert found.noise == 1.0, "one slow repeat is no busy machine"
     assert calls == [1, 1, 2, 2] + [1, 2] * (ROUNDS - 1)
+
+
+def test_ranks_run_equally_often_and_have_the_times_of_the_slowest() -> None:
+    """One has ten times as slow a device, and a clock of its own: a rank that ran a prefill more
+    than the other would wait in its collective for ever, so this meeting would break."""
+    runs: list[list[tuple[int, int]]] = [[], []]
+
+    def on_rank(group: StartGroup) -> Samples:
+        clock = Clock()
+        clock.now = 1000.0 * group.rank
+        mine = subject(clock, SlowCopyStream(clock), slow=(30.0, 300.0)[group.rank])
+        alone = mine.prefill
+
+        def prefill(new: int, context: int) -> None:
+            group.each((new, context))  # stands for the layer's all-reduce
+            runs[group.rank].append((new, context))
+            alone(new, context)
+
+        mine = replace(mine, prefill=prefill, most=group.most)
+        return measure(mine, clock=clock, budget_s=20.0)
+
+    fast, slow = on_ranks(2, on_rank)
+    assert runs[0] == runs[1] and 3 <= len(fast.prefill) < len(PREFILLS)
+    assert fast.prefill == slow.prefill
+    found = CostModel.from_samples(fast, "here").prefill.per_token
+    assert found == pytest.approx(300 * TOKEN_S, rel=0.01)
 
 
 def noise_of(repeats: Sequence[float], worked: float | None = None) -> float:

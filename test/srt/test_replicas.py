@@ -1,4 +1,4 @@
-"""What one data-parallel replica has of the server's sizes."""
+"""What one scheduler has of the server's sizes: a replica, and a rank of it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hc.config import GIB, HcConfig
-from sglang_hc.srt.replicas import Replica, directories, host_share, replica_of
+from sglang_hc.srt.replicas import Place, directories, host_share, place_of
 from sglang_hc.store.disk import DirectorySpec
 
 
 def test_a_single_server_keeps_what_the_user_gave(tmp_path: Path) -> None:
-    runner = SimpleNamespace(
-        ps=SimpleNamespace(dp_rank=None), server_args=SimpleNamespace(dp_size=1)
-    )
+    ps = SimpleNamespace(dp_rank=None, tp_rank=0, tp_size=1)
+    runner = SimpleNamespace(ps=ps, server_args=SimpleNamespace(dp_size=1))
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path}:3", str(tmp_path)))
-    alone = replica_of(runner)
+    alone = place_of(runner)
     assert host_share(config, alone) == GIB
     assert directories(config, alone) == tuple(map(DirectorySpec.parse, config.disk))
-    assert not any(tmp_path.iterdir())
+    assert alone.suffix == "" and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_replicas_together_use_no_more_than_was_given(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (3, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
+def test_all_together_use_no_more_than_was_given(
+    tmp_path: Path, replicas: int, shards: int
+) -> None:
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path / 'ssd'}:5", str(tmp_path / "rest")))
-    shares = [Replica(rank, count) for rank in range(count)]
-    assert sum(host_share(config, one) for one in shares) <= GIB
-    specs = [directories(config, one) for one in shares]
+    places = [Place(r, replicas, s, shards) for r in range(replicas) for s in range(shards)]
+    count = len(places)
+    assert sum(host_share(config, one) for one in places) <= GIB
+    specs = [directories(config, one) for one in places]
     assert len({spec.path for both in specs for spec in both}) == 2 * count
+    assert len({one.suffix for one in places}) == count
     assert GIB > sum(both[0].size_bytes or 0 for both in specs) / 5 > 0.9 * 10**9
     assert all(both[1] == DirectorySpec(both[1].path, None, count) for both in specs)
-    assert (tmp_path / "ssd").is_dir() and (tmp_path / "rest").is_dir()
+    assert all(Path(spec.path).parent.is_dir() for both in specs for spec in both)
+
+
+def test_the_folder_names_the_number_of_ranks(tmp_path: Path) -> None:
+    """Another number of ranks has other parts of the blocks: they must not meet."""
+    config = HcConfig(disk=(str(tmp_path),))
+    (spec,) = directories(config, Place(1, 2, 0, 2))
+    assert spec.path == str(tmp_path / "dp1" / "tp2-0")
+    assert Place(0, 1, 1, 4).suffix == ".tp1" and Place(1, 2, 3, 4).suffix == ".dp1.tp3"

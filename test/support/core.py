@@ -22,7 +22,7 @@ from support.profiles import FREE_LOADING
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
-class _Idle(BaseException):
+class Idle(BaseException):
     """Leaves SGLang's event loop; nothing in there catches it."""
 
 
@@ -52,6 +52,9 @@ class Core:
     restored; None leaves it to the flags, or to measuring.
     """
 
+    rank = 0
+    """Tensor-parallel rank; see `ranked_core.RankedCore`."""
+
     def __init__(
         self,
         *flags: str,
@@ -79,9 +82,10 @@ class Core:
         self.args = prepare_server_args(argv)
         self.args.check_lora_server_args()  # as SGLang's launcher does
         publish(self.args, role="scheduler")
-        self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
+        ports, rank = PortArgs.init_new(self.args), self.rank
+        self.scheduler = Scheduler(self.args, ports, rank, rank, 0, 0, 0, 0, None)
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
+        self._connect()
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
         self.inbox: list[Any] = []
         self.requests: dict[str, Any] = {}
@@ -89,6 +93,10 @@ class Core:
         self._quiet = 0
         self._steps: int | None = None
         self.passes = 0
+
+    def _connect(self) -> None:
+        """Have the scheduler receive what `submit` hands in."""
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
 
     @property
     def model_state(self) -> Any:
@@ -178,7 +186,7 @@ class Core:
         self._steps = steps
         try:
             self.scheduler.run_event_loop()
-        except _Idle:
+        except Idle:
             return
 
     def reply(self, rid: str) -> Reply:
@@ -280,12 +288,12 @@ class Core:
         if self._steps is not None:
             if self._steps == 0:
                 self.inbox = inbox
-                raise _Idle
+                raise Idle
             self._steps -= 1
             return inbox
         self._quiet = 0 if inbox or not self.scheduler.is_fully_idle() else self._quiet + 1
         if self._quiet > 2:
-            raise _Idle
+            raise Idle
         return inbox
 
     def _note(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -122,10 +122,11 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
 
     from sglang_hc.restore.measure import measure
     from sglang_hc.srt.model.scratch_layer import subject_of
+    from sglang_hc.srt.start_group import StartGroup
 
     gc.collect()
     gc.disable()
-    subject = subject_of(runner, layers, True)
+    subject = subject_of(runner, layers, True, StartGroup(0, 1))
     pool = subject.sink.pool
     left = [weakref.ref(thing) for thing in (subject, subject.sink, pool, *pool.k_buffer)]
     measure(subject, budget_s=0.2)

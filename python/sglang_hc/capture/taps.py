@@ -30,9 +30,12 @@ class TapBuffer:
         dtype: torch.dtype,
         device: torch.device,
         branch: SideBranch | None = None,
+        first_column: int = 0,
     ) -> None:
-        """branch: where the copies run; None: in line with the model."""
+        """branch: where the copies run; None: in line with the model. hidden_size, first_column: of
+        the columns that are kept, of states that may have more."""
         self.branch = branch
+        self._columns = slice(first_column, first_column + hidden_size)
         self.states = torch.empty((layers, rows, hidden_size), dtype=dtype, device=device)
         self._paused = False
 
@@ -47,14 +50,14 @@ class TapBuffer:
 
     def install(self, index: int, projection: torch.nn.Module) -> None:
         """Tap the first argument of `projection` into layer `index`. Before any graph capture."""
-        target = self.states[index]
+        target, columns = self.states[index], self._columns
 
         def tap(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._paused:
                 return
             hidden = args[0] if args else kwargs["hidden_states"]
             count = min(hidden.shape[0], target.shape[0])
-            target[:count].copy_(hidden[:count])
+            target[:count].copy_(hidden[:count, columns])
 
         branch = self.branch
         if branch is None:

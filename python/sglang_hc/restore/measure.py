@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,8 @@ class Subject:
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
     hidden: whether hidden states can be projected to K and V here.
     frames: number and bytes of the staging frames that restorations pass through.
+    most: of a number, the largest that one of the ranks has that run this layer together; each of
+    them makes the same calls. The number itself where there is one rank.
     """
 
     shape: StateShape
@@ -87,6 +90,7 @@ class Subject:
     rows: int
     hidden: bool
     frames: tuple[int, int]
+    most: Callable[[float], float] = float
 
 
 def measure(
@@ -99,6 +103,8 @@ def measure(
     """Samples for `CostModel.from_samples`. disks: the `--hc-disk` directories. computed: the
     processor time of this thread in seconds, where this thread does all the work itself.
 
+    What several ranks run together they run equally often: all decide by the longest times of any.
+
     What shows that the machine is busy is measured again, up to ATTEMPTS times within its share of
     the budget, and the quietest attempt counts. The two smallest sizes of everything (three of
     prefill) are measured whatever they take. Raises what the parts raise: OSError or
@@ -110,10 +116,14 @@ def measure(
 
     noises: list[float] = []
 
+    def agreed() -> float:
+        return subject.most(clock())
+
     def sample(name: str, run: Callable[..., float], sizes: Sizes, least: int = 2) -> Times:
         share = SHARES[name] * budget_s
+        slowest = partial(_slowest, subject, run)
         found = quietest(
-            lambda left: sample_sizes(run, sizes, least, left, clock, computed), share, clock
+            lambda left: sample_sizes(slowest, sizes, least, left, agreed, computed), share, agreed
         )
         noises.append(found.noise)
         return found.times
@@ -145,6 +155,11 @@ def measure(
         ahead=_ahead(subject, copies[Form.KV]),
         noise=max(noises),
     )
+
+
+def _slowest(subject: Subject, run: Callable[..., float], *size: int) -> float:
+    """Seconds of the slowest rank."""
+    return subject.most(run(*size))
 
 
 def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:

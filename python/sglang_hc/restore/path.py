@@ -110,7 +110,9 @@ class RestorePath:
     recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
     its request's turn. side_stream: submit the work to a stream beside the compute stream,
     `SIDE_LAYERS` layers ahead of the one that is waited for; None: when it is waited for, in the
-    compute stream. rotation: for K of blocks that have moved; None where none does.
+    compute stream. rotation: for K of blocks that have moved; None where none does. in_step:
+    several ranks restore together, and the sink's work has collectives in it: the order of work
+    must not depend on what the device has done by when.
     """
 
     pool: HostPool
@@ -121,3 +123,4 @@ class RestorePath:
     read_buffer: ReadBuffer | None = None
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
+    in_step: bool = False

@@ -35,12 +35,13 @@ from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.gathering import fastest_gather
 from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model_state import MODEL_STATE, ModelState
-from sglang_hc.srt.replicas import directories, host_share, replica_of
+from sglang_hc.srt.replicas import directories, host_share, place_of
 from sglang_hc.srt.scheduler import BUILDING, TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.storage_backends import with_remote
@@ -91,12 +92,14 @@ class Device:
 
 @dataclass(frozen=True)
 class TierSizes:
-    """layout: of a block. num_slots: blocks of the host tier. fingerprint: what identities of
-    blocks begin with."""
+    """layout: of this rank's part of a block. num_slots: blocks of the host tier. fingerprint: what
+    identities of blocks begin with, the same on all ranks. stored_as: fingerprint of what this rank
+    keeps below the host tier: no other rank may read it."""
 
     layout: BlockLayout
     num_slots: int
     fingerprint: bytes
+    stored_as: bytes
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def _device(model: Model) -> Device:
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     recomputer, pieces = recomputer_for(
-        model.config, runner, pool, model.allocator, state.plan, state.memory.taps
+        model.config, runner, pool, model.allocator, state.plan, state.memory.taps, state.group
     )
     project, read = PROJECTIONS["sglang"], gather
     if pool.device.type == "cuda" and state.layers is not None:
@@ -171,7 +174,8 @@ def _device(model: Model) -> Device:
     if state.memory.ring is not None and state.plan.kv:
         layers = state.plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
-    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read)
+    whole = columns_of(runner, runner.model_config.hidden_size).whole
+    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, whole)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
     rotation = None
     if model.config.overflow == "reembed":
@@ -184,17 +188,17 @@ def _device(model: Model) -> Device:
 
 
 def _sizes(model: Model, device: Device) -> TierSizes:
-    runner, state = model.runner, model.state
+    runner, state, group = model.runner, model.state, model.state.group
     taps = state.memory.taps
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     layout = BlockLayout(state.plan, shape)
-    size = host_share(model.config, replica_of(runner))
-    num_slots = size // layout.slot_bytes
+    size = host_share(model.config, place_of(runner))
+    num_slots = group.least(size // layout.slot_bytes)
     if num_slots < 1:
         raise ConfigError(
-            f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each replica and holds no block; "
+            f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
             f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB"
         )
     logger.info(
@@ -204,8 +208,10 @@ def _sizes(model: Model, device: Device) -> TierSizes:
         num_slots,
         num_slots * BLOCK_TOKENS,
     )
-    fingerprint = layout.fingerprint(*model_identity(runner), *_product(model))
-    return TierSizes(layout, num_slots, fingerprint)
+    made_by = [*model_identity(runner, group), *_product(model)]
+    rank = [] if group.size == 1 else [f"rank {group.rank}"]
+    stored_as = layout.fingerprint(*made_by, *rank)
+    return TierSizes(layout, num_slots, layout.fingerprint(*made_by), stored_as)
 
 
 def _product(model: Model) -> list[str]:
@@ -244,8 +250,8 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
     if config.disk:
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
         scrub = int(config.scrub_mb_s * 1e6)
-        folders = directories(config, replica_of(runner))
-        disk = DiskSpec(folders, sizes.fingerprint, label, scrub, config.ttl or None)
+        folders = directories(config, place_of(runner))
+        disk = DiskSpec(folders, sizes.stored_as, label, scrub, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:
@@ -307,6 +313,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         _read_buffer(model, device, io, host, queue),
         _side_stream(model, device, sizes.layout.shape),
         device.rotation,
+        in_step=model.state.group.size > 1,
     )
     return Tiers(
         host,
@@ -332,7 +339,7 @@ def _disk(
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below = io.blocks
     if model.config.remote is not None:
-        below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint, io.counts)
+        below = with_remote(below, model.config, io.memory.pool, sizes.stored_as, io.counts)
     if below is None:
         return None
     return DiskTier(below, host) if watch is None else DiskTier(below, host, on_read=watch.read)
@@ -361,9 +368,10 @@ def _capture(
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
-    """Where restorations run: beside the compute stream only where that was measured faster."""
+    """Where restorations run: beside the compute stream only where that was measured faster. Ranks
+    gather hidden states in the order of the model's own collectives, so in its stream."""
     layers, pool = model.state.layers, device.pool
-    if pool.device.type != "cuda" or layers is None:
+    if pool.device.type != "cuda" or layers is None or model.state.group.size > 1:
         return None
     return fastest_stream(layers, model.allocator, device.copy_stream, shape, pool)
 

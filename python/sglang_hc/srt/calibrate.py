@@ -21,28 +21,38 @@ from sglang_hc.srt.model.exactness import has_fixed_tiles
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import installed_kernels
 from sglang_hc.srt.model.scratch_layer import subject_of
+from sglang_hc.srt.start_group import StartGroup
 from sglang_hc.store.disk import DirectorySpec
 
 logger = logging.getLogger(__name__)
 
 
 def cost_model(
-    runner: Any, config: HcConfig, layers: list[LayerAdapter] | None, hidden: bool
+    runner: Any,
+    config: HcConfig,
+    layers: list[LayerAdapter] | None,
+    hidden: bool,
+    group: StartGroup,
 ) -> CostModel | None:
     """Costs for this server; None when they cannot be measured: then everything stored is loaded.
 
-    hidden: whether the model's layers can be kept as hidden states. Raises ConfigError for a
-    profile given with --hc-profile that cannot be used here.
+    hidden: whether the model's layers can be kept as hidden states. group: the ranks that measure
+    together; all have the first one's costs. Raises ConfigError for a profile given with
+    --hc-profile that cannot be used here.
     """
     name = fingerprint(runner, config.disk, hidden)
-    if config.profile is not None:
-        return profile_file.load_given(config.profile, name, tiers_of(config))
-    cached = profile_file.load_cached(name)
+    given = config.profile
+    if given is not None:
+        return group.first(lambda: profile_file.load_given(given, name, tiers_of(config)))
+    cached = group.first(lambda: profile_file.load_cached(name))
     if cached is not None and not _doubted(cached):
         return cached
     try:
-        cost = measured(runner, config.disk, layers, hidden)
+        own = measured(runner, config.disk, layers, hidden, group)
+        cost = group.first(lambda: own)
     except Exception:
+        if group.size > 1:
+            raise  # the other ranks wait for this one: only the end of its process frees them
         if cached is not None:
             logger.warning("sglang-hc: it could not be measured again", exc_info=True)
             return cached
@@ -55,7 +65,8 @@ def cost_model(
     if cached is not None and cached.noise is not None and cached.noise <= (cost.noise or 1.0):
         logger.warning("sglang-hc: the machine is still busy; the quieter cached profile is used")
         return cached
-    profile_file.save_cached(cost)
+    if group.rank == 0:
+        profile_file.save_cached(cost)
     return cost
 
 
@@ -79,14 +90,19 @@ def tiers_of(config: HcConfig) -> tuple[SourceTier, ...]:
 
 
 def measured(
-    runner: Any, disks: tuple[str, ...], layers: list[LayerAdapter] | None, hidden: bool
+    runner: Any,
+    disks: tuple[str, ...],
+    layers: list[LayerAdapter] | None,
+    hidden: bool,
+    group: StartGroup,
 ) -> CostModel:
     """Measure now, in at most `measure.BUDGET_S` seconds; poor fits are logged."""
     began = time.perf_counter()
     try:
-        subject = subject_of(runner, layers, hidden)
-        # On a CPU this thread does the work, and should wait for nothing else.
-        computed = time.thread_time if subject.device.type == "cpu" else None
+        subject = subject_of(runner, layers, hidden, group)
+        # On a CPU this thread does the work, and should wait for nothing else but other ranks.
+        alone = subject.device.type == "cpu" and group.size == 1
+        computed = time.thread_time if alone else None
         samples = measure(subject, disks, computed=computed)
         del subject
     finally:
@@ -112,6 +128,7 @@ def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
         "hidden states" if hidden else "KV only",
         *(["fixed tiles"] if has_fixed_tiles(runner.model) else []),
         *(["deterministic"] if args.enable_deterministic_inference else []),
+        *([f"tensor parallel {runner.ps.tp_size}"] if runner.ps.tp_size > 1 else []),
         _device_name(runner),
         *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),

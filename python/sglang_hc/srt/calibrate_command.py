@@ -20,6 +20,7 @@ from sglang_hc.srt.model import families
 from sglang_hc.srt.model.exactness import prepare, settle
 from sglang_hc.srt.model_state import hidden_excluded
 from sglang_hc.srt.server_args import ALWAYS_ENV
+from sglang_hc.srt.start_group import StartGroup
 
 
 class Loaded(NamedTuple):
@@ -33,7 +34,8 @@ class Loaded(NamedTuple):
 def profile_model(model: str, disks: tuple[str, ...], flags: Sequence[str]) -> CostModel:
     """Costs of `model` under SGLang's `flags`. Raises ConfigError for what cannot be measured."""
     loaded = load_model(model, flags)
-    return calibrate.measured(loaded.runner, disks, loaded.layers, loaded.hidden)
+    alone = StartGroup.of(loaded.runner)
+    return calibrate.measured(loaded.runner, disks, loaded.layers, loaded.hidden, alone)
 
 
 def load_model(model: str, flags: Sequence[str]) -> Loaded:

@@ -22,6 +22,7 @@ from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.model_shape import ModelConfigError
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
+from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 
@@ -110,15 +111,17 @@ def running(args: Any) -> int:
 
 
 def take_capture_memory(
-    runner: Any, plan: LayerPlan, layers: list[LayerAdapter] | None
+    runner: Any, plan: LayerPlan, layers: list[LayerAdapter] | None, group: StartGroup
 ) -> CaptureMemory:
-    """For a loaded model; `layers` are needed for hidden layers. Raises ConfigError when the device
-    has not enough."""
+    """For a loaded model; `layers` are needed for hidden layers. All ranks of the group take the
+    same. Raises ConfigError when the device has not enough."""
     args, context = runner.server_args, runner.model_config.context_len
     layer = stored_shape(runner, layers)
     device = next(runner.model.parameters()).device
     own = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if own else None
+    total = None
+    if own:
+        total = group.least(torch.cuda.get_device_properties(device).total_memory)
     sizes = capture_sizes(args, plan, layer, context, total)
     if sizes.rows < context and (args.chunked_prefill_size or -1) <= 0 and plan.hidden:
         logger.info(
@@ -132,7 +135,8 @@ def take_capture_memory(
         if plan.hidden:
             width = layer.hidden_bytes // runner.dtype.itemsize
             branch = _tap_branch(runner, device)
-            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch)
+            first = group.rank * width
+            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)

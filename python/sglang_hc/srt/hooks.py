@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.srt.model_state import MODEL_STATE
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.tree_backend import HcRadixCache
 
@@ -72,10 +73,17 @@ def forward(
 
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info."""
-    tree = tree_of(self.tp_worker.model_runner)
+    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info, and what each rank
+    counted. All tensor-parallel ranks are asked in the same pass, so they can exchange it here;
+    only the first one's answer is sent."""
+    runner = self.tp_worker.model_runner
+    tree = tree_of(runner)
     if tree is not None:
-        result.internal_state["hc"] = tree.stats()
+        numbers = tree.stats()
+        counts = getattr(runner, MODEL_STATE).group.each(tree.tiers.counts())
+        if len(counts) > 1:
+            numbers["ranks"] = counts
+        result.internal_state["hc"] = numbers
     return result
 
 

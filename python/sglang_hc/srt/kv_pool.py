@@ -16,6 +16,10 @@ Gather = Callable[[PoolRows, Sequence[int], torch.Tensor, list[torch.Tensor], in
 """`DevicePool.gather` of the pool that comes first."""
 
 
+def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
 class UnsupportedPool(ValueError):
     """A KV pool whose rows cannot be read and written as bytes."""
 
@@ -29,13 +33,16 @@ class KvPoolRows:
         adapters: Sequence[LayerAdapter] | None,
         project: Projection = PROJECTIONS["sglang"],
         read: Gather = gather,
+        whole: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
     ) -> None:
         """adapters: needed for layers kept as hidden states only. project: how K and V come from
-        hidden states. read: how rows of many layers are gathered. Raises UnsupportedPool."""
+        hidden states. read: how rows of many layers are gathered. whole: makes hidden states of the
+        columns that this rank keeps (`HiddenColumns.whole`). Raises UnsupportedPool."""
         self.pool = pool
         self.adapters = adapters
         self._project = project
         self._read = read
+        self._whole = whole
         if type(pool) is MHATokenToKVPool:
             buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
@@ -75,7 +82,7 @@ class KvPoolRows:
         assert self.adapters is not None
         adapter = self.adapters[layer]
         with torch.no_grad():
-            states = hidden.view(adapter.qkv.weight.dtype)
+            states = self._whole(hidden.view(adapter.qkv.weight.dtype))
             self._project(self.pool, adapter, layer, states, positions, slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:

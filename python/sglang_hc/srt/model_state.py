@@ -14,8 +14,10 @@ from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
 from sglang_hc.srt import calibrate
 from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model import families
+from sglang_hc.srt.model.columns import not_divisible
 from sglang_hc.srt.model.exactness import (
     HiddenProof,
+    of_all_ranks,
     prepare,
     settle,
     use_plain_products,
@@ -23,8 +25,12 @@ from sglang_hc.srt.model.exactness import (
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
 from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
+from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
+
+WHOLE_HEADS = frozenset({"GPT2LMHeadModel"})
+"""Models of which SGLang tells each rank's attention the heads of all ranks."""
 
 MODEL_STATE = "_hc_model"
 """Attribute of a ModelRunner that holds our `ModelState`."""
@@ -36,7 +42,8 @@ class ModelState:
 
     cost: None where the machine could not be measured. layers: adapters of all layers, None where
     the plan has no hidden layers. memory: what capture needs of the device. proof: what was
-    measured of hidden form, None where it is not used.
+    measured of hidden form, None where it is not used. group: the tensor-parallel ranks that
+    settled it together.
     """
 
     plan: LayerPlan
@@ -44,6 +51,7 @@ class ModelState:
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
+    group: StartGroup
 
     def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
         """Of everything that a restoration of this server may bring back; KV form is a copy.
@@ -73,25 +81,38 @@ def after_load_model(result: Any, self: Any) -> None:
     config = config_of(self.server_args)
     if config is None or self.is_draft_worker:
         return
+    group = StartGroup.of(self)
+    _refuse_model(self, group)
     layers = families.restorable_layers(self.model)
     prepare(self.server_args, layers, config.exact)
-    reason = hidden_excluded(self, layers)
+    reason = group.reason(hidden_excluded(self, layers))
     proof = None
     if reason is None:
         assert layers is not None
-        proof = settle(layers, config.exact)
+        proof = of_all_ranks(settle(layers, config.exact), group)
         reason = _not_proven(self, config, proof)
-    cost = calibrate.cost_model(self, config, layers, reason is None)
-    plan = _plan(self, config, cost, layers, reason)
+    cost = calibrate.cost_model(self, config, layers, reason is None, group)
+    plan = group.first(lambda: _plan(self, config, cost, layers, reason))
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
-    memory = take_capture_memory(self, plan, layers)
-    state = ModelState(plan, cost, layers if plan.hidden else None, memory, proof)
+    memory = take_capture_memory(self, plan, layers, group)
+    state = ModelState(plan, cost, layers if plan.hidden else None, memory, proof, group)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None
         for index, layer in enumerate(plan.hidden_layers):
             memory.taps.install(index, layers[layer].qkv)
+
+
+def _refuse_model(runner: Any, group: StartGroup) -> None:
+    """Raise ConfigError for a model whose ranks do not hold what SGLang's other models hold."""
+    name = type(runner.model).__name__
+    if group.size > 1 and name in WHOLE_HEADS:
+        raise ConfigError(
+            f"sglang-hc does not support --tp-size above 1 with {name}: SGLang tells each rank's "
+            "attention of all heads. Leave the flag out, or add --hc-disable to serve without the "
+            "tiers"
+        )
 
 
 def _not_proven(runner: Any, config: HcConfig, proof: HiddenProof) -> str | None:
@@ -173,8 +194,12 @@ def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> 
         return "adapters change the projection per request"
     if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
         return f"the KV cache is {args.kv_cache_dtype}"
+    width = layers[0].qkv.weight.shape[1]
+    uneven = not_divisible(runner, width)
+    if uneven is not None:
+        return uneven
     checked = sorted({0, len(layers) // 2, len(layers) - 1})
-    wrong = disagreement(layers, checked, layers[0].qkv.weight.shape[1], runner.dtype)
+    wrong = disagreement(layers, checked, width, runner.dtype)
     if wrong is not None:
         logger.error("sglang-hc: self-check failed, hidden states are not used: %s", wrong)
         return f"the self-check failed: {wrong}"

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.build import Kinds, TierSizes
-from sglang_hc.srt.replicas import replica_of
+from sglang_hc.srt.replicas import place_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
@@ -75,14 +75,12 @@ class RecordedRadixCache(HcRadixCache):
 def recording(config: HcConfig, runner: Any, sizes: TierSizes) -> Kinds:
     """The kinds of a server that writes `--hc-trace`. Raises ConfigError.
 
-    One file for each replica; all ranks of a tensor-parallel group decide alike, so the first one
-    writes.
+    One file for each replica, and in it for each tensor-parallel rank: they show whether the ranks
+    decided alike.
     """
     assert config.trace is not None
     path = Path(config.trace)
-    replica = replica_of(runner)
-    if replica.count > 1:
-        path = path.with_name(f"{path.name}.{replica.name}")
+    path = path.with_name(path.name + place_of(runner).suffix)
     header = {
         "host_slots": sizes.num_slots,
         "slot_bytes": sizes.layout.slot_bytes,

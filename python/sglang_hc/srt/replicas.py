@@ -1,8 +1,9 @@
-"""Data-parallel replicas (`--dp-size`): what one of them has of the server's memory and disks.
+"""Which of the server's schedulers this one is, and what it has of the server's memory and disks.
 
-Each replica is a scheduler of its own, with its own tiers: nothing has to be agreed on. The user's
-sizes are the server's, so each replica takes its part, and a folder of its own on each disk. A
-conversation that returns to another replica finds its state only in a remote store.
+Data-parallel replicas (`--dp-size`) have nothing to agree on. A conversation that returns to
+another replica finds its state only in a remote store. The tensor-parallel ranks of a replica
+(`--tp-size`) hold the same blocks, each its own part of them. The user's sizes are the server's, so
+each scheduler takes its part, and a folder of its own on each disk.
 """
 
 from __future__ import annotations
@@ -16,34 +17,55 @@ from sglang_hc.store.disk import DirectorySpec
 from sglang_hc.store.disk.backend import DIRECTORY_MODE
 
 
-class Replica(NamedTuple):
-    """One of `count` schedulers that serve the same model side by side."""
+class Place(NamedTuple):
+    """Rank `shard` of the `shards` that serve replica `replica` of `replicas`."""
 
-    rank: int
-    count: int
+    replica: int
+    replicas: int
+    shard: int
+    shards: int
 
     @property
-    def name(self) -> str:
-        """Of its folder, and behind the names of its files."""
-        return f"dp{self.rank}"
+    def folders(self) -> list[tuple[str, int]]:
+        """Folders inside each other that lead to this scheduler's own, and how many stand side by
+        side in each. The number of ranks is part of the name: other parts fit other numbers."""
+        found = []
+        if self.replicas > 1:
+            found.append((f"dp{self.replica}", self.replicas))
+        if self.shards > 1:
+            found.append((f"tp{self.shards}-{self.shard}", self.shards))
+        return found
+
+    @property
+    def suffix(self) -> str:
+        """Behind the names of its files; empty for the only scheduler of a server."""
+        return "".join(
+            f".{kind}{number}"
+            for kind, number, count in (
+                ("dp", self.replica, self.replicas),
+                ("tp", self.shard, self.shards),
+            )
+            if count > 1
+        )
 
 
-def replica_of(runner: Any) -> Replica:
-    """Which replica a model runner belongs to."""
-    return Replica(runner.ps.dp_rank or 0, runner.server_args.dp_size)
+def place_of(runner: Any) -> Place:
+    """Which scheduler a model runner belongs to."""
+    state = runner.ps
+    return Place(state.dp_rank or 0, runner.server_args.dp_size, state.tp_rank, state.tp_size)
 
 
-def host_share(config: HcConfig, replica: Replica) -> int:
-    """Bytes of the replica's host tier."""
-    return host_bytes(config) // replica.count
+def host_share(config: HcConfig, place: Place) -> int:
+    """Bytes of the scheduler's host tier."""
+    return host_bytes(config) // (place.replicas * place.shards)
 
 
-def directories(config: HcConfig, replica: Replica) -> tuple[DirectorySpec, ...]:
-    """The replica's directories, one for each `--hc-disk`: the user's own for a single replica."""
-    specs = tuple(DirectorySpec.parse(text) for text in config.disk)
-    if replica.count == 1:
-        return specs
-    for spec in specs:
-        with suppress(OSError):  # another replica was faster, or opening it will say what is wrong
-            os.mkdir(spec.path, DIRECTORY_MODE)
-    return tuple(spec.for_user(replica.name, replica.count) for spec in specs)
+def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
+    """The scheduler's directories, one for each `--hc-disk`: the user's own for the only one."""
+    specs = [DirectorySpec.parse(text) for text in config.disk]
+    for name, count in place.folders:
+        for spec in specs:
+            with suppress(OSError):  # another was faster, or opening it will say what is wrong
+                os.mkdir(spec.path, DIRECTORY_MODE)
+        specs = [spec.for_user(name, count) for spec in specs]
+    return tuple(specs)

@@ -10,6 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from sglang_hc.srt.model.identity import SAMPLES, model_identity, weights_digest
+from sglang_hc.srt.start_group import StartGroup
+from support.start_groups import on_ranks
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -83,12 +85,35 @@ def runner(path: str = "/a/model", rope_theta: float = 1e4, **flags: str) -> Sim
     )
 
 
+def identity(one: SimpleNamespace) -> list[str]:
+    """Of a model on one rank."""
+    return model_identity(one, StartGroup(0, 1))
+
+
 def test_a_model_is_the_same_wherever_it_lies() -> None:
-    assert model_identity(runner("/a/model")) == model_identity(runner("/b/model"))
+    assert identity(runner("/a/model")) == identity(runner("/b/model"))
 
 
 @pytest.mark.parametrize(
     "other", [{"rope_theta": 5e5}, {"kv_cache_dtype": "fp8_e5m2"}, {"attention_backend": "triton"}]
 )
 def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
-    assert model_identity(runner(**other)) != model_identity(runner())
+    assert identity(runner(**other)) != identity(runner())
+
+
+def test_all_ranks_have_one_identity_that_names_every_part_and_their_number() -> None:
+    def of_ranks(*models: torch.nn.Module) -> list[str]:
+        def one(group: StartGroup) -> list[str]:
+            part = runner()
+            part.model = models[group.rank]
+            return model_identity(part, group)
+
+        first, *others = on_ranks(len(models), one)
+        assert all(other == first for other in others)
+        return first
+
+    changed = model()
+    changed.weight.data[1, 1] += 1
+    parts = [of_ranks(model(), model()), of_ranks(model(), changed), of_ranks(changed, model())]
+    parts += [of_ranks(model(), model(), model(), model()), identity(runner())]
+    assert len(set(map(tuple, parts))) == len(parts)

@@ -49,6 +49,27 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def test_folders_of_replicas_and_ranks_are_walked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory that was given to --hc-disk is enough, and its own store counts as well."""
+    parts = [tmp_path / name for name in ("", "dp0/tp2-0", "dp0/tp2-1", "dp1/tp2-0", "tp4-3")]
+    for part in parts:
+        part.mkdir(parents=True, exist_ok=True)
+        fill(part, count=4)
+    (tmp_path / "other" / "sglang-hc").mkdir(parents=True)
+    status, found = fsck_json(capsys, tmp_path)
+    assert status == 0 and {report["path"] for report in found} == set(map(str, parts))
+    assert all(report["blocks"] == 7 for report in found)
+    flip(slabs(parts[2])[0], 4096 + 100)
+    status, found = fsck_json(capsys, tmp_path, "--repair")
+    assert [report["path"] for report in found if report["findings"]] == [str(parts[2])]
+    status, text = call(capsys, "inspect", tmp_path, "--json")
+    shown = json.loads(text)["directories"]
+    assert [one["path"] for one in shown] == [report["path"] for report in found]
+    assert sum(one["slots_used"] for one in shown) == 7 * 5 - 1
+
+
 def test_inspect_counts_models_and_namespaces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

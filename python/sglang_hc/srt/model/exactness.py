@@ -22,6 +22,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_hc.device.exactness import cancelling, row_dependence, tiled, windows
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.startup_checks import model_kv
+from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,13 @@ class HiddenProof(NamedTuple):
     wrong: str | None
     difference: float
     digest: str
+
+
+def of_all_ranks(proof: HiddenProof, group: StartGroup) -> HiddenProof:
+    """What ranks found together: each compared the products of its own part of the weights."""
+    return HiddenProof(
+        group.reason(proof.wrong), group.most(proof.difference), group.digest(proof.digest)
+    )
 
 
 class FixedTiles(UnquantizedLinearMethod):

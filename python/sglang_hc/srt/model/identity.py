@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from sglang_hc import __version__
+from sglang_hc.srt.start_group import StartGroup
 
 SAMPLES = 1024
 """Elements of each tensor that enter the digest with their places."""
 
 
-def model_identity(runner: Any) -> list[str]:
+def model_identity(runner: Any, group: StartGroup) -> list[str]:
     """What a state depends on beside its tokens and its layout: the weights as they were loaded,
-    how they are used, and this package's version. Where the checkpoint lies is not part of it."""
+    how they are used, and this package's version. Where the checkpoint lies is not part of it.
+    The same on all ranks of the group."""
     args = runner.server_args
     config = json.loads(runner.model_config.hf_config.to_json_string(use_diff=False))
     return [
@@ -26,7 +28,8 @@ def model_identity(runner: Any) -> list[str]:
         str(args.quantization_param_path),  # scales of an 8-bit KV cache are no tensors of a model
         str(args.attention_backend),
         str(args.kv_cache_dtype),
-        weights_digest(runner.model),
+        group.digest(weights_digest(runner.model)),
+        *([f"tensor parallel {group.size}"] if group.size > 1 else []),
     ]
 
 

@@ -36,6 +36,7 @@ from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.families import FAMILIES
 from sglang_hc.srt.model.startup_checks import TOLERANCE
+from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 
@@ -178,14 +179,15 @@ class Pieces(NamedTuple):
 
 def compare_pieces(
     recomputer: LayerRecomputer, pool: KvPoolRows, slots: torch.Tensor, dtype: torch.dtype,
-    layers: int,
+    layers: int, group: StartGroup,
 ) -> Pieces:  # fmt: skip
     """At start: are K/V of the first `layers` layers the same whether tokens are run in one piece,
     in two, or with the second half one by one, as decode steps first wrote them?
 
     With two layers the second depends on the attention of the first, with a prefix in the pool in
     one case and without in the other. slots: (n,) int64 unused device slots; they are written.
-    dtype: of the pool's elements.
+    dtype: of the pool's elements. group: the ranks that run the layers together and go by the
+    largest difference of any.
     """
     tokens = torch.arange(slots.numel())
     half = len(tokens) // 2
@@ -200,7 +202,7 @@ def compare_pieces(
     recomputer.recompute(tokens, slots, layers, len(tokens))
     whole = written()
     recomputer.recompute(tokens, slots, layers, half)
-    error = max(map(relative_error, whole, written()))
+    error = group.most(max(map(relative_error, whole, written())))
     if not error <= TOLERANCE.get(dtype, COARSE):
         return Pieces(f"tokens run in one piece and in two differ by {error:.2e}", False, error)
     try:
@@ -212,7 +214,7 @@ def compare_pieces(
             "sglang-hc: decode steps could not be compared with a prefill", exc_info=True
         )
         return Pieces(None, False, error)
-    error = max(error, *map(relative_error, whole, written()))
+    error = group.most(max(error, *map(relative_error, whole, written())))
     return Pieces(None, error == 0.0, error)
 
 
@@ -263,6 +265,7 @@ def recomputer_for(
     allocator: Any,
     plan: LayerPlan,
     taps: TapBuffer | None,
+    group: StartGroup,
 ) -> tuple[LayerRecomputer | None, Pieces | None]:
     """Runs the model's first layers, and what was measured of it; None where it cannot, or where
     --hc-exact demands more than was proven, and no layer of the plan asks for it."""
@@ -276,7 +279,8 @@ def recomputer_for(
             reason = f"the KV pool holds fewer than the {count} tokens of the self-check"
         else:
             layers = pool.num_layers if config.exact else min(2, pool.num_layers)
-            pieces = compare_pieces(recomputer, pool, slots, runner.kv_cache_dtype, layers)
+            dtype = runner.kv_cache_dtype
+            pieces = compare_pieces(recomputer, pool, slots, dtype, layers, group)
             allocator.free(slots)
             reason = pieces.wrong
             if reason is None and config.exact and not pieces.bit:

@@ -36,48 +36,58 @@ from sglang_hc.restore.measure import MAX_ROWS, Subject
 from sglang_hc.restore.staging import frames_of
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.kv_pool import KvPoolRows
+from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import PROJECTIONS, projection_for
+from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 
 Prefill = Callable[[int, int], None]
 
 
-def subject_of(runner: Any, layers: list[LayerAdapter] | None, hidden: bool) -> Subject:
-    """What to measure. hidden: whether the model's layers can be kept as hidden states.
+def subject_of(
+    runner: Any, layers: list[LayerAdapter] | None, hidden: bool, group: StartGroup
+) -> Subject:
+    """What to measure. hidden: whether the model's layers can be kept as hidden states. group: the
+    ranks that run a layer together.
 
     Raises ModelConfigError for a model whose state is not rows of K and V.
     """
     rows = min(MAX_ROWS, runner.model_config.context_len)
     if layers is not None:
-        return _of_layer(runner, layers, rows, hidden)
+        return _of_layer(runner, layers, rows, hidden, group)
     device = torch.device(runner.device)
     shape = model_shape(runner)
     sink = _ByteRows(shape.kv_parts, rows, device)
     prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     frames = frames_of(shape, device)
-    return Subject(shape, device, copy_stream_for(device), sink, prefill, rows, False, frames)
+    return Subject(
+        shape, device, copy_stream_for(device), sink, prefill, rows, False, frames, group.most
+    )
 
 
 def model_shape(runner: Any) -> StateShape:
-    """One layer's state, from the model's config. Raises ModelConfigError."""
+    """One layer's state on this rank, from the model's config. Raises ModelConfigError."""
     shape = _geometry(runner)
     width = kv_dtype(runner).itemsize
     parts = tuple(part * width for part in shape.kv_parts)
-    return StateShape(1, shape.hidden_size * shape.element_bytes, parts, shape.dtype)
+    hidden = columns_of(runner, shape.hidden_size).count * shape.element_bytes
+    return StateShape(1, hidden, parts, shape.dtype)
 
 
 def layer_shape(runner: Any, layer: LayerAdapter) -> StateShape:
-    """One layer's state, from its modules."""
-    hidden = layer.qkv.weight.shape[1] * runner.dtype.itemsize
+    """One layer's state on this rank, from its modules."""
+    hidden = columns_of(runner, layer.qkv.weight.shape[1]).count * runner.dtype.itemsize
     row = layer.kv_heads * kv_dtype(runner).itemsize
     return StateShape(1, hidden, (row * layer.head_dim, row * layer.v_head_dim), str(runner.dtype))
 
 
 def _geometry(runner: Any) -> ModelShape:
+    """Of this rank's part of the model."""
     config = runner.model_config.hf_config.to_dict()
-    return ModelShape.from_config(config, str(runner.dtype).removeprefix("torch."))
+    whole = ModelShape.from_config(config, str(runner.dtype).removeprefix("torch."))
+    return whole.of_rank(runner.ps.tp_size)
 
 
 def kv_dtype(runner: Any) -> torch.dtype:
@@ -93,7 +103,9 @@ def kv_dtype(runner: Any) -> torch.dtype:
     return dtype
 
 
-def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) -> Subject:
+def _of_layer(
+    runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool, group: StartGroup
+) -> Subject:
     adapter = layers[len(layers) // 2]
     device = adapter.qkv.weight.device
     pool = scratch_pool(adapter, rows, kv_dtype(runner))
@@ -103,8 +115,8 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
         # rules and on a layer of the same size.
         slots = torch.arange(rows, dtype=torch.int64, device=device)
         project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
-    sink = KvPoolRows(pool, [adapter], project)
     width = adapter.qkv.weight.shape[1]
+    sink = KvPoolRows(pool, [adapter], project, whole=columns_of(runner, width).whole)
     layer = decoder_layer(runner.model, adapter.attention)
     try:
         prefill = real_layer(layer, adapter, pool, rows, width, runner.dtype)
@@ -122,7 +134,9 @@ def _of_layer(runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool) 
         prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     shape = layer_shape(runner, adapter)
     frames = frames_of(shape, device)
-    return Subject(shape, device, copy_stream_for(device), sink, prefill, rows, hidden, frames)
+    return Subject(
+        shape, device, copy_stream_for(device), sink, prefill, rows, hidden, frames, group.most
+    )
 
 
 def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:

@@ -71,7 +71,7 @@ class DirectorySpec:
     def for_user(self, name: str, users: int) -> DirectorySpec:
         """The part of this disk that one of `users` stores has: a folder, and its share of room."""
         size = None if self.size_bytes is None else self.size_bytes // users
-        return DirectorySpec(os.path.join(self.path, name), size, users)
+        return DirectorySpec(os.path.join(self.path, name), size, users * self.users)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import chain
 
 import msgspec
 
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.tools.cli.main import UsageError
-from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, summarize
+from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, stores_in, summarize
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary of each directory. Returns 0."""
     try:
-        summaries = [summarize(path) for path in args.directories]
+        stores = chain.from_iterable(map(stores_in, args.directories))
+        summaries = [summarize(path) for path in stores]
     except DirectoryError as error:
         raise UsageError(str(error)) from error
     if args.json:

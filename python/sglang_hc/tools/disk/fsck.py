@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 
 from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
@@ -25,7 +25,7 @@ from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row, UnknownVersion
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
-from sglang_hc.tools.disk.summary import find_root, open_for_reading, user_of
+from sglang_hc.tools.disk.summary import find_root, open_for_reading, stores_in, user_of
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class DirectoryReport:
 
 
 def check(paths: Sequence[str], repair: bool) -> list[DirectoryReport]:
-    """Check directories, one after the other.
+    """Check directories, one after the other, and the folders of replicas and ranks in them.
 
     Raises DirectoryError when one is in use, of another version, or no store.
     """
     reports = []
-    for path in paths:
+    for path in chain.from_iterable(map(stores_in, paths)):
         checker = _Checker(path, repair)
         try:
             reports.append(checker.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from sglang_hc.store.disk.format import VERSION
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.opening import store_root, version_message
+
+_PART = re.compile(r"dp\d+|tp\d+-\d+")
+"""Folders of the parts of one server."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,20 @@ class DirectorySummary:
     slots: int
     slots_used: int
     models: tuple[ModelSummary, ...]
+
+
+def stores_in(path: str) -> list[str]:
+    """The directories with a store of their own in what was given to `--hc-disk`: it, and the
+    folders of replicas and ranks in it (`srt/replicas.py`). The path itself where there is none."""
+    return _stores_in(path) or [path]
+
+
+def _stores_in(path: str) -> list[str]:
+    found = [path] if os.path.isdir(store_root(path)) else []
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    for name in filter(_PART.fullmatch, names):
+        found += _stores_in(os.path.join(path, name))
+    return found
 
 
 def find_root(path: str) -> str:

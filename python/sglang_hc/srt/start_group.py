@@ -1,0 +1,86 @@
+"""The tensor-parallel ranks of one model while they start: what they have to agree on.
+
+Each rank has its part of the weights, its own memory and its own clock, yet all of them must build
+tiers of the same size, with the same plan and the same costs, and run the same number of
+collectives meanwhile. What depends on the rank is exchanged here, over SGLang's gloo group of the
+CPUs. Every call is a collective: all ranks make the same calls in the same order. While requests
+are served, ranks agree in another way (`sglang_hc.ranks`), which costs a quiet pass nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from sglang_hc.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StartGroup:
+    """Rank `rank` of `size`. cpu_group: a gloo group of all of them; not looked at for one rank.
+    token: a name that no other group has, for what the ranks of this one share."""
+
+    rank: int
+    size: int
+    cpu_group: Any = None
+    token: str = ""
+
+    @classmethod
+    def of(cls, runner: Any) -> StartGroup:
+        """The group of a model runner. A collective."""
+        state = runner.ps
+        if state.tp_size == 1:
+            return cls(0, 1)
+        nameless = cls(state.tp_rank, state.tp_size, runner.tp_group.cpu_group)
+        return replace(nameless, token=nameless.first(lambda: secrets.token_hex(8)))
+
+    def each(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks. The value is pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.cpu_group)
+        return cast("list[T]", found)
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, where alone it is called. Raises on every rank the
+        ConfigError that it raises there."""
+        if self.size == 1:
+            return make()
+        value: object = None
+        if self.rank == 0:
+            try:
+                value = make()
+            except ConfigError as error:
+                value = error
+        value = self.each(value)[0]
+        if isinstance(value, ConfigError):
+            raise value
+        return cast("T", value)
+
+    def least(self, value: int) -> int:
+        return min(self.each(value))
+
+    def most(self, value: float) -> float:
+        return max(self.each(value))
+
+    def reason(self, found: str | None) -> str | None:
+        """The first rank's reason that has one: what one rank cannot do, none does."""
+        return next((reason for reason in self.each(found) if reason is not None), None)
+
+    def digest(self, own: str) -> str:
+        """One digest of all ranks' own ones; for a single rank its own."""
+        return own if self.size == 1 else joined(self.each(own))
+
+
+def joined(digests: Sequence[str]) -> str:
+    """A digest of digests, in their order."""
+    text = "\x00".join(digests).encode()
+    return hashlib.blake2b(text, digest_size=16, person=b"hc ranks").hexdigest()

@@ -1,0 +1,89 @@
+"""What ranks agree on while they start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.srt.model.columns import HiddenColumns
+from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
+from sglang_hc.srt.start_group import StartGroup
+from support.start_groups import on_ranks
+
+
+def test_the_smallest_size_the_largest_time_and_the_first_reason_count() -> None:
+    def on_rank(group: StartGroup) -> tuple:
+        reasons = [None, "layer 1 differs", "layer 0 differs"]
+        return (
+            group.least([7, 5, 9][group.rank]),
+            group.most([0.5, 2.0, 1.0][group.rank]),
+            group.reason(reasons[group.rank]),
+            group.reason(None),
+        )
+
+    assert on_ranks(3, on_rank) == [(5, 2.0, "layer 1 differs", None)] * 3
+
+
+def test_only_the_first_rank_makes_what_it_gives_to_all() -> None:
+    made: list[int] = []
+
+    def on_rank(group: StartGroup) -> str:
+        def make() -> str:
+            made.append(group.rank)
+            return f"of {group.rank}"
+
+        return group.first(make)
+
+    assert on_ranks(3, on_rank) == ["of 0"] * 3 and made == [0]
+
+
+def test_a_users_mistake_on_the_first_rank_is_said_by_all() -> None:
+    def on_rank(group: StartGroup) -> str:
+        def make() -> str:
+            raise ConfigError("--hc-profile x: cannot be read")
+
+        with pytest.raises(ConfigError, match="cannot be read"):
+            group.first(make)
+        return "told"
+
+    assert on_ranks(2, on_rank) == ["told", "told"]
+
+
+def test_hidden_form_is_exact_where_every_rank_proved_it() -> None:
+    proofs = [HiddenProof(None, 0.0, "a"), HiddenProof("K of 3 rows differs", 1e-7, "b")]
+
+    def together(*ranks: HiddenProof) -> HiddenProof:
+        first, second = on_ranks(2, lambda group: of_all_ranks(ranks[group.rank], group))
+        assert first == second
+        return first
+
+    exact = together(proofs[0], proofs[0])
+    assert (exact.wrong, exact.difference) == (None, 0.0)
+    inexact = together(*proofs)
+    assert (inexact.wrong, inexact.difference) == ("K of 3 rows differs", 1e-7)
+    assert len({exact.digest, inexact.digest, together(*reversed(proofs)).digest}) == 3
+    assert of_all_ranks(proofs[1], StartGroup(0, 1)) == proofs[1]
+
+
+class Gathering:
+    """The group of SGLang, among threads."""
+
+    def __init__(self, group: StartGroup) -> None:
+        self.group = group
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self.group.each(part), dim=dim)
+
+
+def test_columns_of_all_ranks_are_the_whole_rows() -> None:
+    whole = torch.arange(40.0).view(5, 8)
+
+    def on_rank(group: StartGroup) -> torch.Tensor:
+        columns = HiddenColumns(2 * group.rank, 2, group.size, Gathering(group))
+        mine = whole[:, columns.first : columns.first + columns.count]
+        return columns.whole(mine)
+
+    for found in on_ranks(4, on_rank):
+        assert torch.equal(found, whole)
+    assert HiddenColumns(0, 8, 1).whole(whole) is whole

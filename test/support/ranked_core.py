@@ -1,0 +1,137 @@
+"""SGLang's real scheduler on two tensor-parallel ranks: a process each, one body of a test in both.
+
+Both processes make the same calls on their own core. Requests are handed in on the first rank only
+and reach the other by SGLang's own broadcast; the first rank also says when nothing is left to do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from support.core import Core, Idle
+
+ENV = {
+    "SGLANG_NCCL_SO_PATH": "/nonexistent",  # else SGLang asks for CUDA
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling one small function would take half a minute
+}
+
+
+class Stop:
+    """Travels with the requests: both ranks leave their event loops."""
+
+
+class Inbox:
+    """In place of a socket."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Any] = deque()
+
+
+class RankedCore(Core):
+    """One rank's core. `submit`, `ask`, `run` and the rest are to be called on both alike."""
+
+    def __init__(self, rank: int, port: int, *flags: str, **options: Any) -> None:
+        self.rank = rank
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True
+        ranks = ("--tp-size", "2", "--nccl-port", str(port))
+        super().__init__(*ranks, *flags, **{**ENV, **options})
+
+    def _connect(self) -> None:
+        import dataclasses
+
+        from sglang.srt.managers.scheduler_components import request_receiver
+        from sglang.utils import TypeBasedDispatcher
+
+        request_receiver.sock_recv = _take
+        self._inbox = Inbox()
+        self._receiver = dataclasses.replace(
+            self.scheduler.request_receiver,
+            recv_from_tokenizer=self._inbox,
+            recv_from_rpc=Inbox(),
+        )
+        super()._connect()
+        self.scheduler._request_dispatcher += TypeBasedDispatcher([(Stop, _leave)])
+
+    def receive(self) -> list[Any]:
+        if self.rank == 0:
+            try:
+                self._inbox.waiting.extend(super().receive())
+            except Idle:
+                self._inbox.waiting.append(Stop())
+        else:
+            self.passes += 1
+            self.inbox.clear()
+        received: list[Any] = self._receiver.recv_requests()
+        return received
+
+
+def _take(inbox: Inbox, _flags: int) -> Any:
+    import zmq
+
+    if not inbox.waiting:
+        raise zmq.ZMQError
+    return inbox.waiting.popleft()
+
+
+def _leave(_stop: Stop) -> None:
+    raise Idle
+
+
+def run_ranks(body: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+    """Call `body(rank, port, *args)` in two forked processes; returns what they return. port: for
+    `RankedCore`. Raises what the first of them raises that fails."""
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes, pipes = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, body, rank, port, *args))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    found: dict[int, Any] = {}
+    try:
+        while len(found) < len(pipes):
+            waited = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout)
+            if not waited:
+                missing = [rank for rank in range(len(pipes)) if rank not in found]
+                raise TimeoutError(f"{body.__name__}: ranks {missing} took more than {timeout} s")
+            for pipe in waited:
+                rank = pipes.index(pipe)
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    good, value = False, f"the process of rank {rank} died"
+                if not good:
+                    raise AssertionError(f"rank {rank}: {value}")
+                found[rank] = value
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _child(pipe: Any, body: Callable[..., Any], rank: int, *args: Any) -> None:
+    try:
+        value = body(rank, *args)
+        pipe.send((True, value))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # a rank that waits for the other one in a destructor would never end

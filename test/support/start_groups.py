@@ -1,0 +1,62 @@
+"""Ranks that start together as threads of one process: the group without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_hc.srt.start_group import StartGroup
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Exchanges values among threads. A rank that makes a call too many or too few breaks it."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: T) -> list[T]:
+        self._values[rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def leave(self) -> None:
+        """Whoever still waits learns that this rank does not come."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class InThreads(StartGroup):
+    """One thread's side of a meeting, which is its `cpu_group`."""
+
+    def each(self, value: T) -> list[T]:
+        found: list[T] = self.cpu_group.exchange(self.rank, value)
+        return found
+
+
+def on_ranks(size: int, body: Callable[[StartGroup], T]) -> list[T]:
+    """`body(group)` on every rank at once; what it returns, in the order of ranks. Raises what the
+    first rank raises that fails."""
+    meeting = Meeting(size)
+    done = threading.Barrier(size)
+
+    def run(rank: int) -> T:
+        try:
+            return body(InThreads(rank, size, meeting, "token"))
+        except BaseException:
+            meeting.leave()
+            raise
+        finally:
+            done.wait(60)
+            meeting.leave()
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(run, rank) for rank in range(size)]
+        return [future.result() for future in futures]
