@@ -70,12 +70,21 @@ class FakeIo:
         self._polls_per_step = polls_per_step
         self._polls = 0
         self._done: list[BlockDone] = []
+        self._news: dict[bytes, bool] = {}
+        """See `changes`."""
 
     # -- what a test tells it --------------------------------------------------------------------
 
     def hold(self, block_ids: Iterable[bytes]) -> None:
         """These blocks were written long ago."""
-        self._blocks |= dict.fromkeys(block_ids)
+        new = dict.fromkeys(block_ids)
+        self._blocks |= new
+        self._news |= dict.fromkeys(new, True)
+
+    def evict(self, block_id: bytes) -> None:
+        """A block leaves by itself."""
+        del self._blocks[block_id]
+        self._news[block_id] = False
 
     def held(self) -> set[bytes]:
         return set(self._blocks)
@@ -98,7 +107,7 @@ class FakeIo:
     def back(self) -> None:
         self.up = True
 
-    # -- BlockIo ---------------------------------------------------------------------------------
+    # -- OwnDisk ---------------------------------------------------------------------------------
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
         here = itertools.takewhile(lambda name: self.up and name in self._blocks, block_ids)
@@ -106,6 +115,10 @@ class FakeIo:
 
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
         return [SourceTier.REMOTE if name in self.far else SourceTier.DISK for name in block_ids]
+
+    def changes(self) -> Mapping[bytes, bool]:
+        news, self._news = self._news, {}
+        return news
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -149,6 +162,7 @@ class FakeIo:
 
     def clear(self) -> None:
         self._blocks.clear()
+        self._news.clear()
 
     def levels(self) -> dict[str, int]:
         return {}
@@ -161,6 +175,7 @@ class FakeIo:
             outcome = Outcome.MISSING
         if move.write and outcome is Outcome.OK:
             self._blocks[move.block_id] = None if self._pool is None else self._slot(move).copy()
+            self._news.pop(move.block_id, None)
         elif not move.write and self._pool is not None:
             kept = self._blocks.get(move.block_id)
             well = outcome is Outcome.OK and kept is not None

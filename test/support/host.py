@@ -18,6 +18,7 @@ from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier, OnRead
+from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
@@ -30,10 +31,16 @@ def host_tier(
     policy: EvictionPolicy[BlockNode] | None = None,
     ttl: TimeToLive[BlockNode] | None = None,
     fingerprint: bytes = FINGERPRINT,
+    recorder: Recorder | None = None,
 ) -> HostTier:
-    """An empty host tier, which evicts the least recently used blocks unless told otherwise."""
+    """An empty host tier, which evicts the least recently used blocks unless told otherwise.
+
+    recorder: is told what it does."""
     policy = LruPolicy() if policy is None else policy  # one without blocks is falsy
-    return HostTier(BlockTree(fingerprint), slots, policy, ttl)
+    tree = BlockTree(fingerprint)
+    if recorder is not None:
+        return RecordingHostTier(recorder, tree, slots, policy, ttl)
+    return HostTier(tree, slots, policy, ttl)
 
 
 def keep(

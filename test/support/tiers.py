@@ -20,15 +20,17 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
+from sglang_hc.ranks.agreement import ALONE, Ranks
+from sglang_hc.ranks.block_io import OwnDisk
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from support.host import host_tier, queue_over
@@ -126,22 +128,26 @@ def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
     frames: int = 0, ring: int = 0,
-    disk: Callable[[HostPool], BlockIo] | None = None, clock: Callable[[], float] = time.monotonic,
+    disk: Callable[[HostPool], OwnDisk] | None = None, clock: Callable[[], float] = time.monotonic,
+    ranks: Ranks = ALONE, recorder: Recorder | None = None,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
     frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
     device's own memory, which rows are saved through, and KV never through snapshots; 0 for none.
-    disk: makes what lies below the host tier, whose requests are fetched as they arrive.
+    disk: makes what lies below the host tier, whose requests are fetched as they arrive. ranks: who
+    decides with them; several have a clock of their own. recorder: is told what the host tier does.
     """
+    clock = clock if ranks.count == 1 else ranks.clock
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
-    host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
+    host = host_tier(slots, fingerprint=layout.fingerprint("toy"), recorder=recorder)
     pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
     copy_stream = copy_stream or HostCopyStream()
     hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
-    filing = Filing(executor, host.damaged_slots)
+    several = ranks.count > 1
+    filing = Filing(ranks.executor(executor), host.damaged_slots, points_too=several)
     out = WayOut(pool, copy_stream.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
     size = buffers * rows * plan.hidden * HIDDEN_BYTES
     twins = torch.empty(size, dtype=torch.uint8) if ring else None
@@ -151,7 +157,10 @@ def build(
         out.hidden(hidden_buffers, twins) if plan.hidden else None,
         out.kv([] if ring else kv_buffers, buffers) if plan.kv else None,
     )
-    below = DiskTier(disk(pool), host, clock) if disk is not None else None
+    below = None
+    if disk is not None:
+        io, pause = ranks.blocks(disk(pool), 0)
+        below = DiskTier(io, host, clock, pause=pause)
     on_ready = below.spill if below is not None else lambda node: None
     early = None
     if frames:
@@ -160,6 +169,7 @@ def build(
             pool,
             copy_stream,
             StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, copy_stream),
+            ranks=ranks,
         )
     staging = StagingRing.sized_for(layout, CPU, copy_stream)
     path = RestorePath(pool, device, copy_stream, staging, recomputer, early)
@@ -171,9 +181,10 @@ def build(
         host,
         below,
         Capture(layout, host, filing, source, on_ready, clock=lambda: 0.0),
-        Restorer(host, path, planner, None, counters),
+        Restorer(host, path, planner, None, counters, ranks),
         queue_over(host, below, window, QueueRules("on-arrival")),
-        Retention(host, below, pins, RetentionPriority(window, pins)),
+        Retention(host, below, pins, RetentionPriority(window, pins), clock),
         Exactness(True, 0.0),
+        ranks,
     )
     return tiers, device, executor

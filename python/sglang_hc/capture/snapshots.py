@@ -24,6 +24,7 @@ from sglang_hc.store.executor import (
     Executor,
     FileRows,
     Operation,
+    Point,
     RowSpan,
 )
 from sglang_hc.store.host_pool import SnapshotBuffer
@@ -41,10 +42,13 @@ class Filing:
     """Operations on their way to the executor, in order. Belongs to the scheduler thread.
 
     damaged: gets the slots that an operation failed to write (see `HostTier.damaged_slots`).
+    points_too: the executor is told of points in the order as well. On several ranks it must be,
+    because they learn together that a point was passed.
     """
 
-    def __init__(self, executor: Executor, damaged: set[int]) -> None:
+    def __init__(self, executor: Executor, damaged: set[int], *, points_too: bool = False) -> None:
         self.executor = executor
+        self._points_too = points_too
         self._damaged = damaged
         self._tickets = itertools.count(1)
         self._waiting: deque[tuple[Event | None, Operation | None, Filed]] = deque()
@@ -68,6 +72,8 @@ class Filing:
         operation. It is done when `after` and all earlier operations are done; later operations
         wait for it.
         """
+        if self._points_too:
+            return self.submit(Point(), after)
         self._last = Filed()
         self._waiting.append((after, None, self._last))
         self._feed()
@@ -136,7 +142,7 @@ def _finish(filed: Filed) -> None:
 def _targets(operation: Operation) -> list[int]:
     if isinstance(operation, FileRows):
         return [span.slot for span in operation.spans]
-    return [operation.target]
+    return [operation.target] if isinstance(operation, (CopyRows, CopySlot)) else []
 
 
 @dataclass(eq=False)

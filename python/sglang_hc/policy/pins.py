@@ -165,7 +165,7 @@ class SessionPins:
             )
         self._pins[namespace, session] = _Pin(wanted, now + seconds)
         self._first_end = min(self._first_end, now + seconds)
-        for block_id in wanted - own:
+        for block_id in sorted(wanted - own):  # in the same order in every process
             self._sessions[block_id] += 1
             if self._sessions[block_id] == 1:
                 self._announce(block_id)
@@ -197,7 +197,7 @@ class SessionPins:
         assert self.total_blocks <= self._max_total
 
     def _let_go(self, blocks: Iterable[bytes]) -> None:
-        for block_id in blocks:
+        for block_id in sorted(blocks):
             self._sessions[block_id] -= 1
             if not self._sessions[block_id]:
                 del self._sessions[block_id]

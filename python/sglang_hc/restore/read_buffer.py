@@ -29,6 +29,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.queue.lookahead import WaitingOf
+from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.staging import (
     HostSpan,
     LayerSource,
@@ -99,6 +100,7 @@ class ReadBuffer:
         frames: StagingRing,
         cost: CostModel | None = None,
         fetching: Callable[[str], bool] = lambda rid: False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """cost: what is copied for a request is bounded by `early_bytes`; without it, by nothing.
         fetching: whether more of what a request needs is on its way to the host tier."""
@@ -109,6 +111,7 @@ class ReadBuffer:
         self._frames = frames
         self._cost = cost
         self._fetching = fetching
+        self._ranks = ranks
         self._to_copy: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
         self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
         """Per layer and block: where it is, and as which of the piece's blocks."""
@@ -236,7 +239,7 @@ class ReadBuffer:
             copy_piece(self._copy_stream, piece, source, target)
         event = self._copy_stream.record()
         self._host.pin(nodes)
-        self._pinned.append((event, nodes))
+        self._pinned.append((self._ranks.mark(event), nodes))
         identities = tuple(node.block_id for node in nodes)
         copied = _Copied(rid, layer, identities, parts, frame, event)
         known = self._copied.setdefault(layer, {})

@@ -10,11 +10,11 @@ Belongs to the scheduler thread, on the compute stream.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from sglang_hc.device.copy_stream import Event
+from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
@@ -33,9 +33,11 @@ class Restorer:
         planner: RestoreChoice,
         watch: CostWatch | None,
         counters: Counter[str],
+        ranks: Ranks = ALONE,
     ) -> None:
         """watch: sees what restorations and prefills take; None where there are no costs to
         correct."""
+        self._ranks = ranks
         self.path = path
         self.planner = planner
         self.watch = watch
@@ -60,7 +62,7 @@ class Restorer:
         stored_from = self.path.pool.layout.plan.recompute
         assert restoration.recompute >= stored_from, "layers that are not stored"
         self._host.pin(restoration.nodes)
-        self._host.access(restoration.nodes, time.monotonic())
+        self._host.access(restoration.nodes, self._ranks.clock())
         self._queued.append((restoration, release))
         tokens = restoration.stop - restoration.start
         self.counters["restored_tokens"] += tokens
@@ -132,5 +134,6 @@ class Restorer:
             return False
         for release in self._running.pop(index):
             release()
-        self._releasing.append((self.path.copy_stream.record(), restorations))
+        copied = self._ranks.mark(self.path.copy_stream.record())
+        self._releasing.append((copied, restorations))
         return True

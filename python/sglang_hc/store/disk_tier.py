@@ -96,7 +96,9 @@ class DiskTier:
         host: HostTier,
         clock: Callable[[], float] = time.monotonic,
         on_read: OnRead = lambda tier, blocks, seconds: None,
+        pause: Callable[[], None] = lambda: time.sleep(0.001),
     ) -> None:
+        """pause: between two polls of somebody who cannot go on before the answers are there."""
         self._io = io
         self._host = host
         self.now = clock
@@ -108,6 +110,7 @@ class DiskTier:
         self.counters = io.counts
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
+        self._pause = pause
 
     @property
     def name(self) -> str:
@@ -268,7 +271,7 @@ class DiskTier:
         before the tier is cleared."""
         while self.busy:
             self.poll()
-            time.sleep(0.001)
+            self._pause()
 
     def disown(self) -> None:
         """The weights changed: what is on disk belongs to others, what comes has no identity."""

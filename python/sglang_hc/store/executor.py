@@ -53,7 +53,11 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
     target: int
 
 
-Operation = FileRows | CopyRows | CopySlot
+class Point(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Nothing to do: a point in the order of operations."""
+
+
+Operation = FileRows | CopyRows | CopySlot | Point
 
 
 class Completion(NamedTuple):
@@ -97,7 +101,7 @@ def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer])
         pool.copy_rows(operation.source, operation.target, operation.rows)
     elif isinstance(operation, CopySlot):
         pool.bytes[operation.target] = pool.bytes[operation.source]
-    else:
+    elif isinstance(operation, FileRows):
         _scatter(operation.spans, buffers[operation.buffer], pool)
 
 

@@ -37,12 +37,14 @@ class Recorder:
         header: Mapping[str, object],
         fingerprint: bytes,
         limit: int = QUEUE_EVENTS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises FileExistsError or another OSError when the file cannot be made."""
         self._writer = TraceWriter(path, header, fingerprint)
         self._limit = limit
         self._lost = 0
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
         self._matched: dict[str, dict[str, int]] = {}
         self._passed: set[str] = set()
         self.events = 0
@@ -63,7 +65,7 @@ class Recorder:
 
     def now(self) -> float:
         """Seconds since the start, as events have them."""
-        return round(time.monotonic() - self._started, 4)
+        return round(self._clock() - self._started, 4)
 
     def watch(self, pins: SessionPins) -> None:
         """Note which blocks sessions begin and cease to pin."""

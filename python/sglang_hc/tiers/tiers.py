@@ -15,6 +15,7 @@ from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
@@ -29,7 +30,7 @@ class _Numbers(Protocol):
 @dataclass(eq=False)
 class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
-    exactness: what was measured at start of what comes back."""
+    exactness: what was measured at start of what comes back. ranks: who decides with them."""
 
     host: HostTier
     disk: DiskTier | None
@@ -38,6 +39,7 @@ class Tiers:
     queue: QueueView
     retention: Retention
     exactness: Exactness
+    ranks: Ranks = ALONE
 
     @property
     def layout(self) -> BlockLayout:
@@ -96,6 +98,7 @@ class Tiers:
 
     def close(self) -> None:
         """Orderly stop: what was computed is saved, and everything given back."""
+        self.ranks.leave()
         self.drain()
         if self.disk is not None:
             self.disk.close()
@@ -142,7 +145,7 @@ class Tiers:
         total = Counter(expired_blocks=self.host.expired_blocks)
         for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
             total += part.counters if part is not None else Counter()
-        total += self.retention.counters
+        total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.watch is not None:
             total.update(self.restorer.watch.costs.counts())
         return {"evicted_blocks": self.host.evicted_blocks, **+total}

@@ -65,6 +65,7 @@ class DiskThreads:
         self._counted: Counter[str] = Counter()
         self._on_done = on_done
         self._done: deque[BlockDone] = deque()
+        self._has_named = False
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
         self._reads: dict[Directory, Workers[Read]] = {}
@@ -83,6 +84,15 @@ class DiskThreads:
 
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
         return [SourceTier.DISK] * len(block_ids)
+
+    def changes(self) -> Mapping[bytes, bool]:
+        """As `ProcessBlocks.changes`."""
+        back, lost = self._store.take_directory_changes()
+        gone = [*lost, *self._store.drain_removed()]
+        if not self._has_named:
+            self._has_named, back = True, self._store.block_ids()
+        here = self._store.contains
+        return dict.fromkeys(back, True) | {name: bool(here([name])) for name in gone}
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
@@ -128,6 +128,8 @@ class ProcessBlocks:
         self._under_way: dict[int, Read | Write] = {}
         self._writing = 0
         self._done: list[BlockDone] = []
+        self._news: dict[bytes, bool] | None = None
+        """See `changes`; None until somebody asks."""
         self._directories = 1
         """In use, as the process said last; one until it says so."""
         self._clearing = False
@@ -148,6 +150,16 @@ class ProcessBlocks:
 
     def sources(self, block_ids: Sequence[bytes]) -> list[SourceTier]:
         return [SourceTier.DISK] * len(block_ids)
+
+    def changes(self) -> Mapping[bytes, bool]:
+        """Identities that came or left by themselves since the last call, and whether they are
+        there now. The first call names all that are there; nothing is noted before it."""
+        news, self._news = self._news, {}
+        return dict.fromkeys(self._known, True) if news is None else news
+
+    def _note(self, block_ids: Iterable[bytes], here: bool) -> None:
+        if self._news is not None:
+            self._news.update(dict.fromkeys(block_ids, here))
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -190,6 +202,7 @@ class ProcessBlocks:
 
     def clear(self) -> None:
         self._known = {}
+        self._news = None if self._news is None else {}
         self._clearing = True
         if self._supervisor.state is State.UP:
             self._supervisor.send(wire.Clear())
@@ -206,12 +219,14 @@ class ProcessBlocks:
         if isinstance(reply, wire.Known):
             if not self._clearing:
                 self._known.update(dict.fromkeys(reply.block_ids))
+                self._note(reply.block_ids, True)
             return
         for done in reply.blocks:
             if done.ticket in self._under_way:
                 self._end(done)
         for block_id in reply.removed:
             self._known.pop(block_id, None)
+        self._note(reply.removed, False)
         if reply.cleared:
             self._clearing = False
         self._directories = reply.directories
@@ -239,6 +254,8 @@ class ProcessBlocks:
         if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
             if not self._clearing:
                 self._known[name] = None
+                if self._news is not None:
+                    self._news.pop(name, None)  # it left before it was written
         elif done.outcome is Outcome.MISSING:
             self._known.pop(name, None)
         self._done.append(done)

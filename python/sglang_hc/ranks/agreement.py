@@ -1,0 +1,219 @@
+"""How the ranks of a tensor-parallel group decide alike while they serve.
+
+Every rank has its own scheduler, tree, tiers and I/O, and none asks another before it decides. They
+stay equal because they decide from equal inputs. Requests come to all ranks in one order, by
+SGLang's own broadcast; what else a decision depends on rides in that stream as `Verdicts`, which
+rank 0 puts in front of a pass's requests:
+
+    the clock         of decisions stands at the last verdicts' time
+    ends of I/O       when every rank has voted (`ballot.py`)
+    presence          of blocks on disk (`block_io.py`)
+    ends on a device  are counted in passes, and waited for where that is too early
+
+A pass in which nothing ended and nobody looks at the clock sends nothing. `Alone` is a group of
+one: everything is as its own rank sees it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_hc.ranks.ballot import Ballot, Verdict, a_moment
+from sglang_hc.ranks.block_io import AgreedBlocks, OwnDisk
+from sglang_hc.ranks.board import Kind, VoteBoard
+from sglang_hc.ranks.executor import AgreedExecutor
+from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.executor import Executor
+
+TOGETHER_S = 0.05
+"""What has ended may wait so long for a pass that sends something anyway."""
+
+FILED = 2
+"""So many ended filings are told at once: each holds a snapshot buffer."""
+
+MARK_PASSES = 2
+"""Passes after which a point on the device is taken to be reached."""
+
+
+class Event(Protocol):
+    """A point in the order of a device's work."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What rank 0 tells all ranks at the beginning of a pass. now: seconds on rank 0's
+    `time.monotonic`. news: see `OwnDisk.changes`."""
+
+    now: float
+    filed: list[Verdict] = field(default_factory=list)
+    blocks: list[Verdict] = field(default_factory=list)
+    news: dict[bytes, bool] = field(default_factory=dict)
+
+
+class Ranks(Protocol):
+    """Who decides together with the tiers of this process."""
+
+    @property
+    def count(self) -> int:
+        """Ranks, this one included."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, for whatever decides."""
+
+    def executor(self, inner: Executor) -> Executor:
+        """`inner` for filing; called once."""
+
+    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
+        """`inner` for blocks below the host tier, and what to call over and over while nothing can
+        go on without its answers. capacity: blocks that fit on every rank. Called once."""
+
+    def mark(self, event: Event) -> Event:
+        """`event` for a decision that depends on whether it is done."""
+
+    def counts(self) -> dict[str, int]:
+        """What failed, by rank: `rank1_file_io_error` and so on."""
+
+    def leave(self) -> None:
+        """The server stops: nothing is decided in common any more."""
+
+
+class Alone:
+    """A group of one rank."""
+
+    count = 1
+    clock = staticmethod(time.monotonic)
+
+    def executor(self, inner: Executor) -> Executor:
+        return inner
+
+    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
+        return inner, lambda: time.sleep(0.001)
+
+    def mark(self, event: Event) -> Event:
+        return event
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def leave(self) -> None:
+        return None
+
+
+ALONE = Alone()
+
+
+class PassMark:
+    """An event that is done some passes after it was made, whenever the device was through."""
+
+    def __init__(self, event: Event, clock: AgreedClock) -> None:
+        self._event = event
+        self._clock = clock
+        self._pass = clock.passes + MARK_PASSES
+
+    def done(self) -> bool:
+        if self._clock.passes < self._pass:
+            return False
+        self._event.wait()
+        return True
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._pass = self._clock.passes
+
+
+@dataclass
+class AgreedClock:
+    """now: seconds on rank 0's clock, as it told them last. passes: begun so far."""
+
+    now: float
+    passes: int = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Agreement:
+    """The ranks of one node as one of them sees them. Belongs to its scheduler thread."""
+
+    def __init__(
+        self,
+        board: VoteBoard,
+        now: float,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[], None] = a_moment,
+    ) -> None:
+        """now: rank 0's time at the start, the same for all. clock: rank 0's own. wait: passes the
+        time while all ranks wait for each other's votes."""
+        self.clock = AgreedClock(now)
+        self.count = board.ranks
+        self._rank = board.rank
+        self._own_clock = clock
+        self._ballots = {kind: Ballot(board, kind, wait) for kind in Kind}
+        self._executor: AgreedExecutor | None = None
+        self._blocks: AgreedBlocks | None = None
+        self._told = now
+
+    # -- Ranks -----------------------------------------------------------------------------------
+
+    def executor(self, inner: Executor) -> Executor:
+        self._executor = AgreedExecutor(inner, self._ballots[Kind.FILE])
+        return self._executor
+
+    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
+        blocks = AgreedBlocks(inner, self._ballots[Kind.BLOCK], capacity, self.clock)
+        self._blocks = blocks
+        return blocks, blocks.settle
+
+    def mark(self, event: Event) -> Event:
+        return PassMark(event, self.clock)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            f"rank{rank}_{kind.name.lower()}_{outcome.value}": count
+            for kind, ballot in self._ballots.items()
+            for (rank, outcome), count in ballot.failures.items()
+        }
+
+    def leave(self) -> None:
+        for ballot in self._ballots.values():
+            ballot.leave()
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Every rank, before it takes in requests: vote."""
+        self.clock.passes += 1
+        for part in (self._executor, self._blocks):
+            if part is not None:
+                part.vote()
+
+    def verdicts(self, patience: float, *, requests: bool) -> Verdicts | None:
+        """For rank 0: what to tell all ranks before the requests of this pass; None for nothing.
+
+        patience: seconds for which the clock of decisions may stand still. requests: there are
+        some, so that telling costs no message.
+        """
+        filed, done = (self._ballots[kind].settled() for kind in Kind)
+        news = self._blocks is not None and self._blocks.watch()
+        now = self._own_clock()
+        if filed or done or news:
+            patience = min(patience, TOGETHER_S)
+        if not (requests or len(filed) >= FILED or now >= self._told + patience):
+            return None
+        self._told = now
+        told = self._blocks.take_news() if self._blocks is not None else {}
+        return Verdicts(now, list(filed), list(done), told)
+
+    def apply(self, verdicts: Verdicts) -> None:
+        """Every rank, in the same pass: these are the inputs of its decisions."""
+        self.clock.now = verdicts.now
+        self._ballots[Kind.FILE].decide(verdicts.filed)
+        if self._blocks is not None:
+            self._blocks.decide(verdicts.blocks, verdicts.news)

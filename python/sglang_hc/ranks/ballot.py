@@ -1,0 +1,164 @@
+"""Operations of one kind under way on all ranks, and what the ranks together say of each.
+
+    begin     all ranks begin the same operations in the same order, so each has one number
+    vote      this rank's part is over: one byte on the board, which decides nothing
+    settled   rank 0 sees that everybody has voted, and tells it in the next `Verdicts`
+    decide    the verdict has come, in the same pass on every rank; only now anybody acts on it
+
+So no decision depends on when a rank's own part was over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from sglang_hc.ranks.board import PLACES, Kind, VoteBoard
+from sglang_hc.store.outcome import Outcome
+
+GOOD = (Outcome.OK, Outcome.DUPLICATE)
+
+
+def a_moment() -> None:
+    """Between two looks at what the other ranks have voted."""
+    time.sleep(0.0005)
+
+
+class Verdict(NamedTuple):
+    """How an operation ended for all ranks."""
+
+    number: int
+    outcome: Outcome
+
+
+def verdict_of(votes: Iterable[Outcome]) -> Outcome:
+    """One no is a no for all; of several, that which says the most of the block: it is not there,
+    it is damaged, it could not be read or written, and so on in the order of `Outcome`."""
+    said = set(votes)
+    for outcome in Outcome:
+        if outcome in said and outcome not in GOOD:
+            return outcome
+    return Outcome.OK if Outcome.OK in said else Outcome.DUPLICATE
+
+
+class Ballot:
+    """Belongs to the scheduler thread of one rank. Tickets name operations as in `Executor`.
+
+    failures: parts that ended badly, by rank and outcome. Rank 0 counts all of them, the others
+    those that they waited for in `settle`.
+    """
+
+    def __init__(self, board: VoteBoard, kind: Kind, wait: Callable[[], None] = a_moment) -> None:
+        """wait: passes the time in `settle`."""
+        self._board = board
+        self._kind = kind
+        self._wait = wait
+        self._alone = False
+        self._numbers = itertools.count()
+        self._open: dict[int, int] = {}
+        """Tickets by number."""
+        self._names: dict[int, int] = {}
+        """Numbers by ticket."""
+        self._held: deque[tuple[int, Callable[[], None]]] = deque()
+        """Begun, and not started because the board has no place for them."""
+        self._voted: dict[int, None] = {}
+        """Open ones that this rank has voted on and not seen settled."""
+        self._settled: list[Verdict] = []
+        self._decided: list[tuple[int, Outcome]] = []
+        self.failures: Counter[tuple[int, Outcome]] = Counter()
+
+    def __len__(self) -> int:
+        """Operations that are not decided on."""
+        return len(self._open)
+
+    def begin(self, ticket: int, start: Callable[[], None]) -> None:
+        """An operation begins: `start` is called as soon as it has a place on the board."""
+        number = next(self._numbers)
+        self._open[number] = ticket
+        self._names[ticket] = number
+        self._held.append((number, start))
+        self._start()
+
+    def vote(self, ticket: int, outcome: Outcome) -> None:
+        """This rank's part of an operation is over."""
+        number = self._names[ticket]
+        self._board.vote(self._kind, number, outcome)
+        if self._alone:
+            self.decide([Verdict(number, outcome)])
+        else:
+            self._voted[number] = None
+
+    def settled(self) -> Sequence[Verdict]:
+        """What everybody has voted on and was not decided. For rank 0, which tells it to all."""
+        if self._voted:
+            for number in list(self._voted):
+                votes = self._board.votes(self._kind, number)
+                if votes is not None:
+                    del self._voted[number]
+                    self._settled.append(self._verdict(number, votes))
+        return self._settled
+
+    def decide(self, verdicts: Iterable[Verdict]) -> None:
+        """These operations are over, on all ranks; for rank 0, all that it had seen settled."""
+        for number, outcome in verdicts:
+            ticket = self._open.pop(number)
+            del self._names[ticket]
+            self._voted.pop(number, None)
+            self._decided.append((ticket, outcome))
+        self._settled = []
+        self._start()
+
+    def take_decided(self) -> list[tuple[int, Outcome]]:
+        """Tickets and outcomes since the last call."""
+        decided, self._decided = self._decided, []
+        return decided
+
+    def settle(self, poll: Callable[[], None]) -> None:
+        """Wait until everything that was begun is decided, without rank 0: all ranks do this at the
+        same place, and each reads the same votes. poll: takes in what this rank's parts have done.
+        """
+        while self._open:
+            if self._alone:
+                poll()
+                self._wait()
+                continue
+            held = {number for number, _ in self._held}
+            numbers = [number for number in self._open if number not in held]
+            while (votes := self._all_votes(numbers)) is None:
+                poll()
+                self._wait()
+            seen = {verdict.number: verdict for verdict in self._settled}
+            self.decide(
+                seen.get(number) or self._verdict(number, some)
+                for number, some in zip(numbers, votes, strict=True)
+            )
+
+    def leave(self) -> None:
+        """From now on this rank's vote is the verdict: the server stops, and nothing is decided in
+        common any more."""
+        self._alone = True
+        own = self._board.rank
+        votes = [(n, self._board.vote_of(self._kind, n, own)) for n in self._open]
+        self.decide(Verdict(number, outcome) for number, outcome in votes if outcome is not None)
+
+    def _all_votes(self, numbers: Sequence[int]) -> list[list[Outcome]] | None:
+        found = []
+        for number in numbers:
+            votes = self._board.votes(self._kind, number)
+            if votes is None:
+                return None
+            found.append(votes)
+        return found
+
+    def _verdict(self, number: int, votes: Sequence[Outcome]) -> Verdict:
+        for rank, outcome in enumerate(votes):
+            if outcome not in GOOD:
+                self.failures[rank, outcome] += 1
+        return Verdict(number, verdict_of(votes))
+
+    def _start(self) -> None:
+        while self._held and self._held[0][0] - next(iter(self._open)) < PLACES:
+            self._held.popleft()[1]()

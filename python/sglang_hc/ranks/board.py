@@ -1,0 +1,91 @@
+"""Votes of the ranks of one node, in memory that all of them map.
+
+A rank says how its part of an operation ended by one byte, which the others read when they want to:
+no message, no lock, and nobody is held up. Several nodes share no memory; they are refused at the
+start.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+
+from sglang_hc.store.outcome import Outcome
+
+PLACES = 1 << 16
+"""Operations of a kind, from the oldest that is not decided on, that may be under way."""
+
+_LAPS = 16
+_CODES: dict[Outcome, int] = {outcome: code for code, outcome in enumerate(Outcome, 1)}
+_OUTCOMES = {code: outcome for outcome, code in _CODES.items()}
+
+
+class Kind(enum.IntEnum):
+    """Operations that are counted on their own."""
+
+    FILE = 0
+    BLOCK = 1
+
+
+class VoteBoard:
+    """One byte for each rank, kind and operation: the outcome, and the lap in which the operation
+    uses its place. 0: no vote yet.
+
+    A place is used again after PLACES operations. Whoever votes there has seen the last one decided
+    (`Ballot`), so a vote of the lap before counts as none and nothing is ever wiped.
+    """
+
+    def __init__(self, descriptor: int, rank: int, ranks: int) -> None:
+        """descriptor: of a memory file of `size` bytes; it stays open. Raises OSError."""
+        self.rank, self.ranks = rank, ranks
+        self._descriptor = descriptor
+        memory = memoryview(mmap.mmap(descriptor, self.size(ranks)))
+        self._votes = [
+            [memory[(kind * ranks + of) * PLACES :][:PLACES] for of in range(ranks)]
+            for kind in Kind
+        ]
+
+    @classmethod
+    def create(cls, ranks: int) -> VoteBoard:
+        """The board of rank 0, which the others attach to. Raises OSError."""
+        descriptor = os.memfd_create("sglang-hc-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, cls.size(ranks))
+        return cls(descriptor, 0, ranks)
+
+    @classmethod
+    def attach(cls, name: str, rank: int, ranks: int) -> VoteBoard:
+        """The board of another rank, by rank 0's `name`, while rank 0 runs. Raises OSError."""
+        return cls(os.open(name, os.O_RDWR | os.O_CLOEXEC), rank, ranks)
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes; the system gives a page when it is first written."""
+        return len(Kind) * ranks * PLACES
+
+    @property
+    def name(self) -> str:
+        """By which processes of the same user on this node find the memory. It has no name in any
+        folder and goes with its last user."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def vote(self, kind: Kind, number: int, outcome: Outcome) -> None:
+        """How this rank's part of an operation ended."""
+        lap, place = divmod(number, PLACES)
+        self._votes[kind][self.rank][place] = _CODES[outcome] | (lap % _LAPS) << 4
+
+    def vote_of(self, kind: Kind, number: int, rank: int) -> Outcome | None:
+        """How this rank's part ended; None while it has not said so."""
+        lap, place = divmod(number, PLACES)
+        vote = self._votes[kind][rank][place]
+        return _OUTCOMES[vote & 15] if vote and vote >> 4 == lap % _LAPS else None
+
+    def votes(self, kind: Kind, number: int) -> list[Outcome] | None:
+        """How all ranks' parts ended, by rank; None while one of them has not said so."""
+        found = []
+        for rank in range(self.ranks):
+            outcome = self.vote_of(kind, number, rank)
+            if outcome is None:
+                return None
+            found.append(outcome)
+        return found

@@ -1,0 +1,43 @@
+"""Filing on several ranks: each files its own rows, and a row is in place when it is on all."""
+
+from __future__ import annotations
+
+from sglang_hc.ranks.ballot import Ballot
+from sglang_hc.store.executor import Completion, Executor, Operation
+from sglang_hc.store.outcome import Outcome
+
+
+class AgreedExecutor:
+    """An `Executor` that completes what the verdicts say, whenever it is asked.
+
+    inner: does this rank's part. The callers of all ranks submit the same operations in the same
+    order; when a rank does so may depend on its device.
+    """
+
+    def __init__(self, inner: Executor, ballot: Ballot) -> None:
+        self._inner = inner
+        self._ballot = ballot
+
+    def vote(self) -> None:
+        """Say what this rank has done since the last call."""
+        for ticket, ok in self._inner.poll():
+            self._ballot.vote(ticket, Outcome.OK if ok else Outcome.IO_ERROR)
+
+    def submit(self, ticket: int, operation: Operation) -> None:
+        self._ballot.begin(ticket, lambda: self._inner.submit(ticket, operation))
+
+    def poll(self) -> list[Completion]:
+        self.vote()
+        decided = self._ballot.take_decided()
+        return [Completion(ticket, outcome is Outcome.OK) for ticket, outcome in decided]
+
+    def drain(self) -> list[Completion]:
+        """As in `Executor`; all ranks come here at the same place of their decisions."""
+        self._ballot.settle(self.vote)
+        return self.poll()
+
+    def levels(self) -> dict[str, int]:
+        return self._inner.levels()
+
+    def close(self) -> None:
+        self._inner.close()
