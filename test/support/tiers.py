@@ -21,12 +21,12 @@ from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import ALONE, Ranks
-from sglang_hc.ranks.block_io import OwnDisk
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer

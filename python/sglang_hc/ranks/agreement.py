@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_hc.ranks.ballot import Ballot, Verdict, a_moment
-from sglang_hc.ranks.block_io import AgreedBlocks, OwnDisk
+from sglang_hc.ranks.block_io import AgreedBlocks
 from sglang_hc.ranks.board import Kind, VoteBoard
 from sglang_hc.ranks.executor import AgreedExecutor
-from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.block_io import BlockIo, OwnDisk
 from sglang_hc.store.executor import Executor
 
 TOGETHER_S = 0.05

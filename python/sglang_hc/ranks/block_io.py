@@ -12,12 +12,11 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, BlockIo
+from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
@@ -27,14 +26,6 @@ NEWS = 2048
 
 _GONE = (Outcome.MISSING, Outcome.DAMAGED)
 _UNWELL = (Outcome.LOST, Outcome.IO_ERROR, Outcome.TIMED_OUT)
-
-
-class OwnDisk(BlockIo, Protocol):
-    """What a rank has below its host tier, if it is nobody else's."""
-
-    def changes(self) -> Mapping[bytes, bool]:
-        """Identities that came or left by themselves since the last call, and whether they are
-        there now. The first call names all that are there; nothing is noted before it."""
 
 
 class AgreedBlocks:

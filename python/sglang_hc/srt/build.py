@@ -24,6 +24,7 @@ from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
+from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestoreChoice
@@ -47,6 +48,8 @@ from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.storage_backends import with_remote
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.verdicts import ranks_of
+from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
@@ -117,10 +120,11 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     model = _loaded(ctx)
     device = _device(model)
     sizes = _sizes(model, device)
-    kinds = _kinds(model, sizes)
+    ranks = ranks_of(model.state.group)
+    kinds = _kinds(model, sizes, ranks)
     io = _open_io(model, sizes)
     device.copy_stream.pin(io.memory.pool.buffer, sizes.layout.slot_bytes)
-    tiers = _tiers(model, device, sizes, kinds, io)
+    tiers = _tiers(model, device, sizes, kinds, io, ranks)
     compute = ComputeStream.of(model.runner)
     tree = kinds.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
@@ -223,12 +227,12 @@ def _product(model: Model) -> list[str]:
     return [f"exact {model.state.proof.digest}"]
 
 
-def _kinds(model: Model, sizes: TierSizes) -> Kinds:
+def _kinds(model: Model, sizes: TierSizes, ranks: Ranks) -> Kinds:
     if model.config.trace is None:
         return Kinds()
     from sglang_hc.srt.recorded_tree import recording
 
-    return recording(model.config, model.runner, sizes)
+    return recording(model.config, model.runner, sizes, ranks.clock)
 
 
 # -- memory and what lies below it ---------------------------------------------------------------
@@ -273,18 +277,22 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 # -- tiers ---------------------------------------------------------------------------------------
 
 
-def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io) -> Tiers:
+def _tiers(
+    model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io, ranks: Ranks
+) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
     timer, watch = timer_for(copy_stream), None
-    if costs is not None and timer is not None:
+    # What one rank sees corrects no costs of several: they must decide alike.
+    if costs is not None and timer is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer, copy_stream)
     planner = RestoreChoice(
         costs,
         state.plan,
         device.recomputer is not None,
         counters,
+        ranks.clock,
         always=config.restore == "always",
     )
     pins = pins_for(sizes.num_slots)
@@ -292,9 +300,10 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     window = kinds.window()
     policy = make_policy(config.eviction, window, pinned=pins)
     host = kinds.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
-    disk = _disk(model, sizes, io, host, watch)
+    disk = _disk(model, sizes, io, host, watch, ranks)
     priority = RetentionPriority(window, pins)
-    filing = Filing(io.executor, host.damaged_slots)
+    executor = ranks.executor(io.executor)
+    filing = Filing(executor, host.damaged_slots, points_too=ranks.count > 1)
     queue = QueueView(
         host,
         disk,
@@ -302,7 +311,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device)),
         priority if config.eviction == "queue" else None,
         planner,
-        Grafts(host, disk, filing, counters) if device.rotation is not None else None,
+        Grafts(host, disk, filing, counters, ranks.clock) if device.rotation is not None else None,
     )
     path = RestorePath(
         io.memory.pool,
@@ -310,7 +319,7 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
         copy_stream,
         StagingRing.sized_for(sizes.layout, device.pool.device, copy_stream),
         device.recomputer,
-        _read_buffer(model, device, io, host, queue),
+        _read_buffer(model, device, io, host, queue, ranks),
         _side_stream(model, device, sizes.layout.shape),
         device.rotation,
         in_step=model.state.group.size > 1,
@@ -318,11 +327,12 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io)
     return Tiers(
         host,
         disk,
-        _capture(model, device, io, host, disk, filing),
-        Restorer(host, path, planner, watch, counters),
+        _capture(model, device, io, host, disk, filing, ranks),
+        Restorer(host, path, planner, watch, counters, ranks),
         queue,
-        Retention(host, disk, pins, priority),
+        Retention(host, disk, pins, priority, ranks.clock),
         device.exactness,
+        ranks,
     )
 
 
@@ -334,10 +344,19 @@ def _can_meet(model: Model, device: Device) -> bool:
 
 
 def _disk(
-    model: Model, sizes: TierSizes, io: Io, host: HostTier, watch: CostWatch | None
+    model: Model,
+    sizes: TierSizes,
+    io: Io,
+    host: HostTier,
+    watch: CostWatch | None,
+    ranks: Ranks,
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
-    below = io.blocks
+    if io.blocks is not None and ranks.count > 1:
+        capacity = model.state.group.least(io.blocks.capacity)
+        blocks, pause = ranks.blocks(io.blocks, capacity)
+        return DiskTier(blocks, host, ranks.clock, pause=pause)
+    below: BlockIo | None = io.blocks
     if model.config.remote is not None:
         below = with_remote(below, model.config, io.memory.pool, sizes.stored_as, io.counts)
     if below is None:
@@ -352,6 +371,7 @@ def _capture(
     host: HostTier,
     disk: DiskTier | None,
     filing: Filing,
+    ranks: Ranks,
 ) -> Capture:
     """Saving goes the other way than restoring, which a GPU does at the same time."""
     plan, memory = model.state.plan, model.state.memory
@@ -364,7 +384,7 @@ def _capture(
         out.kv(kv_buffers, len(hidden_buffers)) if plan.kv else None,
     )
     on_ready = disk.spill if disk is not None else lambda node: None
-    return Capture(io.memory.pool.layout, host, filing, source, on_ready)
+    return Capture(io.memory.pool.layout, host, filing, source, on_ready, ranks.clock)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
@@ -377,7 +397,7 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
 
 
 def _read_buffer(
-    model: Model, device: Device, io: Io, host: HostTier, queue: QueueView
+    model: Model, device: Device, io: Io, host: HostTier, queue: QueueView, ranks: Ranks
 ) -> ReadBuffer | None:
     size = read_buffer_bytes(model.config, on_gpu=device.pool.device.type == "cuda")
     if not size:
@@ -390,7 +410,8 @@ def _read_buffer(
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
     pool, cost = io.memory.pool, model.state.cost
-    return ReadBuffer(host, pool, device.copy_stream, frames, cost, queue.requests.is_fetching)
+    fetching = queue.requests.is_fetching
+    return ReadBuffer(host, pool, device.copy_stream, frames, cost, fetching, ranks)
 
 
 # -- tree ----------------------------------------------------------------------------------------

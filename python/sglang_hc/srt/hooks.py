@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_hc.errors import ConfigError
+from sglang_hc.srt import verdicts
 from sglang_hc.srt.model_state import MODEL_STATE
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -21,10 +22,12 @@ logger = logging.getLogger(__name__)
 
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND Scheduler.__init__: the tree factory learns whose tree it builds, and what cannot be
-    served is refused in one line, without the stack that led there."""
+    served is refused in one line, without the stack that led there. One of several tensor-parallel
+    ranks takes part in their verdicts from then on."""
     token = BUILDING.set(OwnScheduler(self))
     try:
         build(self, *args, **kwargs)
+        verdicts.attach(self)
     except ConfigError as error:
         logger.error("sglang-hc: %s", error)
         logger.debug("refused here", exc_info=True)

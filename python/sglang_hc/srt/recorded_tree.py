@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ class RecordedRadixCache(HcRadixCache):
         self.recorder.close()
 
 
-def recording(config: HcConfig, runner: Any, sizes: TierSizes) -> Kinds:
-    """The kinds of a server that writes `--hc-trace`. Raises ConfigError.
+def recording(config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[], float]) -> Kinds:
+    """The kinds of a server that writes `--hc-trace`. clock: of decisions. Raises ConfigError.
 
     One file for each replica, and in it for each tensor-parallel rank: they show whether the ranks
     decided alike.
@@ -90,7 +91,7 @@ def recording(config: HcConfig, runner: Any, sizes: TierSizes) -> Kinds:
         "prefetch": config.prefetch,
     }
     try:
-        recorder = Recorder(path, header, sizes.fingerprint)
+        recorder = Recorder(path, header, sizes.fingerprint, clock=clock)
     except FileExistsError:
         raise ConfigError(
             f"--hc-trace {path}: exists already; give another name or remove it"

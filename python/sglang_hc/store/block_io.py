@@ -126,3 +126,11 @@ class BlockIo(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted and give everything back."""
+
+
+class OwnDisk(BlockIo, Protocol):
+    """What a rank has below its host tier, if it is nobody else's."""
+
+    def changes(self) -> Mapping[bytes, bool]:
+        """Identities that came or left by themselves since the last call, and whether they are
+        there now. The first call names all that are there; nothing is noted before it."""

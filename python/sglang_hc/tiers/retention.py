@@ -50,6 +50,11 @@ class Retention:
         self._disk = disk
         self._clock = clock
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether something ends when time passes."""
+        return len(self.pins) > 0 or self._host.has_ttl
+
     def keeps(self, block_id: bytes) -> bool:
         """Whether a tier below the device has this block, as far as known."""
         if block_id in self._host:

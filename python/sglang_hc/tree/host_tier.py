@@ -52,6 +52,11 @@ class HostTier:
     def staged_slots(self) -> int:
         return len(self._staged)
 
+    @property
+    def has_ttl(self) -> bool:
+        """Whether blocks leave when nobody uses them for long."""
+        return self._ttl is not None
+
     def is_staged(self, slot: int) -> bool:
         return slot in self._staged
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from typing import NamedTuple
 
-from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import Executor, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file
@@ -21,7 +21,7 @@ class Io(NamedTuple):
 
     memory: HostMemory
     executor: Executor
-    blocks: BlockIo | None
+    blocks: OwnDisk | None
     counts: Counter[str]
 
 
@@ -36,7 +36,7 @@ def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
 def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     memory = HostMemory(spec)
     counts: Counter[str] = Counter()
-    blocks = None
+    blocks: OwnDisk | None = None
     if disk is not None:
         blocks = DiskThreads(disk.open(spec.layout), memory.pool, counts)
     return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks, counts)
