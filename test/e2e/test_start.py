@@ -54,7 +54,19 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
         (("--speculative-algorithm", "NGRAM"), ("--speculative-algorithm", "--hc-disable")),
-        (("--tp-size", "2"), ("--tp-size", "--hc-disable")),
+        (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
+        (
+            ("--tp-size", "2", "--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp"}'),
+            ("--hc-remote", "--tp-size", "--hc-disable"),
+        ),
+        (
+            ("--tp-size", "2", "--hc-overflow", "reembed"),
+            ("--hc-overflow reembed", "--tp-size", "--hc-disable"),
+        ),
+        (
+            ("--tp-size", "2", "--enable-attn-tp-input-scattered"),
+            ("--enable-attn-tp-input-scattered", "--hc-disable"),
+        ),
         (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
         (
             ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "full"),

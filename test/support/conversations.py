@@ -81,10 +81,19 @@ def both(
 ) -> Outcome:
     """Both conversations on one engine. spoil: what is kept is overwritten before it comes back."""
     use_isa(isa)
-    core = Core(
+    return compare(Core(*options(form, dtype), *flags, model=model), spoil)
+
+
+def options(form: str, dtype: str) -> tuple[str, ...]:
+    """Of an engine for `compare`."""
+    return (
         "--hc-forms", form, "--hc-host-size-gb", "0.2", "--max-total-tokens", str(POOL),
-        "--dtype", dtype, *flags, model=model,
+        "--dtype", dtype,
     )  # fmt: skip
+
+
+def compare(core: Core, spoil: bool = False) -> Outcome:
+    """Both conversations on this engine, on this rank of it where there are several."""
     state = core.model_state
     dependence = depends_on_rows(state.layers[0].qkv) if state.layers else None
     said = state.proof.wrong if state.proof is not None else None

@@ -58,7 +58,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
             if chosen:
                 logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
         if not config.disable:
-            refuse_modes(self)
+            refuse_modes(self, config)
             if config.remote is not None:
                 from sglang_hc.srt.storage_backends import check_remote
 
@@ -121,14 +121,43 @@ def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
     return plan
 
 
-def refuse_modes(args: Any) -> None:
+def refuse_modes(args: Any, config: HcConfig) -> None:
     """Raise ConfigError for a mode in which restored state could be wrong."""
-    for wrong, flag, why in _refusals(args):
+    for wrong, flag, why in [*_refusals(args), *_refusals_with_ranks(args, config)]:
         if wrong:
             raise ConfigError(
                 f"sglang-hc does not support {flag} yet: {why}. Leave the flag out, or add "
                 "--hc-disable to serve without the tiers"
             )
+
+
+def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
+    """What tensor-parallel ranks cannot do together."""
+    if args.tp_size == 1:
+        return []
+    ranks = "with --tp-size above 1"
+    return [
+        (
+            args.nnodes > 1,
+            f"--nnodes above 1 {ranks}",
+            "ranks tell each other what they have through the memory of one machine",
+        ),
+        (
+            bool(args.enable_attn_tp_input_scattered),
+            "--enable-attn-tp-input-scattered",
+            "a rank sees the hidden states of a part of the tokens only",
+        ),
+        (
+            config.remote is not None,
+            f"--hc-remote {ranks}",
+            "ranks do not agree on what a remote store has",
+        ),
+        (
+            config.overflow == "reembed",
+            f"--hc-overflow reembed {ranks}",
+            "state that moves was not tested on several ranks",
+        ),
+    ]
 
 
 def _refusals(args: Any) -> list[tuple[bool, str, str]]:
@@ -138,7 +167,6 @@ def _refusals(args: Any) -> list[tuple[bool, str, str]]:
             "--speculative-algorithm",
             "rejected draft tokens leave states that must not be kept",
         ),
-        (args.tp_size > 1, "--tp-size above 1", "ranks do not agree on restorations yet"),
         (args.pp_size > 1, "--pp-size above 1", "a rank holds a part of the layers only"),
         (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),
         (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
