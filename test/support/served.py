@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
 
 
-def start(log: Path, *flags: str) -> ServerProcess:
-    """A server of a small model whose device holds 640 tokens."""
+def start(log: Path, *flags: str, env: Mapping[str, str] | None = None) -> ServerProcess:
+    """A server of a small model whose device holds 640 tokens. env: besides ENV."""
     argv = (
         "--model-path", str(MODELS / "llama-mha"), "--dtype", "float32", "--skip-server-warmup",
         "--max-total-tokens", "640", "--hc-profile", str(FREE_LOADING), "--hc-forms", "kv",
         "--hc-host-size-gb", "0.2", *flags,
     )  # fmt: skip
-    return ServerProcess("sglang_hc.launch_server", argv, ENV, log)
+    return ServerProcess("sglang_hc.launch_server", argv, {**ENV, **(env or {})}, log)
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,0 +1,196 @@
+"""Two tensor-parallel ranks and their disks: a new server goes on where the last one stopped, and
+what happens to one rank's disk costs cache on both, never a token.
+
+Each engine keeps a reference conversation on the device, in a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from support.disk_store import Faults, FaultyBackend, failing
+from support.ranked_core import RankedCore, run_ranks
+
+FLAGS = ("--max-total-tokens", "1600", "--dtype", "float32", "--hc-host-size-gb", "0.2",
+         "--hc-scrub-mb-s", "0")  # fmt: skip
+BLOCKS = 256
+"""Tokens of the full blocks of a first turn."""
+
+HIT_BY = 1
+"""The rank that faults happen to."""
+
+
+class Turns(NamedTuple):
+    """Two turns. said, wanted: replies of the conversation that stayed on the device. first,
+    second: those of the one that was forgotten in between. stored: tokens that came from disk.
+    counted: what this rank counted meanwhile."""
+
+    said: list[int]
+    wanted: list[int]
+    first: list[int]
+    second: list[int]
+    stored: int
+    counted: dict[str, int]
+
+
+def prompts(name: str) -> tuple[list[int], list[int]]:
+    rng = random.Random(name)
+    return [rng.randrange(3, 900) for _ in range(200)], [rng.randrange(3, 900) for _ in range(20)]
+
+
+def engine(rank: int, port: int, form: str, folder: str, *flags: str) -> RankedCore:
+    model = "deepseek-v2" if "deepseek" in folder else "llama-gqa"
+    disk = ("--hc-disk", f"{folder}:1")
+    return RankedCore(rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
+
+
+def forget(core: RankedCore) -> None:
+    """Everything but the disk forgets."""
+    core.settle()
+    assert core.scheduler.flush_cache()
+
+
+def talk(core: RankedCore, name: str, between: Callable[[], None] = lambda: None) -> Turns:
+    """between: runs on both ranks after the first turn was saved and forgotten."""
+    prompt, follow = prompts(name)
+    said = core.ask(prompt, 60, "kept").tokens
+    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
+    before = core.tree.tiers.counts()
+    first = core.ask(prompt, 60, name).tokens
+    forget(core)
+    between()
+    reply = core.ask([*prompt, *first, *follow], 24, name)
+    core.settle()
+    counts = core.tree.tiers.counts()
+    counted = {key: value - before.get(key, 0) for key, value in counts.items()}
+    return Turns(said, wanted, first, reply.tokens, reply.storage, counted)
+
+
+def check_tokens(found: list[Turns]) -> None:
+    for turns in found:
+        assert (turns.first, turns.second) == (turns.said, turns.wanted)
+    assert found[0][:5] == found[1][:5], "both ranks saw the same"
+    assert found[0].counted["restored_tokens"] == found[1].counted["restored_tokens"]
+
+
+def first_server(rank: int, port: int, form: str, folder: str) -> tuple[Turns, list[int]]:
+    core = engine(rank, port, form, folder)
+    turns = talk(core, "before")
+    prompt, _ = prompts("later")
+    left = core.ask(prompt, 60).tokens
+    core.settle()
+    core.tree.release_host_resources()
+    return turns, left
+
+
+def second_server(rank: int, port: int, form: str, folder: str) -> Turns:
+    core = engine(rank, port, form, folder)
+    prompt, follow = prompts("later")
+    said = core.ask(prompt, 60, "kept").tokens
+    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
+    reply = core.ask([*prompt, *said, *follow], 24)
+    core.settle()
+    return Turns(said, wanted, said, reply.tokens, reply.storage, core.tree.tiers.counts())
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("hidden:2,kv:2", "d"),
+        pytest.param("hidden", "d", marks=pytest.mark.slow),
+        pytest.param("kv", "d", marks=pytest.mark.slow),
+        pytest.param("kv", "deepseek", marks=pytest.mark.slow),
+    ],
+)
+def test_the_next_server_goes_on_from_both_disks(
+    models: None, tmp_path: Path, form: str, name: str
+) -> None:
+    folder = tmp_path / name
+    found = run_ranks(first_server, form, str(folder))
+    check_tokens([turns for turns, _ in found])
+    assert all(turns.stored == BLOCKS for turns, _ in found)
+    assert sorted(part.name for part in folder.iterdir()) == ["tp2-0", "tp2-1"]
+    later = run_ranks(second_server, form, str(folder))
+    check_tokens(later)
+    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
+
+
+def spoil(core: RankedCore, folder: str) -> None:
+    """Every block on one rank's disk loses a byte."""
+    if core.rank == HIT_BY:
+        for slab in Path(folder, f"tp2-{HIT_BY}", "sglang-hc").glob("slab-*.dat"):
+            content = bytearray(slab.read_bytes())
+            for place in range(4096 + 700, len(content), 4096):
+                content[place] ^= 1
+            slab.write_bytes(content)
+
+
+def meet_faults(rank: int, port: int, folder: str) -> dict[str, Turns]:
+    from sglang_hc.store.disk import DiskStore
+
+    faults, opened = Faults(), DiskStore.open
+    if rank == HIT_BY:
+        DiskStore.open = lambda *args, **options: opened(
+            *args, backend=FaultyBackend(faults), **options
+        )
+    core = engine(rank, port, "hidden:2,kv:2", folder)
+    found = {"well": talk(core, "well")}
+    found["damaged"] = talk(core, "damaged", lambda: spoil(core, folder))
+    faults.on_write = faults.on_allocate = failing(errno.ENOSPC)
+    found["full"] = talk(core, "full")
+    faults.on_write = faults.on_allocate = lambda path: None
+    if rank == HIT_BY:
+        (directory,) = core.tree.tiers.disk._io._store.directories
+        directory.breaker.succeeded()
+    faults.on_read = failing(errno.EIO)
+    found["unreadable"] = talk(core, "unreadable")
+    return found
+
+
+def test_what_one_rank_cannot_read_or_write_both_recompute(models: None, tmp_path: Path) -> None:
+    found = run_ranks(meet_faults, str(tmp_path / "d"))
+    for name in found[0]:
+        turns = [of_rank[name] for of_rank in found]
+        check_tokens(turns)
+        assert turns[0].stored == (BLOCKS if name == "well" else 0)
+    hit, other = found[HIT_BY], found[1 - HIT_BY]
+    for name, counter in (
+        ("damaged", "disk_read_damaged"),
+        ("full", "disk_write_no_space"),
+        ("unreadable", "disk_read_io_error"),
+    ):
+        assert hit[name].counted[counter] > 0
+        assert not other[name].counted.get(counter), "the other rank's disk is well"
+
+
+def lose_the_process(rank: int, port: int, folder: str) -> tuple[Turns, Turns, dict[str, Any]]:
+    import psutil
+
+    core = engine(rank, port, "kv", folder, "--hc-io", "process")
+
+    def kill() -> None:
+        if rank == HIT_BY:
+            below = psutil.Process(os.getpid()).children(recursive=True)
+            (worker,) = [p for p in below if "sglang_hc.store.process.worker" in p.cmdline()]
+            worker.send_signal(signal.SIGKILL)
+            worker.wait()
+
+    during = talk(core, "killed", kill)
+    return during, talk(core, "after"), core.tree.stats()
+
+
+@pytest.mark.slow
+def test_one_ranks_io_process_dies(models: None, tmp_path: Path) -> None:
+    found = run_ranks(lose_the_process, str(tmp_path / "d"))
+    for turn in (0, 1):
+        check_tokens([of_rank[turn] for of_rank in found])
+    assert [stats.get("io_losses", 0) for _, _, stats in found] == [0, 1]
+    assert [stats.get("io_restarts", 0) for _, _, stats in found] == [0, 1]

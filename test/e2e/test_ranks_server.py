@@ -1,0 +1,60 @@
+"""`--tp-size 2` on a real server: what clients see, what each rank counted, and its disks."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_hc.tools.bench.server import ServerProcess
+from sglang_hc.tools.cli.main import main
+from support.ranked_core import ENV
+from support.served import generate, numbers, post, start, wait_for
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+PROMPT = [random.Random(8).randrange(3, 900) for _ in range(300)]
+
+
+def ranks(server: ServerProcess) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = numbers(server)["ranks"]
+    return found
+
+
+def workers(server: ServerProcess) -> list[psutil.Process]:
+    """The I/O processes, the oldest first."""
+    below = psutil.Process(server.pid).children(recursive=True)
+    found = [p for p in below if "sglang_hc.store.process.worker" in p.cmdline()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def test_a_server_of_two_ranks(models: None, tmp_path: Path) -> None:
+    folder, trace = tmp_path / "d", tmp_path / "trace.jsonl"
+    flags = ("--tp-size", "2", "--hc-disk", f"{folder}:2")
+    with start(tmp_path / "log", *flags, "--hc-trace", str(trace), env=ENV) as server:
+        first, _ = generate(server, PROMPT, 40)
+        history = PROMPT + first
+        blocks = len(history) // 64
+        wait_for(lambda: all(one.get("disk_saved_blocks", 0) >= blocks for one in ranks(server)))
+        assert 0.09 * 2**30 < numbers(server)["host_bytes"] <= 0.1 * 2**30, "half for each rank"
+        wanted, stored = generate(server, history, 16)
+        assert stored == 0, "it was never forgotten"
+
+        workers(server)[0].send_signal(signal.SIGKILL)
+        assert generate(server, PROMPT, 40)[0] == first
+        wait_for(lambda: sum(one.get("io_restarts", 0) for one in ranks(server)) == 1)
+        assert sorted(one.get("io_losses", 0) for one in ranks(server)) == [0, 1]
+        post(server, "/flush_cache")
+        assert generate(server, history, 16) == (wanted, blocks * 64)
+        one, other = ranks(server)
+        assert one["restored_tokens"] == other["restored_tokens"] >= blocks * 64
+    traces = [trace.with_name(f"{trace.name}.tp{rank}") for rank in (0, 1)]
+    assert all(path.stat().st_size > 0 for path in traces)
+    with start(tmp_path / "log2", *flags, env=ENV) as server:
+        reply, stored = generate(server, history, 16)
+        assert reply == wanted and stored == blocks * 64
+    assert main(["fsck", str(folder)]) == 0
