@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.srt.model.columns import HiddenColumns
+from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
 from sglang_hc.srt.start_group import StartGroup
 from support.start_groups import on_ranks
@@ -66,6 +68,11 @@ def test_hidden_form_is_exact_where_every_rank_proved_it() -> None:
     assert of_all_ranks(proofs[1], StartGroup(0, 1)) == proofs[1]
 
 
+def runner(group: StartGroup) -> SimpleNamespace:
+    ps = SimpleNamespace(tp_rank=group.rank, tp_size=group.size)
+    return SimpleNamespace(ps=ps, tp_group=Gathering(group))
+
+
 class Gathering:
     """The group of SGLang, among threads."""
 
@@ -80,10 +87,17 @@ def test_columns_of_all_ranks_are_the_whole_rows() -> None:
     whole = torch.arange(40.0).view(5, 8)
 
     def on_rank(group: StartGroup) -> torch.Tensor:
-        columns = HiddenColumns(2 * group.rank, 2, group.size, Gathering(group))
-        mine = whole[:, columns.first : columns.first + columns.count]
-        return columns.whole(mine)
+        columns = columns_of(runner(group), 8)
+        assert columns.count == 2
+        return columns.whole(columns.of(whole))
 
     for found in on_ranks(4, on_rank):
         assert torch.equal(found, whole)
-    assert HiddenColumns(0, 8, 1).whole(whole) is whole
+
+
+def test_rows_that_ranks_cannot_divide_are_kept_whole() -> None:
+    whole = torch.arange(40.0).view(5, 8)
+    for ranks in (1, 3):
+        columns = columns_of(runner(StartGroup(0, ranks)), 8)
+        assert columns == all_columns(8)
+        assert torch.equal(columns.of(whole), whole) and columns.whole(whole) is whole

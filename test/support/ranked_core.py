@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from sglang_hc.tools.bench.server import free_port
 from support.core import Core, Idle
 
 ENV = {
@@ -93,9 +93,7 @@ def run_ranks(body: Callable[..., Any], *args: Any, timeout: float = 300) -> lis
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes, pipes = [], []
     for rank in range(2):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
@@ -165,8 +166,9 @@ def _loaded(ctx: Any) -> Model:
 def _device(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
+    columns = partial(columns_of, runner)
     try:
-        pool = KvPoolRows(runner.token_to_kv_pool, state.layers)
+        pool = KvPoolRows(runner.token_to_kv_pool, state.layers, columns=columns)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     recomputer, pieces = recomputer_for(
@@ -178,8 +180,7 @@ def _device(model: Model) -> Device:
     if state.memory.ring is not None and state.plan.kv:
         layers = state.plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
-    whole = columns_of(runner, runner.model_config.hidden_size).whole
-    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, whole)
+    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
     rotation = None
     if model.config.overflow == "reembed":

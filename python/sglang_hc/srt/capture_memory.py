@@ -20,6 +20,7 @@ from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.model_shape import ModelConfigError
+from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
 from sglang_hc.srt.start_group import StartGroup
@@ -133,10 +134,12 @@ def take_capture_memory(
     try:
         taps = ring = twins = None
         if plan.hidden:
-            width = layer.hidden_bytes // runner.dtype.itemsize
+            assert layers is not None
+            kept = columns_of(runner, layers[0].qkv.weight.shape[1])
             branch = _tap_branch(runner, device)
-            first = group.rank * width
-            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
+            taps = TapBuffer(
+                plan.hidden, sizes.rows, kept.count, runner.dtype, device, branch, kept.first
+            )
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)

@@ -9,15 +9,12 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_hc.device.gather_scatter import PoolRows, gather, scatter
+from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import PROJECTIONS, Projection
 
 Gather = Callable[[PoolRows, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
 """`DevicePool.gather` of the pool that comes first."""
-
-
-def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
 
 
 class UnsupportedPool(ValueError):
@@ -33,16 +30,16 @@ class KvPoolRows:
         adapters: Sequence[LayerAdapter] | None,
         project: Projection = PROJECTIONS["sglang"],
         read: Gather = gather,
-        whole: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
+        columns: Callable[[int], Columns] = all_columns,
     ) -> None:
         """adapters: needed for layers kept as hidden states only. project: how K and V come from
-        hidden states. read: how rows of many layers are gathered. whole: makes hidden states of the
-        columns that this rank keeps (`HiddenColumns.whole`). Raises UnsupportedPool."""
+        hidden states. read: how rows of many layers are gathered. columns: what
+        this rank keeps of rows that all ranks have, by their width. Raises UnsupportedPool."""
         self.pool = pool
         self.adapters = adapters
         self._project = project
         self._read = read
-        self._whole = whole
+        self._columns = columns
         if type(pool) is MHATokenToKVPool:
             buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
         elif type(pool) is MLATokenToKVPool:
@@ -53,22 +50,30 @@ class KvPoolRows:
             not part.is_contiguous() for layer in buffers for part in layer
         ):
             raise UnsupportedPool("the KV pool's rows are not contiguous")
-        self._rows = [
+        self._whole_rows = [
             [part.view(part.shape[0], -1).view(torch.uint8) for part in layer] for layer in buffers
+        ]
+        latent = type(pool) is MLATokenToKVPool
+        kept = columns if latent else all_columns
+        self._kept = [kept(part.shape[1]) for part in self._whole_rows[0]]
+        """Of each part of a row: heads of K and V are this rank's alone, a latent row is not."""
+        self._rows = [
+            [kept.of(part) for kept, part in zip(self._kept, layer, strict=True)]
+            for layer in self._whole_rows
         ]
         self.device: torch.device = buffers[0][0].device
         sizes = {tuple(part.shape[1] for part in layer) for layer in self._rows}
         if len(sizes) != 1:
             raise UnsupportedPool("the KV pool's layers differ in size")
         self.part_bytes: tuple[int, ...] = sizes.pop()
-        """Bytes of one row of each part; all layers are alike."""
+        """Bytes that are kept of one row of each part; all layers are alike."""
 
     @property
     def num_layers(self) -> int:
         return len(self._rows)
 
     def rows(self, layer: int) -> list[torch.Tensor]:
-        """One (slots, part bytes) uint8 view per part of a KV row."""
+        """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps."""
         return self._rows[layer]
 
     def gather(
@@ -82,15 +87,16 @@ class KvPoolRows:
         assert self.adapters is not None
         adapter = self.adapters[layer]
         with torch.no_grad():
-            states = self._whole(hidden.view(adapter.qkv.weight.dtype))
+            weight = adapter.qkv.weight
+            states = self._columns(weight.shape[1]).whole(hidden.view(weight.dtype))
             self._project(self.pool, adapter, layer, states, positions, slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         if self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):
             self.write_kv_by_sglang(layer, parts, slots)
             return
-        for target, rows in zip(self._rows[layer], parts, strict=True):
-            scatter(target, slots, rows)
+        for target, kept, rows in zip(self._whole_rows[layer], self._kept, parts, strict=True):
+            scatter(target, slots, kept.whole(rows))
 
     def write_kv_by_sglang(
         self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor

@@ -14,7 +14,6 @@ from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
 from sglang_hc.srt import calibrate
 from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model import families
-from sglang_hc.srt.model.columns import not_divisible
 from sglang_hc.srt.model.exactness import (
     HiddenProof,
     of_all_ranks,
@@ -194,12 +193,8 @@ def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> 
         return "adapters change the projection per request"
     if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
         return f"the KV cache is {args.kv_cache_dtype}"
-    width = layers[0].qkv.weight.shape[1]
-    uneven = not_divisible(runner, width)
-    if uneven is not None:
-        return uneven
     checked = sorted({0, len(layers) // 2, len(layers) - 1})
-    wrong = disagreement(layers, checked, width, runner.dtype)
+    wrong = disagreement(layers, checked, layers[0].qkv.weight.shape[1], runner.dtype)
     if wrong is not None:
         logger.error("sglang-hc: self-check failed, hidden states are not used: %s", wrong)
         return f"the self-check failed: {wrong}"

@@ -1,8 +1,9 @@
-"""Hidden states divided over tensor-parallel ranks: each rank keeps some columns of every row.
+"""Rows that are the same on every tensor-parallel rank, divided over the ranks by columns.
 
-The input of the QKV projection is the same on every rank, so a rank stores its part only, and the
-ranks' parts are put together again before the projection (HCache section 5 divides hidden states
-over GPUs as well). Columns and not tokens: then blocks, tails and slots are the same on all ranks.
+The input of the QKV projection and the latent rows of MLA are such rows: each rank stores its part
+of them only, and the parts are put together again on the way back (HCache section 5 divides hidden
+states over GPUs as well). Columns and not tokens: then blocks, tails and slots are the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import torch
 
 
 @dataclass(frozen=True)
-class HiddenColumns:
-    """Columns [first, first + count) of a hidden state, which this rank keeps. group: of SGLang,
-    all ranks; not looked at where one rank keeps all columns."""
+class Columns:
+    """Columns [first, first + count) of a row, which this rank keeps. group: of SGLang, all ranks;
+    not looked at where one rank keeps all columns."""
 
     first: int
     count: int
-    ranks: int
+    ranks: int = 1
     group: Any = None
 
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """(n, all columns) -> (n, count), a view."""
+        return rows[:, self.first : self.first + self.count]
+
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """(n, count) elements, or bytes, of each rank as (n, all columns).
+        """(n, count) of each rank -> (n, all columns).
 
         A collective in the order of the model's own: on the stream that the model runs on.
         """
@@ -34,17 +39,16 @@ class HiddenColumns:
         return gathered
 
 
-def columns_of(runner: Any, width: int) -> HiddenColumns:
-    """This rank's columns of hidden states of `width` elements, which `not_divisible` was asked
-    about."""
-    state = runner.ps
-    if state.tp_size == 1:
-        return HiddenColumns(0, width, 1)
-    count = width // state.tp_size
-    return HiddenColumns(state.tp_rank * count, count, state.tp_size, runner.tp_group)
+def all_columns(width: int) -> Columns:
+    """What a rank keeps that is the only one."""
+    return Columns(0, width)
 
 
-def not_divisible(runner: Any, width: int) -> str | None:
-    """Why hidden states of `width` elements cannot be divided over the ranks; None: they can."""
+def columns_of(runner: Any, width: int) -> Columns:
+    """What this rank keeps of rows of `width` elements, or bytes: its part of them where they can
+    be divided evenly, and else the whole rows."""
     ranks = runner.ps.tp_size
-    return f"{ranks} ranks cannot divide {width} columns" if width % ranks else None
+    if ranks == 1 or width % ranks:
+        return all_columns(width)
+    count = width // ranks
+    return Columns(runner.ps.tp_rank * count, count, ranks, runner.tp_group)

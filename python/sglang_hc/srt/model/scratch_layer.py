@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,8 @@ def model_shape(runner: Any) -> StateShape:
     shape = _geometry(runner)
     width = kv_dtype(runner).itemsize
     parts = tuple(part * width for part in shape.kv_parts)
+    if shape.attention == "MLA":
+        parts = tuple(columns_of(runner, part).count for part in parts)
     hidden = columns_of(runner, shape.hidden_size).count * shape.element_bytes
     return StateShape(1, hidden, parts, shape.dtype)
 
@@ -116,7 +119,7 @@ def _of_layer(
         slots = torch.arange(rows, dtype=torch.int64, device=device)
         project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
     width = adapter.qkv.weight.shape[1]
-    sink = KvPoolRows(pool, [adapter], project, whole=columns_of(runner, width).whole)
+    sink = KvPoolRows(pool, [adapter], project, columns=partial(columns_of, runner))
     layer = decoder_layer(runner.model, adapter.attention)
     try:
         prefill = real_layer(layer, adapter, pool, rows, width, runner.dtype)
