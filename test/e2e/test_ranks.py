@@ -6,6 +6,8 @@ The reference is the same conversation on the same two ranks that never leaves t
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from support.conversations import Outcome, check_same_tokens, compare, options
@@ -48,3 +50,22 @@ def test_each_form_float32(models: None, model: str, form: str) -> None:
         check_same_tokens(rank)
         assert rank.worst("error") <= BOUND["float32"]
         assert rank.worst("error", slice(rank.layers - 1, rank.layers)) == 0.0 or form == "hidden"
+
+
+def started(rank: int, port: int, cache: str) -> tuple:
+    """What a start without a profile settles on this rank."""
+    flags = ("--dtype", "float32", "--hc-host-size-gb", "0.2", "--max-total-tokens", "640")
+    core = RankedCore(rank, port, *flags, profile=None, XDG_CACHE_HOME=cache)
+    state, host = core.model_state, core.tree.tiers.host
+    files = sorted(path.name for path in Path(cache).rglob("profile-*"))
+    return state.cost, str(state.plan), host.num_slots, host.tree.fingerprint, files
+
+
+@pytest.mark.slow
+def test_ranks_measure_together_and_decide_by_one_measurement(models: None, tmp_path: Path) -> None:
+    first, second = run_ranks(started, str(tmp_path))
+    assert first[:4] == second[:4] and first[0] is not None
+    assert "tensor parallel 2" in first[0].fingerprint
+    assert len(first[4]) == 1, "one rank writes the profile"
+    if not first[0].is_noisy:
+        assert run_ranks(started, str(tmp_path))[1][0] == first[0], "the next start takes it"

@@ -10,6 +10,7 @@ import torch
 from sglang_hc.errors import ConfigError
 from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
+from sglang_hc.srt.model_state import refuse_model
 from sglang_hc.srt.start_group import StartGroup
 from support.start_groups import on_ranks
 
@@ -50,6 +51,17 @@ def test_a_users_mistake_on_the_first_rank_is_said_by_all() -> None:
         return "told"
 
     assert on_ranks(2, on_rank) == ["told", "told"]
+
+
+class GPT2LMHeadModel(torch.nn.Module):
+    """Of SGLang's this is the name."""
+
+
+def test_a_model_whose_ranks_have_all_heads_is_refused_on_several() -> None:
+    refuse_model(GPT2LMHeadModel(), StartGroup(0, 1))
+    refuse_model(torch.nn.Module(), StartGroup(1, 2))
+    with pytest.raises(ConfigError, match="--tp-size above 1 with GPT2LMHeadModel"):
+        refuse_model(GPT2LMHeadModel(), StartGroup(1, 2))
 
 
 def test_hidden_form_is_exact_where_every_rank_proved_it() -> None:

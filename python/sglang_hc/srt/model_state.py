@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import LayerPlan
@@ -81,7 +83,7 @@ def after_load_model(result: Any, self: Any) -> None:
     if config is None or self.is_draft_worker:
         return
     group = StartGroup.of(self)
-    _refuse_model(self, group)
+    refuse_model(self.model, group)
     layers = families.restorable_layers(self.model)
     prepare(self.server_args, layers, config.exact)
     reason = group.reason(hidden_excluded(self, layers))
@@ -103,9 +105,9 @@ def after_load_model(result: Any, self: Any) -> None:
             memory.taps.install(index, layers[layer].qkv)
 
 
-def _refuse_model(runner: Any, group: StartGroup) -> None:
+def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
     """Raise ConfigError for a model whose ranks do not hold what SGLang's other models hold."""
-    name = type(runner.model).__name__
+    name = type(model).__name__
     if group.size > 1 and name in WHOLE_HEADS:
         raise ConfigError(
             f"sglang-hc does not support --tp-size above 1 with {name}: SGLang tells each rank's "
