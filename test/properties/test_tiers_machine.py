@@ -20,11 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.identity import pack_tokens
 from support.copy_streams import LateCopyStream
+from support.several_ranks import Notes
 from support.tiers import HIDDEN_BYTES, build, project
 
 SALTS = [None, "", "a"]
@@ -58,13 +60,15 @@ class TiersMachine(RuleBasedStateMachine):
     plan = LayerPlan(0, 1, 1)
     ring = 0
     now = 0.0
+    ranks: Ranks = ALONE
+    notes: Notes | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
             copy_stream=self.make_copy_stream(), frames=5, recomputer=self, ring=self.ring,
-            disk=self.make_disk, clock=lambda: self.now,
+            disk=self.make_disk, clock=lambda: self.now, ranks=self.ranks, recorder=self.notes,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}

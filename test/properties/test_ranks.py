@@ -1,0 +1,257 @@
+"""Several ranks' tiers under one stream of requests, each with I/O and a device of its own pace.
+
+What a rank's executor, disk and device have done when is drawn for each rank alone; one of them
+fails, loses and damages. Whatever they do, all ranks decide alike, line by line; nobody waits for
+ever; no slot is lost; and what is restored is right (the machine's own checks).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_hc.forms import LayerPlan
+from sglang_hc.ranks.agreement import Agreement
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.identity import pack_tokens
+from support.copy_streams import LateCopyStream
+from support.fake_io import FakeIo
+from support.several_ranks import Group, Notes, together
+
+from .test_disk_tier_machine import FAILURES, DiskMachine
+
+SEEN: Counter[str] = Counter()
+
+
+class OwnPaceStream(LateCopyStream):
+    """Copies go on when the test says so; those the other way have a stream of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: OwnPaceStream | None = None
+
+    def opposite(self) -> OwnPaceStream:
+        self.other = self.other or OwnPaceStream()
+        return self.other
+
+    def go_on(self, copies: int) -> None:
+        self.advance_to(min(self.enqueued, self.performed + copies))
+
+
+class Rank(DiskMachine):
+    """One rank. Its rules are called by `Storm`, on all ranks alike."""
+
+    plan = LayerPlan(0, 1, 1)
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.ranks = agreement
+        self.notes = Notes()
+        super().__init__()
+
+    def make_copy_stream(self) -> OwnPaceStream:
+        self.stream = OwnPaceStream()
+        return self.stream
+
+    def make_disk(self, pool: HostPool) -> FakeIo:
+        self.io = FakeIo(pool, writes_wait=True)
+        return self.io
+
+    def go_on(self, rng: random.Random, *, faults: bool) -> None:
+        """This rank's own I/O and device get some work done, or none."""
+        if rng.random() < 0.3:
+            return
+        for stream in (self.stream, self.stream.opposite()):
+            stream.go_on(rng.choice([0, 1, 100]))
+        if faults and rng.random() < 0.1:
+            self.executor.fail_next = 1
+        for _ in range(rng.choice([0, 1, 1, 2, 8])):
+            self.executor.step()
+        if faults and rng.random() < 0.05:
+            self.io.lose()
+            SEEN["lost"] += 1
+        elif faults and rng.random() < 0.2:
+            self.io.back()
+        for _ in range(rng.choice([0, 0, 1, 2, 8])):
+            bad = faults and rng.random() < 0.2
+            self.io.step(rng.choice(FAILURES) if bad else Outcome.OK)
+        if rng.random() < 0.05 and self.io.held():
+            self.io.evict(min(self.io.held()))
+
+    def work_on(self) -> None:
+        """Called over and over while all ranks wait for each other."""
+        for stream in (self.stream, self.stream.opposite()):
+            stream.go_on(3)
+        self.executor.step()
+        self.io.step()
+        time.sleep(0)
+
+    def pin(self, old: int) -> None:
+        salt, tokens = self.spoken[-1 - old % len(self.spoken)]
+        self.tiers.retention.pin_if_possible(salt, f"s{old}", pack_tokens(tokens), 0.5)
+
+    def end(self) -> None:
+        """Nothing runs or waits any more, and everything is given back."""
+        for rid in list(self.fetching):
+            self.view.left(rid)
+        for rid in list(self.running):
+            self.tiers.capture.drop(rid)
+        self.tiers.drain()
+        self.tiers.drain()  # what was filed just now has gone to disk
+        early = self.tiers.restorer.path.read_buffer
+        assert early is not None
+        early.on_schedule_step([], self.waiting_of)
+        early.clear()
+        self.tiers.restorer.clear()
+        self.tiers.check_integrity()
+        assert self.tiers.host.staged_slots == 0
+        assert all(node.pins == 0 for node in self.tiers.host.tree.nodes())
+
+    def picture(self) -> object:
+        """What other ranks must have alike."""
+        host = self.tiers.host
+        tree = [(n.block_id, n.slot, n.ready, n.pins, n.hits) for n in host.tree.nodes()]
+        records = [(rid, sorted(r.awaits)) for rid, r in self._records()]
+        counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
+        return tree, host._free, records, counts, len(self.disk.coming), self.notes.lines
+
+    def _records(self) -> list:
+        requests = self.view.requests
+        return [(rid, requests[rid]) for rid in sorted(requests)]
+
+
+class Storm:
+    """`count` ranks under one stream of random requests."""
+
+    def __init__(self, seed: int, count: int, machine: type[Rank] = Rank) -> None:
+        self.rng = random.Random(seed)
+        self.ranks: list[Rank] = []
+        waits = [lambda rank=rank: self.ranks[rank].work_on() for rank in range(count)]
+        self.group: Group[Rank] = Group(count, waits.__getitem__)
+        self.ranks = [machine(agreement) for agreement in self.group.agreements]
+        self.faulty = self.rng.randrange(count)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.go_on()
+            self.group.now += self.rng.choice([0.0, 0.001, 0.06])
+            patience = self.rng.choice([0.0, 0.05, 10.0])
+            self.group.begin_pass(patience, requests=self.rng.random() < 0.3)
+            for rank in self.ranks:
+                rank.tiers.poll()
+                rank.look()
+            self.action()
+            self.compare()
+        together([rank.end for rank in self.ranks])
+        self.compare()
+        for name in ("disk_loaded_blocks", "disk_saved_blocks"):
+            SEEN[name] += self.ranks[0].disk.counters[name]
+        SEEN["told"] += self.group.told
+
+    def go_on(self) -> None:
+        for index, rank in enumerate(self.ranks):
+            rank.go_on(self.rng, faults=index == self.faulty)
+
+    def compare(self) -> None:
+        first, *others = [rank.picture() for rank in self.ranks]
+        for other in others:
+            assert other == first
+        for rank in self.ranks:
+            rank.every_slot_has_one_owner()
+            rank.what_is_under_way_has_its_slot_for_itself()
+            rank.notes.lines.clear()
+
+    def action(self) -> None:
+        """The same on all ranks."""
+        one, rng = self.ranks[0], self.rng
+        kind = rng.choice(ACTIONS)
+        if kind == "turn":
+            more = [rng.randrange(3) for _ in range(rng.randint(1, 90))] * rng.choice([1, 3])
+            salt, cut = rng.choice([None, ""]), rng.choice([0, 64, 250])
+            chunk, reply = rng.choice([30, 64, 250]), rng.randint(0, 30)
+            self.all(lambda r: r.turn(salt, 0, cut, more, chunk, reply, 0, False))
+        elif kind == "start":
+            more = [rng.randrange(3) for _ in range(rng.randint(1, 90))]
+            old, cut = rng.randint(0, 50), rng.randint(0, 200)
+            self.all(lambda r: r.begin(None, old, cut, more))
+        elif kind == "fetch":
+            old, cut = rng.randint(0, 50), rng.choice([64, 130, 200, 250])
+            self.all(lambda r: r.fetch(old, cut, 0))
+        elif kind == "stop" and one.fetching:
+            self.group.now += rng.choice([0.0, 1.0, 6.0])
+            self.group.begin_pass(0.0, requests=True)
+            which, cancel = rng.randint(0, 5), rng.random() < 0.3
+            self.all(lambda r: r.stop_waiting(which, cancel, 0.0))
+        elif kind == "queue" and one.tiers.host.published_blocks:
+            old, cut, admit = rng.randint(0, 50), rng.choice([64, 200]), rng.random() < 0.5
+            self.all(lambda r: r.queue(old, cut, [1], 0, 1, admit))
+        elif kind == "leave" and one.waiting:
+            which, abort = rng.randint(0, 5), rng.random() < 0.3
+            self.all(lambda r: r.leave(which, abort))
+        elif kind == "evict":
+            count = rng.randint(1, 4)
+            self.all(lambda r: r.evict(count))
+        elif kind == "pin":
+            old = rng.randint(0, 50)
+            self.all(lambda r: r.pin(old))
+        elif kind == "forget" and not one.running:
+            together([rank.tiers.clear for rank in self.ranks])
+        elif one.running:
+            which, step, drop = rng.randint(0, 5), rng.randint(1, 130), rng.random() < 0.3
+            self.all(lambda r: r.compute(which, step))
+            self.all(lambda r: r.keep(which, step % 2 == 0))
+            if rng.random() < 0.3:
+                self.all(lambda r: r.finish(which, drop))
+
+    def all(self, call: Callable[[Rank], object]) -> None:
+        for rank in self.ranks:
+            call(rank)
+
+
+ACTIONS = ["turn", "turn", "turn", "start", "fetch", "fetch", "stop", "stop", "queue", "leave",
+           "evict", "evict", "pin", "forget", "run", "run"]  # fmt: skip
+
+SEEDS = st.integers(0, 2**32)
+
+
+class HiddenRank(Rank):
+    plan = LayerPlan(0, 2, 0)
+
+
+class RingRank(Rank):
+    """KV goes straight, through a ring: its ends are points in the order, without an operation."""
+
+    plan = LayerPlan(0, 1, 1)
+    ring = 8192
+
+
+@pytest.mark.parametrize("machine", [Rank, HiddenRank, RingRank])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_ranks_decide_alike(machine: type[Rank], seed: int) -> None:
+    Storm(seed, 2, machine).run(25)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_three_ranks_decide_alike(seed: int) -> None:
+    Storm(seed, 3).run(25)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(seed=SEEDS)
+def test_ranks_decide_alike_in_a_thousand_storms(seed: int) -> None:
+    Storm(seed, 2).run(30)
+
+
+def test_the_storms_did_something() -> None:
+    """Runs last: ranks that do nothing decide alike."""
+    names = ("disk_loaded_blocks", "disk_saved_blocks", "lost", "told")
+    assert all(SEEN[name] > 0 for name in names), SEEN

@@ -1,0 +1,140 @@
+"""Votes on a shared board: what is settled when, and what one rank's no means."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hc.ranks import board as boards
+from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict, verdict_of
+from sglang_hc.ranks.board import PLACES, Kind, VoteBoard
+from sglang_hc.store.outcome import Outcome
+
+
+def ballots(count: int = 2) -> list[Ballot]:
+    first = VoteBoard.create(count)
+    others = [VoteBoard.attach(first.name, rank, count) for rank in range(1, count)]
+    return [Ballot(board, Kind.FILE) for board in (first, *others)]
+
+
+def begin(ballot: Ballot, *tickets: int) -> list[int]:
+    """Begins operations; returns those that were started so far, which grows."""
+    started: list[int] = []
+    for ticket in tickets:
+        ballot.begin(ticket, lambda ticket=ticket: started.append(ticket))
+    return started
+
+
+def test_nothing_is_settled_before_everybody_has_voted() -> None:
+    one, two = ballots()
+    for ballot in (one, two):
+        assert begin(ballot, 7, 8) == [7, 8]
+    one.vote(7, Outcome.OK)
+    one.vote(8, Outcome.OK)
+    assert not one.settled() and not one.take_decided()
+    two.vote(8, Outcome.IO_ERROR)
+    assert one.settled() == [Verdict(1, Outcome.IO_ERROR)]
+    two.vote(7, Outcome.OK)
+    assert one.settled() == [Verdict(1, Outcome.IO_ERROR), Verdict(0, Outcome.OK)]
+    assert one.failures == {(1, Outcome.IO_ERROR): 1}
+    assert len(one) == 2  # seen, and not decided before all are told
+    verdicts = list(one.settled())
+    for ballot in (one, two):
+        ballot.decide(verdicts)
+        assert ballot.take_decided() == [(8, Outcome.IO_ERROR), (7, Outcome.OK)]
+        assert len(ballot) == 0 and not ballot.settled()
+
+
+@given(st.lists(st.sampled_from(list(Outcome)), min_size=1))
+def test_one_no_is_a_no_for_all(votes: list[Outcome]) -> None:
+    verdict = verdict_of(votes)
+    assert verdict in votes
+    assert (verdict in GOOD) == all(vote in GOOD for vote in votes)
+    if Outcome.MISSING in votes:
+        assert verdict is Outcome.MISSING
+
+
+def test_all_wait_for_the_slowest_without_being_told() -> None:
+    one, two = ballots()
+    late = [Outcome.OK, Outcome.LOST]
+    for ballot in (one, two):
+        begin(ballot, 1, 2)
+    one.vote(2, Outcome.OK)
+    one.vote(1, Outcome.OK)
+
+    def poll() -> None:
+        if late:
+            two.vote(3 - len(late), late.pop(0))
+
+    one.settle(poll)
+    two.settle(poll)
+    for ballot in (one, two):
+        assert ballot.take_decided() == [(1, Outcome.OK), (2, Outcome.LOST)]
+    assert not one.settled()
+
+
+def test_what_was_seen_settled_and_not_told_is_decided_once() -> None:
+    one, two = ballots()
+    for ballot in (one, two):
+        begin(ballot, 1)
+        ballot.vote(1, Outcome.IO_ERROR)
+    assert one.settled()
+    one.settle(lambda: None)
+    two.settle(lambda: None)
+    assert one.take_decided() == two.take_decided() == [(1, Outcome.IO_ERROR)]
+    assert not one.settled()
+    assert one.failures == {(0, Outcome.IO_ERROR): 1, (1, Outcome.IO_ERROR): 1}
+
+
+def test_a_rank_that_leaves_decides_alone() -> None:
+    one, _two = ballots()
+    begin(one, 1, 2)
+    one.vote(1, Outcome.OK)
+    assert not one.settled()
+    one.leave()
+    assert one.take_decided() == [(1, Outcome.OK)]
+    one.settle(lambda: one.vote(2, Outcome.LOST))
+    assert one.take_decided() == [(2, Outcome.LOST)]
+
+
+def test_more_operations_than_places_wait_and_no_vote_counts_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each place is used 40 times: more often than laps are told apart."""
+    places = 8
+    assert places < PLACES
+    monkeypatch.setattr(boards, "PLACES", places)
+    monkeypatch.setattr("sglang_hc.ranks.ballot.PLACES", places)
+    one, two = ballots()
+    started = [begin(ballot, *range(40 * places)) for ballot in (one, two)]
+    assert [len(some) for some in started] == [places, places]
+    while len(one):
+        first = min(one._open)
+        for ballot, some in zip((one, two), started, strict=True):
+            for number in range(first, len(some)):
+                ballot.vote(number, Outcome.OK)
+            assert not one.settled() if ballot is one else one.settled()
+        verdicts = list(one.settled())
+        for ballot in (one, two):
+            ballot.decide(verdicts)
+            assert [n for n, _ in ballot.take_decided()] == [n for n, _ in verdicts]
+    assert len(two) == 0
+
+
+def test_another_process_sees_the_votes() -> None:
+    one = VoteBoard.create(2)
+    text = (
+        "import sys; from sglang_hc.ranks.board import *; "
+        "VoteBoard.attach(sys.argv[1], 1, 2).vote(Kind.BLOCK, 70000, Outcome.DAMAGED)"
+    )
+    one.vote(Kind.BLOCK, 70000, Outcome.OK)
+    assert one.votes(Kind.BLOCK, 70000) is None
+    subprocess.run([sys.executable, "-c", text, one.name], check=True, env=dict(os.environ))
+    assert one.votes(Kind.BLOCK, 70000) == [Outcome.OK, Outcome.DAMAGED]
+    assert one.votes(Kind.FILE, 70000) is None
+    assert one.votes(Kind.BLOCK, 70000 - PLACES) is None
