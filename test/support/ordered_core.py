@@ -19,7 +19,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.side_branch import SideBranch
-from sglang_hc.srt import build, capture_memory, model_state
+from sglang_hc.srt import build_device, capture_memory, model_state
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
@@ -96,7 +96,7 @@ class OrderedCore(Core):
         take = model_state.take_capture_memory
         taps = SideBranch(torch.cpu, self.clocks.stream("taps"))
         for target, name, new in (
-            (build, "copy_stream_for", lambda *_: copy_stream),
+            (build_device, "copy_stream_for", lambda *_: copy_stream),
             (capture_memory, "_tap_branch", lambda *_: taps),
             (build, "_side_stream", lambda *_: side),
             (model_state, "take_capture_memory", partial(_with_device_memory, take)),

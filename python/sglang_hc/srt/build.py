@@ -9,16 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.saving import DeviceState, WayOut
 from sglang_hc.capture.snapshots import Filing
-from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
-from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
-from sglang_hc.device.exactness import Exactness
-from sglang_hc.device.gather_scatter import gather
+from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
+from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
@@ -27,25 +24,18 @@ from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
-from sglang_hc.restore.path import RestorePath, Rotation
+from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt import plugin
+from sglang_hc.srt.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.gathering import fastest_gather
-from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
-from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.identity import model_identity
-from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection, fastest_stream
-from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
-from sglang_hc.srt.model.rotation import checked_rotation
-from sglang_hc.srt.model_state import MODEL_STATE, ModelState
+from sglang_hc.srt.model.projection import fastest_stream
 from sglang_hc.srt.replicas import directories, host_share, place_of
 from sglang_hc.srt.scheduler import BUILDING, TREE
-from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.storage_backends import with_remote
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -63,35 +53,6 @@ from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A loaded model. runner, params: SGLang's model runner and the parameters of its radix
-    cache."""
-
-    config: HcConfig
-    runner: Any
-    params: Any
-    state: ModelState
-
-    @property
-    def allocator(self) -> Any:
-        """SGLang's allocator of device slots."""
-        return self.params.token_to_kv_pool_allocator
-
-
-@dataclass(frozen=True)
-class Device:
-    """The model's device. copy_stream: for copies beside the computation. recomputer: runs the
-    model's first layers; None where it cannot. rotation: takes stored K to new positions; None
-    where nothing moves. exactness: of what may be restored."""
-
-    pool: KvPoolRows
-    copy_stream: CopyStream
-    recomputer: LayerRecomputer | None
-    rotation: Rotation | None
-    exactness: Exactness
 
 
 @dataclass(frozen=True)
@@ -118,8 +79,8 @@ class Kinds:
 
 def build_tree_cache(ctx: Any) -> HcRadixCache:
     """The factory SGLang calls for `--radix-cache-backend hc`. Raises ConfigError."""
-    model = _loaded(ctx)
-    device = _device(model)
+    model = loaded(ctx)
+    device = device_of(model)
     sizes = _sizes(model, device)
     ranks = ranks_of(model.state.group)
     kinds = _kinds(model, sizes, ranks)
@@ -132,61 +93,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
     setattr(model.runner, TREE, tree)
     return tree
-
-
-def _loaded(ctx: Any) -> Model:
-    """What SGLang and `model_state.after_load_model` left; refuses what the tiers cannot serve."""
-    missing = plugin.missing()
-    if missing:
-        raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
-    config = config_of(ctx.server_args)
-    runner = ctx.tp_worker.model_runner
-    state: ModelState | None = getattr(runner, MODEL_STATE, None)
-    if config is None or state is None:
-        raise ConfigError(
-            "the radix cache backend hc needs sglang-hc's own options; start the server with "
-            "python -m sglang_hc.launch_server"
-        )
-    for wrong, what in (
-        (ctx.is_hybrid_swa, "models with sliding-window layers"),
-        (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
-        (ctx.is_dsa, "models with sparse-attention indexes"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"sglang-hc does not support {what} yet: part of their state is outside the KV "
-                "pool. Add --hc-disable to serve without the tiers"
-            )
-    return Model(config, runner, ctx.params, state)
-
-
-# -- device --------------------------------------------------------------------------------------
-
-
-def _device(model: Model) -> Device:
-    """The KV pool with the fastest ways to read and write it, and what was proven of it."""
-    runner, state = model.runner, model.state
-    columns = partial(columns_of, runner)
-    try:
-        pool = KvPoolRows(runner.token_to_kv_pool, state.layers, columns=columns)
-    except UnsupportedPool as error:
-        raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
-    recomputer, pieces = recomputer_for(
-        model.config, runner, pool, model.allocator, state.plan, state.memory.taps, state.group
-    )
-    project, read = PROJECTIONS["sglang"], gather
-    if pool.device.type == "cuda" and state.layers is not None:
-        project = fastest_projection(runner, state.layers, model.allocator)
-    if state.memory.ring is not None and state.plan.kv:
-        layers = state.plan.kv_layers
-        read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
-    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns)
-    copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
-    rotation = None
-    if model.config.overflow == "reembed":
-        rotation = checked_rotation(runner, state.plan)
-    exactness = state.exactness(model.config.restore, pieces)
-    return Device(pool, copy_stream, recomputer, rotation, exactness)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
