@@ -19,7 +19,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.device.side_branch import SideBranch
-from sglang_hc.srt import build_device, capture_memory, model_state
+from sglang_hc.srt import build, build_device, capture_memory, model_state
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.store.executor import CopyRows, FileRows, Operation
