@@ -1,0 +1,167 @@
+"""Two tensor-parallel ranks of which one's I/O is late, or answers nothing: nobody hangs, tokens
+are the same, and both ranks take the same decisions, line by line. And what agreeing costs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.store.outcome import Outcome
+from support.ranked_core import RankedCore, run_ranks
+
+TALKS = 6
+LATE = 1
+"""The rank whose I/O is late."""
+
+SYSTEM = [random.Random(1).randrange(3, 900) for _ in range(100)]
+
+
+class Late:
+    """An executor or a disk whose answers come `seconds` late; every third read's is lost, and a
+    deadline makes a no of it."""
+
+    def __init__(self, inner: Any, seconds: float, *, loses: bool = False) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self._loses = loses
+        self._held: list[tuple[float, Any]] = []
+        self._reads: dict[int, int] = {}
+
+    def read(self, ticket: int, *others: Any) -> None:
+        self._reads[ticket] = len(self._reads)
+        self._inner.read(ticket, *others)
+
+    def poll(self) -> list[Any]:
+        now = time.monotonic()
+        for done in self._inner.poll():
+            if self._loses and self._reads.get(done.ticket, 1) % 3 == 0:
+                late = done._replace(outcome=Outcome.TIMED_OUT)
+                self._held.append((now + 3 * self._seconds, late))
+            else:
+                self._held.append((now + self._seconds, done))
+        due = [done for at, done in self._held if at <= now]
+        self._held = [held for held in self._held if held[0] > now]
+        return due
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def run(rank: int, port: int, folder: str, filing: float, disk: float, loses: bool) -> tuple:
+    """Conversations with a common start, of which host memory holds a part, come back."""
+    core = RankedCore(
+        rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
+        "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.008",
+        "--max-running-requests", "3", "--random-seed", "1", "--hc-trace", f"{folder}/t.jsonl", "--hc-scrub-mb-s", "0",
+    )  # fmt: skip
+    ranks = core.tree.tiers.ranks
+    if rank == LATE:
+        ranks._executor._inner = Late(ranks._executor._inner, filing)
+        ranks._blocks._inner = Late(ranks._blocks._inner, disk, loses=loses)
+    rng = random.Random(5)
+    prompts = [SYSTEM + [rng.randrange(3, 900) for _ in range(90)] for _ in range(TALKS)]
+    rids = []
+    histories = prompts
+    for turn in range(3):
+        salts = ["other" if number % 5 == 0 else None for number in range(TALKS)]
+        now = [core.submit(h, 8, s) for h, s in zip(histories, salts, strict=True)]
+        extra = core.submit(histories[0][:150], 8)
+        core.abort(extra)  # while it waits
+        core.run()
+        if turn == 1:
+            core.settle()
+            assert core.scheduler.flush_cache()
+        rids += now
+        histories = [
+            h + core.reply(rid).tokens + [7, 8, 9 + turn]
+            for h, rid in zip(histories, now, strict=True)
+        ]
+    core.settle()
+    counts = core.tree.tiers.counts()
+    core.tree.release_host_resources()
+    return [core.reply(rid).tokens for rid in rids], counts
+
+
+def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """The trace of a rank. Token ids are made unreadable by a secret of each file."""
+    lines = [json.loads(line) for line in (folder / f"t.jsonl.tp{rank}").open()]
+    for line in lines:
+        line.pop("tokens", None)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("filing", "disk", "loses"),
+    [
+        pytest.param(0.0, 2.0, False, marks=pytest.mark.slow),
+        pytest.param(2.0, 0.0, False, marks=pytest.mark.slow),
+        (0.3, 0.5, True),
+    ],
+)
+def test_one_late_rank(
+    models: None, tmp_path: Path, filing: float, disk: float, loses: bool
+) -> None:
+    tokens = []
+    for name, (late_filing, late_disk, lost) in {
+        "in-time": (0.0, 0.0, False),
+        "late": (filing, disk, loses),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (said, counts), (same, others) = run_ranks(run, str(folder), late_filing, late_disk, lost)
+        tokens.append(said)
+        assert said == same
+        trace = decisions(folder, 0)
+        assert trace == decisions(folder, 1)
+        assert len(trace) > 300 and counts["restored_tokens"] > 0
+        failed = {key: count for key, count in counts.items() if key.startswith("rank")}
+        assert set(failed) <= ({f"rank{LATE}_block_timed_out"} if lost else set())
+        if lost:
+            assert counts["disk_read_timed_out"] == others["disk_read_timed_out"] > 0
+            assert failed
+    assert tokens[0] == tokens[1]
+
+
+def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:
+    """Collectives in each of the passes in which one request decodes and nothing else happens, and
+    the mean seconds of a pass."""
+    import torch.distributed as dist
+
+    core = RankedCore(
+        rank, port, "--max-total-tokens", "1200", "--dtype", "float32", "--random-seed", "1", *flags
+    )
+    made: Counter[str] = Counter()
+    for name in ("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "barrier"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kw: Any) -> Any:
+            made[_name] += 1
+            return _original(*args, **kw)
+
+        setattr(dist, name, counted)
+    core.submit(SYSTEM, 150)
+    core.run(10)
+    passes: list[Counter[str]] = []
+    began = time.perf_counter()
+    for _ in range(12):
+        made.clear()
+        core.run(10)
+        passes.append(made.copy())
+    return passes, (time.perf_counter() - began) / 120
+
+
+def test_a_quiet_pass_has_no_collective_more_than_sglangs_own(models: None) -> None:
+    """Of passes in tens: those in which a snapshot's filing ended have one broadcast more each."""
+    plain, _ = run_ranks(count_collectives, "--hc-disable")[0]
+    ours, _ = run_ranks(count_collectives, "--hc-forms", "hidden:2,kv:2")[0]
+    assert len({tuple(sorted(some.items())) for some in plain}) == 1
+    more = [some - plain[0] for some in ours]
+    assert all(set(some) <= {"broadcast"} for some in more)
+    assert sum(not some for some in more) >= 10, more
