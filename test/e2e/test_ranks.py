@@ -7,6 +7,7 @@ The reference is the same conversation on the same two ranks that never leaves t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,13 @@ def check_alike(found: list[Outcome]) -> None:
     first, second = found
     assert first.kept["tokens"] == second.kept["tokens"]
     assert first.evicted["tokens"] == second.evicted["tokens"]
-    assert first.stats == second.stats
+    ours, others = (common(rank.stats) for rank in found)
+    assert ours == others
+
+
+def common(stats: dict[str, Any]) -> dict[str, Any]:
+    """What ranks must have in common: the first one alone counts whose part of a block failed."""
+    return {key: value for key, value in stats.items() if not key.startswith("rank")}
 
 
 @pytest.mark.parametrize(

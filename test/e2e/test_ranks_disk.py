@@ -147,9 +147,9 @@ def meet_faults(rank: int, port: int, folder: str) -> dict[str, Turns]:
     faults.on_write = faults.on_allocate = failing(errno.ENOSPC)
     found["full"] = talk(core, "full")
     faults.on_write = faults.on_allocate = lambda path: None
-    if rank == HIT_BY:
-        (directory,) = core.tree.tiers.disk._io._store.directories
-        directory.breaker.succeeded()
+    agreed = core.tree.tiers.disk._io
+    for breaker in (agreed._breaker, *(d.breaker for d in agreed._inner._store.directories)):
+        breaker.succeeded()  # its pause is over
     faults.on_read = failing(errno.EIO)
     found["unreadable"] = talk(core, "unreadable")
     return found
@@ -161,14 +161,15 @@ def test_what_one_rank_cannot_read_or_write_both_recompute(models: None, tmp_pat
         turns = [of_rank[name] for of_rank in found]
         check_tokens(turns)
         assert turns[0].stored == (BLOCKS if name == "well" else 0)
-    hit, other = found[HIT_BY], found[1 - HIT_BY]
-    for name, counter in (
-        ("damaged", "disk_read_damaged"),
-        ("full", "disk_write_no_space"),
-        ("unreadable", "disk_read_io_error"),
+    for name, counter, outcome in (
+        ("damaged", "disk_read_damaged", "damaged"),
+        ("full", "disk_write_no_space", "no_space"),
+        ("unreadable", "disk_read_io_error", "io_error"),
     ):
-        assert hit[name].counted[counter] > 0
-        assert not other[name].counted.get(counter), "the other rank's disk is well"
+        first, second = (of_rank[name].counted for of_rank in found)
+        assert first[counter] == second[counter] > 0, "it counts for all"
+        assert first[f"rank{HIT_BY}_block_{outcome}"] > 0
+        assert not first.get(f"rank{1 - HIT_BY}_block_{outcome}"), "the other rank's disk is well"
 
 
 def lose_the_process(rank: int, port: int, folder: str) -> tuple[Turns, Turns, dict[str, Any]]:
