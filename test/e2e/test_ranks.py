@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.conversations import Outcome, check_same_tokens, compare, options
+from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
 from support.ranked_core import RankedCore, run_ranks
 
@@ -57,6 +57,25 @@ def test_each_form_float32(models: None, model: str, form: str) -> None:
         check_same_tokens(rank)
         assert rank.worst("error") <= BOUND["float32"]
         assert rank.worst("error", slice(rank.layers - 1, rank.layers)) == 0.0 or form == "hidden"
+
+
+def spoiled_on_rank(rank: int, port: int) -> Outcome:
+    """What the second rank keeps is overwritten before it comes back."""
+    core = RankedCore(rank, port, *options("hidden:2,kv:2", "float32"), model="llama-gqa")
+    layout, width = core.tree.tiers.layout, core.model_state.layers[0].qkv.weight.shape[1]
+    assert layout.shape.hidden_bytes == width * 4 // 2, "each rank keeps half of the columns"
+    return compare(core, overwrite if rank == 1 else lambda _: None)
+
+
+def test_garbage_of_one_rank_is_noticed(models: None) -> None:
+    """The control: were one rank's part not used, or not compared, the tests would be blind. Its
+    columns of hidden states reach both ranks, its heads of K and V stay its own."""
+    found = run_ranks(spoiled_on_rank)
+    assert all(rank.evicted["tokens"][1:] != rank.kept["tokens"][1:] for rank in found)
+    both_hidden = [rank.worst("error", slice(0, 2)) for rank in found]
+    assert min(both_hidden) > 0.1
+    first, second = (rank.worst("error", slice(3, 4)) for rank in found)
+    assert first == 0.0 and second > 0.1
 
 
 def started(rank: int, port: int, cache: str) -> tuple:

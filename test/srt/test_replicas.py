@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_hc.config import GIB, HcConfig
+from sglang_hc.config import GIB, ConfigError, HcConfig
 from sglang_hc.srt.replicas import Place, directories, host_share, place_of
 from sglang_hc.store.disk import DirectorySpec
 
@@ -43,4 +43,20 @@ def test_the_folder_names_the_number_of_ranks(tmp_path: Path) -> None:
     config = HcConfig(disk=(str(tmp_path),))
     (spec,) = directories(config, Place(1, 2, 0, 2))
     assert spec.path == str(tmp_path / "dp1" / "tp2-0")
+    assert directories(config, Place(1, 2, 0, 2)) == (spec,), "the next start finds it"
     assert Place(0, 1, 1, 4).suffix == ".tp1" and Place(1, 2, 3, 4).suffix == ".dp1.tp3"
+
+
+def test_a_folder_of_another_rank_is_refused(tmp_path: Path) -> None:
+    """Its blocks have the identities of this rank's: only the folder tells them apart."""
+    config = HcConfig(disk=(str(tmp_path),))
+    first, second = (Place(0, 1, rank, 2) for rank in (0, 1))
+    for place in (first, second):
+        directories(config, place)
+    (tmp_path / "tp2-0").rename(tmp_path / "kept")
+    (tmp_path / "tp2-1").rename(tmp_path / "tp2-0")
+    with pytest.raises(ConfigError, match="tp2-0: the folder holds what tp2-1 stored"):
+        directories(config, first)
+    (tmp_path / "tp2-0").rename(tmp_path / "tp2-1")
+    (tmp_path / "kept").rename(tmp_path / "tp2-0")
+    assert [directories(config, place)[0].path[-1] for place in (first, second)] == ["0", "1"]

@@ -8,6 +8,7 @@ K/V written by decode steps differ from K/V written by a prefill in the last bit
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from support.core import Core
@@ -17,10 +18,18 @@ TURNS = 3
 POOL = 640
 
 
-def converse(core: Core, salt: str, evict: bool, spoil: bool = False) -> dict[str, list]:
-    """Three turns. Reports tokens, the most likely tokens of each step, cache hits, and per turn
-    and layer how far restored K/V are from the originals: `error` relative to the largest
-    magnitude, `share` of the elements that differ."""
+def overwrite(core: Core) -> None:
+    """What is kept in host memory is garbage from now on."""
+    core.tree.tiers.restorer.path.pool.bytes[:] = 63
+
+
+def converse(
+    core: Core, salt: str, evict: bool, spoil: Callable[[Core], None] | None = None
+) -> dict[str, list]:
+    """Three turns. spoil: called when everything is saved, before it comes back. Reports tokens, the
+    most likely tokens of each step, cache hits, and per turn and layer how far restored K/V are
+    from the originals: `error` relative to the largest magnitude, `share` of the elements that
+    differ."""
     rng = random.Random(7)
     history: list[int] = []
     report: dict[str, list] = {
@@ -31,9 +40,9 @@ def converse(core: Core, salt: str, evict: bool, spoil: bool = False) -> dict[st
         history += [rng.randrange(3, 900) for _ in range(70 + 13 * turn)]
         if turn and evict:
             core.flood(random.Random(turn), 2 * POOL)
-            if spoil:
+            if spoil is not None:
                 core.tree.tiers.drain()
-                core.tree.tiers.restorer.path.pool.bytes[:] = 63
+                spoil(core)
         reply = core.ask(history, 24, salt, top=TOP)
         if originals is not None:
             known = originals[0].shape[0]
@@ -81,7 +90,8 @@ def both(
 ) -> Outcome:
     """Both conversations on one engine. spoil: what is kept is overwritten before it comes back."""
     use_isa(isa)
-    return compare(Core(*options(form, dtype), *flags, model=model), spoil)
+    core = Core(*options(form, dtype), *flags, model=model)
+    return compare(core, overwrite if spoil else None)
 
 
 def options(form: str, dtype: str) -> tuple[str, ...]:
@@ -92,7 +102,7 @@ def options(form: str, dtype: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def compare(core: Core, spoil: bool = False) -> Outcome:
+def compare(core: Core, spoil: Callable[[Core], None] | None = None) -> Outcome:
     """Both conversations on this engine, on this rank of it where there are several."""
     state = core.model_state
     dependence = depends_on_rows(state.layers[0].qkv) if state.layers else None

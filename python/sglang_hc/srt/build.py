@@ -58,13 +58,11 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TierSizes:
     """layout: of this rank's part of a block. num_slots: blocks of the host tier. fingerprint: what
-    identities of blocks begin with, the same on all ranks. stored_as: fingerprint of what this rank
-    keeps below the host tier: no other rank may read it."""
+    identities of blocks begin with, the same on all ranks."""
 
     layout: BlockLayout
     num_slots: int
     fingerprint: bytes
-    stored_as: bytes
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,8 @@ def _sizes(model: Model, device: Device) -> TierSizes:
         num_slots,
         num_slots * BLOCK_TOKENS,
     )
-    made_by = [*model_identity(runner, group), *_product(model)]
-    rank = [] if group.size == 1 else [f"rank {group.rank}"]
-    stored_as = layout.fingerprint(*made_by, *rank)
-    return TierSizes(layout, num_slots, layout.fingerprint(*made_by), stored_as)
+    fingerprint = layout.fingerprint(*model_identity(runner, group), *_product(model))
+    return TierSizes(layout, num_slots, fingerprint)
 
 
 def _product(model: Model) -> list[str]:
@@ -162,7 +158,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
         scrub = int(config.scrub_mb_s * 1e6)
         folders = directories(config, place_of(runner))
-        disk = DiskSpec(folders, sizes.stored_as, label, scrub, config.ttl or None)
+        disk = DiskSpec(folders, sizes.fingerprint, label, scrub, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:
@@ -265,7 +261,7 @@ def _disk(
         return DiskTier(blocks, host, ranks.clock, pause=pause)
     below: BlockIo | None = io.blocks
     if model.config.remote is not None:
-        below = with_remote(below, model.config, io.memory.pool, sizes.stored_as, io.counts)
+        below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint, io.counts)
     if below is None:
         return None
     return DiskTier(below, host) if watch is None else DiskTier(below, host, on_read=watch.read)

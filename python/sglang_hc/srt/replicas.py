@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_hc.config import HcConfig, host_bytes
+from sglang_hc.config import ConfigError, HcConfig, host_bytes
 from sglang_hc.store.disk import DirectorySpec
 from sglang_hc.store.disk.backend import DIRECTORY_MODE
+
+RANK_FILE = "rank"
+"""In a rank's folder: the name that the folder must have."""
 
 
 class Place(NamedTuple):
@@ -61,11 +65,33 @@ def host_share(config: HcConfig, place: Place) -> int:
 
 
 def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
-    """The scheduler's directories, one for each `--hc-disk`: the user's own for the only one."""
+    """The scheduler's directories, one for each `--hc-disk`: the user's own for the only one.
+
+    Identities of blocks name no rank, so a rank's folder says in a file whose parts it holds.
+    Raises ConfigError for a folder of another rank: somebody gave it another name.
+    """
     specs = [DirectorySpec.parse(text) for text in config.disk]
     for name, count in place.folders:
         for spec in specs:
             with suppress(OSError):  # another was faster, or opening it will say what is wrong
                 os.mkdir(spec.path, DIRECTORY_MODE)
         specs = [spec.for_user(name, count) for spec in specs]
+    if place.shards > 1:
+        for spec in specs:
+            with suppress(OSError):
+                os.mkdir(spec.path, DIRECTORY_MODE)
+                Path(spec.path, RANK_FILE).write_text(place.folders[-1][0])
+            _check_rank(spec, place.folders[-1][0])
     return tuple(specs)
+
+
+def _check_rank(spec: DirectorySpec, rank: str) -> None:
+    try:
+        found = Path(spec.path, RANK_FILE).read_text()
+    except OSError as error:
+        found = f"nobody ({error.strerror})"
+    if found != rank:
+        raise ConfigError(
+            f"--hc-disk {spec.path}: the folder holds what {found} stored; give it that name "
+            "again, or delete it, which is only a cache"
+        )
