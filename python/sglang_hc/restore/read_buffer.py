@@ -183,9 +183,9 @@ class ReadBuffer:
         """Forget everything; waits for copies under way."""
         for rid in list(self._to_copy):
             self.drop(rid)
-        if self._pinned:
-            self._pinned[-1][0].wait()
-        self.poll()
+        while self._pinned:
+            self._pinned[0][0].wait()
+            self.poll()
 
     @property
     def held(self) -> int:
