@@ -59,7 +59,7 @@ def run(rank: int, port: int, folder: str, filing: float, disk: float, loses: bo
     core = RankedCore(
         rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
         "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.008",
-        "--max-running-requests", "3", "--random-seed", "1", "--hc-trace", f"{folder}/t.jsonl", "--hc-scrub-mb-s", "0",
+        "--max-running-requests", "3", "--random-seed", "1", "--hc-trace", f"{folder}/t.jsonl",
     )  # fmt: skip
     ranks = core.tree.tiers.ranks
     if rank == LATE:

@@ -126,6 +126,16 @@ def test_more_operations_than_places_wait_and_no_vote_counts_twice(
     assert len(two) == 0
 
 
+def test_only_the_board_of_this_group_is_attached_to() -> None:
+    one, other = VoteBoard.create(2), VoteBoard.create(2)
+    path, token = one.name.split()
+    with pytest.raises(OSError, match="not the board"):
+        VoteBoard.attach(f"{path} {other.name.split()[1]}", 1, 2)
+    with pytest.raises(OSError):
+        VoteBoard.attach(f"/proc/self/fd/100000 {token}", 1, 2)
+    VoteBoard.attach(one.name, 1, 2)
+
+
 def test_another_process_sees_the_votes() -> None:
     one = VoteBoard.create(2)
     text = (

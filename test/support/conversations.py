@@ -26,8 +26,8 @@ def overwrite(core: Core) -> None:
 def converse(
     core: Core, salt: str, evict: bool, spoil: Callable[[Core], None] | None = None
 ) -> dict[str, list]:
-    """Three turns. spoil: called when everything is saved, before it comes back. Reports tokens, the
-    most likely tokens of each step, cache hits, and per turn and layer how far restored K/V are
+    """Three turns. spoil: called when everything is saved, before it comes back. Reports tokens,
+    the most likely tokens of each step, cache hits, and per turn and layer how far restored K/V are
     from the originals: `error` relative to the largest magnitude, `share` of the elements that
     differ."""
     rng = random.Random(7)

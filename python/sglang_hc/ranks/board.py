@@ -10,11 +10,15 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import secrets
 
 from sglang_hc.store.outcome import Outcome
 
 PLACES = 1 << 16
 """Operations of a kind, from the oldest that is not decided on, that may be under way."""
+
+_TOKEN_BYTES = 16
+"""In front of the votes, by which the memory is recognised."""
 
 _LAPS = 16
 _CODES: dict[Outcome, int] = {outcome: code for code, outcome in enumerate(Outcome, 1)}
@@ -40,10 +44,10 @@ class VoteBoard:
         """descriptor: of a memory file of `size` bytes; it stays open. Raises OSError."""
         self.rank, self.ranks = rank, ranks
         self._descriptor = descriptor
-        memory = memoryview(mmap.mmap(descriptor, self.size(ranks)))
+        self._memory = memoryview(mmap.mmap(descriptor, self.size(ranks)))
+        votes = self._memory[_TOKEN_BYTES:]
         self._votes = [
-            [memory[(kind * ranks + of) * PLACES :][:PLACES] for of in range(ranks)]
-            for kind in Kind
+            [votes[(kind * ranks + of) * PLACES :][:PLACES] for of in range(ranks)] for kind in Kind
         ]
 
     @classmethod
@@ -51,23 +55,31 @@ class VoteBoard:
         """The board of rank 0, which the others attach to. Raises OSError."""
         descriptor = os.memfd_create("sglang-hc-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, cls.size(ranks))
+        os.pwrite(descriptor, secrets.token_bytes(_TOKEN_BYTES), 0)
         return cls(descriptor, 0, ranks)
 
     @classmethod
     def attach(cls, name: str, rank: int, ranks: int) -> VoteBoard:
-        """The board of another rank, by rank 0's `name`, while rank 0 runs. Raises OSError."""
-        return cls(os.open(name, os.O_RDWR | os.O_CLOEXEC), rank, ranks)
+        """The board of another rank, by rank 0's `name`, while rank 0 runs. Raises OSError, also
+        when the name stands for something else here: then rank 0 is on another node."""
+        path, _, token = name.partition(" ")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
+            os.close(descriptor)
+            raise OSError(f"{path} is not the board of rank 0")
+        return cls(descriptor, rank, ranks)
 
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes; the system gives a page when it is first written."""
-        return len(Kind) * ranks * PLACES
+        return _TOKEN_BYTES + len(Kind) * ranks * PLACES
 
     @property
     def name(self) -> str:
-        """By which processes of the same user on this node find the memory. It has no name in any
-        folder and goes with its last user."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        """By which processes of the same user on this node find the memory. It is in no folder and
+        goes with its last user."""
+        token = bytes(self._memory[:_TOKEN_BYTES])
+        return f"/proc/{os.getpid()}/fd/{self._descriptor} {token.hex()}"
 
     def vote(self, kind: Kind, number: int, outcome: Outcome) -> None:
         """How this rank's part of an operation ended."""
