@@ -250,6 +250,11 @@ class Meetings(Generic[K]):
         self._clock = clock
         self._met: tuple[K, Meeting] | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a request meets its history now."""
+        return self._met is not None
+
     def of(self, name: K) -> Meeting | None:
         """The meeting of this request, waiting or admitted; None when it has none."""
         return self._met[1] if self._met is not None and self._met[0] == name else None

@@ -13,8 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker

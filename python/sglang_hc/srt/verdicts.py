@@ -26,8 +26,8 @@ from sglang_hc.tiers.tiers import Tiers
 FETCHING_S = 0.005
 WAITING_S = 0.05
 KEEPING_S = 1.0
-"""Longest that the clock of decisions stands still while a request waits for blocks, while one
-waits for its turn, and while pins or a time to live can end."""
+"""Longest that the clock of decisions stands still while a request waits for blocks or meets its
+history, while one waits for its turn, and while pins or a time to live can end."""
 
 
 def ranks_of(group: StartGroup) -> Ranks:
@@ -83,7 +83,8 @@ def attach(scheduler: Any) -> None:
 
 def patience(tiers: Tiers) -> float:
     """Seconds for which the clock of decisions may stand still now."""
-    if tiers.disk is not None and len(tiers.disk.coming):
+    fetching = tiers.disk is not None and len(tiers.disk.coming) > 0
+    if fetching or tiers.queue.meetings.under_way:
         return FETCHING_S
     if tiers.queue.requests.order:
         return WAITING_S
