@@ -19,7 +19,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk import Block, DirectoryError
-from sglang_hc.store.executor import Completion, CopyRows, FileRows, RowSpan
+from sglang_hc.store.executor import Completion, CopyRows, FileRows, Point, RowSpan
 from sglang_hc.store.host_memory import memory_file
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
@@ -81,7 +81,8 @@ def test_rows_are_filed_in_order(io: Io) -> None:
     io.executor.submit(9, FileRows(0, (RowSpan(2, 0, 60, 4),)))
     io.executor.submit(8, FileRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),)))
     io.executor.submit(7, CopyRows(0, 1, BLOCK_TOKENS))
-    assert io.executor.drain() == [Completion(ticket, True) for ticket in (9, 8, 7)]
+    io.executor.submit(6, Point())
+    assert io.executor.drain() == [Completion(ticket, True) for ticket in (9, 8, 7, 6)]
     assert memory.pool.hidden[1, 2, 60:, 0].tolist() == [2, 3, 4, 5]
     assert (memory.pool.kv[1][0] == 9).all() and not memory.pool.kv[0].any()
     assert not memory.pool.kv[1][1].any(), "a copy takes hidden states only"
