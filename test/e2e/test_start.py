@@ -54,6 +54,7 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
         (("--speculative-algorithm", "NGRAM"), ("--speculative-algorithm", "--hc-disable")),
+        (("--tp-size", "2", "--dp-size", "2"), ("--dp-size", "--tp-size", "--hc-disable")),
         (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
         (
             ("--tp-size", "2", "--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp"}'),

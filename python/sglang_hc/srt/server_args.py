@@ -142,6 +142,7 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
             f"--nnodes above 1 {ranks}",
             "ranks tell each other what they have through the memory of one machine",
         ),
+        (args.dp_size > 1, f"--dp-size above 1 {ranks}", "both together were not tested"),
         (
             bool(args.enable_attn_tp_input_scattered),
             "--enable-attn-tp-input-scattered",
