@@ -28,8 +28,24 @@ CASES = [
 ]
 
 
-def both_on_rank(rank: int, port: int, model: str, form: str, *flags: str) -> Outcome:
-    return compare(RankedCore(rank, port, *options(form, "float32"), *flags, model=model))
+def both_on_rank(rank: int, port: int, model: str, form: str) -> tuple[Outcome, dict[str, Any]]:
+    """The conversations, and the tiers' part of what /server_info shows then."""
+    core = RankedCore(rank, port, *options(form, "float32"), model=model)
+    found = compare(core)
+    return found, shown(core)
+
+
+def shown(core: RankedCore) -> dict[str, Any]:
+    """Asked as over HTTP: all ranks get the request in one pass, and only the first one answers."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    answers: list[Any] = []
+    core.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda out, _: answers.append(out)
+    core.inbox.append(GetInternalStateReq())
+    core.run()
+    (answer,) = answers
+    part: dict[str, Any] = answer.internal_state["hc"]
+    return part
 
 
 def check_alike(found: list[Outcome]) -> None:
@@ -50,8 +66,12 @@ def common(stats: dict[str, Any]) -> dict[str, Any]:
     ("model", "form"), [CASES[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES[1:])]
 )
 def test_each_form_float32(models: None, model: str, form: str) -> None:
-    found = run_ranks(both_on_rank, model, form)
+    both = run_ranks(both_on_rank, model, form)
+    found, numbers = [rank for rank, _ in both], [info for _, info in both]
     check_alike(found)
+    assert numbers[0]["ranks"] == numbers[1]["ranks"] and len(numbers[0]["ranks"]) == 2
+    for counted, info in zip(numbers[0]["ranks"], numbers, strict=True):
+        assert counted["restored_tokens"] == info["restored_tokens"] > 0
     for rank in found:
         assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
         check_same_tokens(rank)
