@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_hc.store.outcome import Outcome
+from support import profiles
 from support.ranked_core import RankedCore, run_ranks
 
 TALKS = 6
@@ -127,6 +128,48 @@ def test_one_late_rank(
             assert counts["disk_read_timed_out"] == others["disk_read_timed_out"] > 0
             assert failed
     assert tokens[0] == tokens[1]
+
+
+PROMPT = [random.Random(3).randrange(3, 900) for _ in range(700)]
+FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+
+
+def meet(rank: int, port: int, folder: str, profile: str, loses: bool) -> tuple:
+    """A long history that only the disks have is computed from its front while its end is read."""
+    core = RankedCore(
+        rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}:1", "--dtype", "float32",
+        "--max-total-tokens", "4000", "--hc-host-size-gb", "0.2", "--chunked-prefill-size", "512",
+        profile=profile,
+    )  # fmt: skip
+    first = core.ask(PROMPT, 30).tokens
+    core.settle()
+    assert core.scheduler.flush_cache()
+    if rank == LATE:
+        ranks = core.tree.tiers.ranks
+        ranks._blocks._inner = Late(ranks._blocks._inner, 0.1, loses=loses)
+    history = [*PROMPT, *first, *FOLLOW]
+    reply = core.ask(history, 24)
+    core.settle()
+    assert core.ask(PROMPT, 30, "kept").tokens == first
+    kept = core.ask(history, 24, "kept")
+    assert kept.device > len(PROMPT) and kept.tokens == reply.tokens
+    counts = core.tree.tiers.counts()
+    return reply, {name: n for name, n in counts.items() if not name.startswith("rank")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_history_is_met_by_both_ranks_at_one_point(
+    models: None, tmp_path: Path, loses: bool
+) -> None:
+    cost = profiles.cost_model(host=1e-6, disk=1e-3, prefill=1e-3)
+    profile = profiles.write(cost, tmp_path)
+    one, two = run_ranks(meet, str(tmp_path / "d"), profile, loses)
+    assert one == two
+    reply, counts = one
+    assert counts["meetings"] == 1
+    if not loses:
+        assert counts["meetings_restored"] == 1 and reply.storage > 0
 
 
 def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:
