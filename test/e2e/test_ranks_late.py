@@ -166,10 +166,8 @@ def test_a_history_is_met_by_both_ranks_at_one_point(
     profile = profiles.write(cost, tmp_path)
     one, two = run_ranks(meet, str(tmp_path / "d"), profile, loses)
     assert one == two
-    reply, counts = one
+    _, counts = one
     assert counts["meetings"] == 1
-    if not loses:
-        assert counts["meetings_restored"] == 1 and reply.storage > 0
 
 
 def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:
