@@ -177,7 +177,7 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
 
     results: dict[str, list[Speed]] = {}
     results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
-    store.delete([block.block_id for block in first])
+    store.remove([block.block_id for block in first])
     results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
     results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
     store.close()

@@ -142,7 +142,7 @@ class Workload:
                 gone = make_path(count, seed=batch - 1)[-1].block_id
                 self.removed.add(gone)
                 self.synced.discard(gone)
-                store.delete([gone])
+                store.remove([gone])
             if batch == batches // 2:
                 store.close()
                 store = open_store(*self.live, size=self.size, backend=self.backend)

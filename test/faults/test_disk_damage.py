@@ -211,7 +211,7 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
     assert store.contains([blocks[0].block_id]) == 0
     assert read_bytes(store, blocks[0].block_id)[0] is Outcome.IO_ERROR
     store.touch([blocks[0].block_id])
-    assert store.delete([blocks[0].block_id]) == 0
+    assert store.remove([blocks[0].block_id]) == 0
     store.tick()
     store.close()
     right, _ = serve_all(folder, blocks)

@@ -184,7 +184,7 @@ def test_a_block_in_two_directories_is_served_from_the_one_that_is_well(scratch:
     store.release(location)
     status, got = read_bytes(store, block.block_id)
     assert status is Outcome.OK and np.array_equal(got, data_of(block))
-    assert store.delete([block.block_id]) == 1
+    assert store.remove([block.block_id]) == 1
     store.check_integrity()
     store.close()
 

@@ -74,7 +74,7 @@ class RandomWorkload(RuleBasedStateMachine):
 
     @rule(seed=PATHS)
     def delete(self, seed: int) -> None:
-        self.store.delete([block.block_id for block in self.path(seed)][2:])
+        self.store.remove([block.block_id for block in self.path(seed)][2:])
 
     @rule(seed=PATHS)
     def touch(self, seed: int) -> None:

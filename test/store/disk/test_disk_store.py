@@ -139,7 +139,7 @@ def test_delete_frees_the_slot_and_is_reported(tmp_path: Path) -> None:
     blocks = make_path(3)
     names = [block.block_id for block in blocks]
     put(store, blocks)
-    assert store.delete([names[1], b"x" * 16]) == 1
+    assert store.remove([names[1], b"x" * 16]) == 1
     assert store.contains(names) == 1
     assert store.drain_removed() == [names[1]] and store.drain_removed() == []
     store.check_integrity()
@@ -222,7 +222,7 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
                     if status in (Outcome.DAMAGED, Outcome.IO_ERROR):
                         wrong.append(status.value)
                 if number % 3 == 0:
-                    store.delete([paths[number][-1].block_id])
+                    store.remove([paths[number][-1].block_id])
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
     for thread in threads:

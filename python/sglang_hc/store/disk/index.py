@@ -232,29 +232,6 @@ class Index(IndexFile):
             yield from rows
             after = (rows[-1].slab, rows[-1].slot)
 
-    def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
-        """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and
-        newest write, oldest and newest access (microseconds since 1970), hits."""
-        return self._read(
-            tuple[str, str, int, int, int, int, int, int, int],
-            "SELECT lower(hex(fingerprint)), coalesce(namespaces.label, '?'), count(*),"
-            " sum(slabs.slot_bytes), min(created), max(created), min(accessed), max(accessed),"
-            " sum(hits) FROM blocks JOIN models USING(model) JOIN slabs USING(slab)"
-            " LEFT JOIN namespaces USING(namespace) GROUP BY model, namespace ORDER BY 3 DESC",
-        )
-
-    def problems(self) -> list[str]:
-        """What SQLite's own full check finds; empty when the file is sound."""
-        found = self._query("PRAGMA integrity_check(20)")
-        wrong = self._number(
-            "SELECT count(*) FROM blocks WHERE typeof(block_id) <> 'blob' OR"
-            " typeof(model + namespace + slab + slot + created + accessed + hits) <> 'integer'"
-            " OR 'text' IN (typeof(slab), typeof(slot), typeof(created), typeof(accessed),"
-            " typeof(hits), typeof(model))"
-        )
-        types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
-        return [str(row[0]) for row in found if row[0] != "ok"] + types
-
 
 _chunks = msgspec.json.Decoder(tuple[Chunk, ...]).decode
 

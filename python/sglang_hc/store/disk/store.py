@@ -159,10 +159,6 @@ class DiskStore(Catalog):
         """Fetch chunks of one block, as `read_many`. layers: which, all by default."""
         return self._reader.read_many([Read(block_id, self._view(into), layers, deadline)])[0]
 
-    def delete(self, block_ids: Sequence[bytes]) -> int:
-        """Remove blocks; returns how many were here. Their bytes stay until the slot is reused."""
-        return self.remove(block_ids)
-
     def clear(self) -> int:
         """Remove all blocks of this model, those in paused directories too; returns how many."""
         return sum(self.remove(list(d.places.copy()), [d]) for d in self.directories)

@@ -25,7 +25,13 @@ from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row, UnknownVersion
 from sglang_hc.store.disk.opening import replace_index, take_lock, version_message
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
-from sglang_hc.tools.disk.summary import find_root, open_for_reading, stores_in, user_of
+from sglang_hc.tools.disk.summary import (
+    ReportedIndex,
+    find_root,
+    open_for_reading,
+    stores_in,
+    user_of,
+)
 
 
 @dataclass(frozen=True)
@@ -127,14 +133,14 @@ class _Checker:
             try:
                 if not os.path.exists(path):
                     raise IndexDamaged("there is no index")
-                index = Index(path)
+                there = ReportedIndex(path)
             except IndexDamaged as error:
                 problems = [str(error)]
             else:
-                problems = _problems(index)
+                problems = _problems(there)
                 if not problems:
-                    return index
-                index.close()
+                    return there
+                there.close()
         index = replace_index(self._root, self._backend, problems[0])
         for problem in problems:
             self._say("index", problem, True)
@@ -223,7 +229,7 @@ class _Checker:
         self._report.free_slots -= 1
 
 
-def _problems(index: Index) -> list[str]:
+def _problems(index: ReportedIndex) -> list[str]:
     try:
         return index.problems()
     except IndexDamaged as error:

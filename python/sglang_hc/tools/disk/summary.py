@@ -104,8 +104,35 @@ def user_of(root: str) -> str | None:
         os.close(descriptor)
 
 
+class ReportedIndex(Index):
+    """An index with the questions that only people ask."""
+
+    def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
+        """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and
+        newest write, oldest and newest access (microseconds since 1970), hits."""
+        return self._read(
+            tuple[str, str, int, int, int, int, int, int, int],
+            "SELECT lower(hex(fingerprint)), coalesce(namespaces.label, '?'), count(*),"
+            " sum(slabs.slot_bytes), min(created), max(created), min(accessed), max(accessed),"
+            " sum(hits) FROM blocks JOIN models USING(model) JOIN slabs USING(slab)"
+            " LEFT JOIN namespaces USING(namespace) GROUP BY model, namespace ORDER BY 3 DESC",
+        )
+
+    def problems(self) -> list[str]:
+        """What SQLite's own full check finds; empty when the file is sound."""
+        found = self._query("PRAGMA integrity_check(20)")
+        wrong = self._number(
+            "SELECT count(*) FROM blocks WHERE typeof(block_id) <> 'blob' OR"
+            " typeof(model + namespace + slab + slot + created + accessed + hits) <> 'integer'"
+            " OR 'text' IN (typeof(slab), typeof(slot), typeof(created), typeof(accessed),"
+            " typeof(hits), typeof(model))"
+        )
+        types = [f"{wrong} rows hold values of a wrong type"] if wrong else []
+        return [str(row[0]) for row in found if row[0] != "ok"] + types
+
+
 @contextmanager
-def open_for_reading(path: str, root: str) -> Iterator[Index]:
+def open_for_reading(path: str, root: str) -> Iterator[ReportedIndex]:
     """The index, without changing it or waiting for a server. Raises DirectoryError when it is
     missing or of another version, and IndexDamaged."""
     source = os.path.join(root, INDEX_NAME)
@@ -114,9 +141,9 @@ def open_for_reading(path: str, root: str) -> Iterator[Index]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             try:
-                index = Index(source, read_only=True)
+                index = ReportedIndex(source, read_only=True)
             except (IndexDamaged, IndexFull):  # in a read-only place SQLite cannot share memory
-                index = Index(_copy(source, folder), read_only=True)
+                index = ReportedIndex(_copy(source, folder), read_only=True)
         except UnknownVersion as error:
             raise DirectoryError(version_message(path, str(error))) from error
         except IndexFull as error:
@@ -147,7 +174,7 @@ def summarize(path: str) -> DirectorySummary:
         ) from error
 
 
-def _summarize(path: str, root: str, index: Index) -> DirectorySummary:
+def _summarize(path: str, root: str, index: ReportedIndex) -> DirectorySummary:
     by_model: dict[str, list[NamespaceSummary]] = {}
     for fingerprint, label, blocks, size, first, last, old, new, hits in index.summary():
         times = (first / 1e6, last / 1e6, old / 1e6, new / 1e6)
