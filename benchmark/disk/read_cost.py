@@ -97,7 +97,7 @@ def fio(folder: Path, request: int, total: int, options: Sequence[str]) -> dict[
     """Read a file of fio's, which stays for the next arm, without the page cache."""
     jobs = 2 if "--numjobs=2" in options else 1
     words = [
-        "fio", "--name=blocks", "--filename=blocks", f"--directory={folder}", "--thread",
+        "fio", "--name=blocks", f"--filename={folder / 'blocks'}", "--thread",
         "--rw=read", f"--bs={request}", f"--filesize={total}", f"--size={total // jobs}",
         f"--offset_increment={total // jobs}", "--direct=1", "--group_reporting",
         "--output-format=json", *options,

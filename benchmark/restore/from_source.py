@@ -143,7 +143,7 @@ def groups_of(spec: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
 
 def case(spec: dict[str, Any]) -> None:
     """Measure with one engine what the file of cells lacks."""
-    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    file = cells.CellFile(Path(spec["cells"]), "from_source", spec["command"])
     todo = {key: group for key, group in groups_of(spec).items() if not file.has(key)}
     histories = [history for history, _ in todo.values()]
     with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
@@ -203,7 +203,7 @@ def after_restart(spec: dict[str, Any]) -> None:
 
 def restart(spec: dict[str, Any]) -> None:
     """Every round is a server that starts over the same directory, whose files no cache holds."""
-    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    file = cells.CellFile(Path(spec["cells"]), "from_source", spec["command"])
     found: list[dict[str, Any]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
@@ -271,6 +271,7 @@ def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
         spec = {
             "model": options.model, "form": form, "histories": sorted(options.histories),
             "rounds": options.rounds, "dir": options.dir, "cells": str(path), "part": "all",
+            "command": cells.own_command(),
         }  # fmt: skip
         for store in ("disk", "file"):
             sources = [source for source in options.sources if STORES.get(source) == store]
@@ -283,7 +284,7 @@ def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
 
 def run(spec: dict[str, Any]) -> list[str]:
     """Measure what the file of cells lacks. Returns the keys of the cells."""
-    file = cells.CellFile(Path(spec["cells"]), "from_source")
+    file = cells.CellFile(Path(spec["cells"]), "from_source", spec["command"])
     is_restart = spec["store"] == "restart"
     keys = [restart_key(spec)] if is_restart else list(groups_of(spec))
     if not all(map(file.has, keys)):
