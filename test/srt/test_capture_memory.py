@@ -19,9 +19,11 @@ from sglang_hc.srt.capture_memory import (
     rows_per_pass,
     take_capture_memory,
 )
+from sglang_hc.srt.start_group import StartGroup
 from support.ledger import MODELS, Entry, ledger, table
 
 ROOT = Path(__file__).resolve().parents[2]
+ALONE = StartGroup(0, 1)
 SHAPE = StateShape(1, 64, (32, 32), "float32")
 
 
@@ -97,7 +99,7 @@ def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     with caplog.at_level("INFO"):
         memory = take_capture_memory(
-            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), None
+            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), None, ALONE
         )
     assert memory.taps is not None and memory.taps.rows == UNCHUNKED_ROWS
     assert memory.ring is None and memory.twins is None
@@ -108,8 +110,8 @@ def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     args = args_of(chunked_prefill_size=10**13)
     with pytest.raises(ConfigError) as error:
-        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), None)
+        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), None, ALONE)
     assert "--chunked-prefill-size (now 10000000000000)" in str(error.value)
     assert "\n" not in str(error.value)
     plan = LayerPlan(0, 0, 4)  # nothing of it is hidden: no taps
-    assert take_capture_memory(runner_of(args, 4096), plan, None).taps is None
+    assert take_capture_memory(runner_of(args, 4096), plan, None, ALONE).taps is None
