@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.forms import BLOCK_TOKENS, CHUNK_ALIGN, BlockLayout, Form, LayerPlan, PlanError
+from sglang_hc.forms import (
+    BLOCK_TOKENS,
+    CHUNK_ALIGN,
+    BlockLayout,
+    DraftLayers,
+    Form,
+    LayerPlan,
+    PlanError,
+)
 from sglang_hc.forms import StateShape as Shape
 
 COUNTS = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)).filter(any)
@@ -64,21 +72,23 @@ def test_counts_below_zero_are_refused() -> None:
         LayerPlan(-1, 2, 3)
 
 
-@given(COUNTS, SHAPES)
+@given(COUNTS, SHAPES, st.integers(0, 3))
 def test_chunks_are_aligned_large_enough_and_fill_the_slot(
-    counts: tuple[int, int, int], sizes: tuple[int, tuple[int, ...]]
+    counts: tuple[int, int, int], sizes: tuple[int, tuple[int, ...]], drafts: int
 ) -> None:
     plan = LayerPlan(*counts)
-    layout = BlockLayout(plan, Shape(plan.num_layers, *sizes, "bfloat16"))
+    shape = Shape(plan.num_layers, *sizes, "bfloat16")
+    layout = BlockLayout(plan, shape, DraftLayers(drafts, lag=1))
     end = 0
     for layer, offset, length in layout.chunks():
         assert offset == end and offset % CHUNK_ALIGN == 0  # no gap, no overlap
-        hidden = plan.form(layer) is Form.HIDDEN
+        hidden = layout.form(layer) is Form.HIDDEN
+        assert layout.lag(layer) == (layer >= plan.num_layers)
         row = layout.shape.hidden_bytes if hidden else layout.shape.kv_bytes
         assert 0 <= length - row * BLOCK_TOKENS < CHUNK_ALIGN
         end = offset + length
     assert end == layout.slot_bytes
-    assert len(layout.chunks()) == plan.hidden + plan.kv
+    assert len(layout.chunks()) == plan.hidden + plan.kv + drafts
 
 
 def test_recomputed_layers_have_no_chunk() -> None:
@@ -104,6 +114,9 @@ def test_the_fingerprint_depends_on_every_field() -> None:
             (LayerPlan(0, 2, 2), Shape(4, 8, (8, 8), "bfloat16")),
         ]
     ]
+    plan, shape = layouts[0].plan, layouts[0].shape
+    drafts = [DraftLayers(1), DraftLayers(2), DraftLayers(1, lag=1)]
+    layouts += [BlockLayout(plan, shape, draft) for draft in drafts]
     prints = [layout.fingerprint("model", "revision") for layout in layouts]
     first = layouts[0]
     prints += [first.fingerprint(*extra) for extra in [("model",), ("modelrevision",), ()]]

@@ -61,7 +61,8 @@ def tiers_of(
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    source = DeviceState(device, taps, WayOut(pool, copy_stream, filing).hidden(buffers), None)
+    out = WayOut(pool, copy_stream, filing)
+    source = DeviceState(device, taps, None, out.hidden(buffers), None)
     capture = Capture(layout, host, filing, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, False, counters)

@@ -118,6 +118,22 @@ class StateShape:
         return sum(self.kv_parts)
 
 
+@dataclass(frozen=True)
+class DraftLayers:
+    """Layers of a draft model, kept as KV behind the model's own, in rows of the same size.
+
+    lag: a draft model of the EAGLE family computes a position's KV from the token behind it as
+    well. Its row is therefore kept with that token, one row later (1), so that the tokens of a
+    block tell all that the block's rows depend on. 0: with the position's own token.
+    """
+
+    count: int = 0
+    lag: int = 0
+
+
+NO_DRAFT = DraftLayers()
+
+
 def _align(size: int) -> int:
     return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
 
@@ -126,13 +142,15 @@ def _align(size: int) -> int:
 class BlockLayout:
     """Where each layer's chunk lies inside one block's slot.
 
-    A slot is the HIDDEN chunks in layer order, then the KV chunks in layer order. A HIDDEN chunk
-    is `BLOCK_TOKENS` rows of `hidden_bytes`; a KV chunk is, for each part, `BLOCK_TOKENS` rows of
-    that part. Every chunk is padded to CHUNK_ALIGN, so all chunks of one form have one stride.
+    A slot is the HIDDEN chunks in layer order, then the KV chunks in layer order, those of the
+    draft layers last. A HIDDEN chunk is `BLOCK_TOKENS` rows of `hidden_bytes`; a KV chunk is, for
+    each part, `BLOCK_TOKENS` rows of that part. Every chunk is padded to CHUNK_ALIGN, so all chunks
+    of one form have one stride. Draft layers are numbered behind the model's.
     """
 
     plan: LayerPlan
     shape: StateShape
+    draft: DraftLayers = NO_DRAFT
 
     def __post_init__(self) -> None:
         if self.plan.num_layers != self.shape.num_layers:
@@ -140,6 +158,33 @@ class BlockLayout:
                 f"layer plan {self.plan} covers {self.plan.num_layers} layers but the model has "
                 f"{self.shape.num_layers}"
             )
+
+    @property
+    def kv_layers(self) -> range:
+        """Indices of the layers kept as KV, draft layers included."""
+        return range(self.plan.recompute + self.plan.hidden, self.num_layers)
+
+    @property
+    def draft_layers(self) -> range:
+        return range(self.plan.num_layers, self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model and of its draft model."""
+        return self.plan.num_layers + self.draft.count
+
+    @property
+    def stored_layers(self) -> tuple[int, ...]:
+        """In slot order."""
+        return (*self.plan.hidden_layers, *self.kv_layers)
+
+    def form(self, layer: int) -> Form:
+        """Form of one layer, draft layers included."""
+        return Form.KV if layer in self.draft_layers else self.plan.form(layer)
+
+    def lag(self, layer: int) -> int:
+        """Rows by which a layer's rows lie behind their positions."""
+        return self.draft.lag if layer in self.draft_layers else 0
 
     @cached_property
     def hidden_chunk_bytes(self) -> int:
@@ -151,14 +196,15 @@ class BlockLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        return self.plan.hidden * self.hidden_chunk_bytes + self.plan.kv * self.kv_chunk_bytes
+        kv = len(self.kv_layers) * self.kv_chunk_bytes
+        return self.plan.hidden * self.hidden_chunk_bytes + kv
 
     def chunk(self, layer: int) -> tuple[int, int]:
         """(offset, length) in bytes of a stored layer's chunk inside the slot, padding included.
 
         Raises PlanError for a RECOMPUTE layer: it has no chunk.
         """
-        form = self.plan.form(layer)
+        form = self.form(layer)
         if form is Form.HIDDEN:
             index = layer - self.plan.recompute
             return index * self.hidden_chunk_bytes, self.hidden_chunk_bytes
@@ -170,8 +216,7 @@ class BlockLayout:
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(layer, offset, length) of every stored chunk, in slot order."""
-        stored = [*self.plan.hidden_layers, *self.plan.kv_layers]
-        return [(layer, *self.chunk(layer)) for layer in stored]
+        return [(layer, *self.chunk(layer)) for layer in self.stored_layers]
 
     def fingerprint(self, *extra: str) -> bytes:
         """16-byte digest of the layout and of `extra` (model, weights, versions, parallelism)."""
@@ -179,6 +224,7 @@ class BlockLayout:
             str(BLOCK_TOKENS),
             str(self.plan),
             repr(self.shape),
+            *([repr(self.draft)] if self.draft.count else []),
             *extra,
         )
         text = "\x00".join(f"{len(part)}:{part}" for part in parts)

@@ -45,3 +45,16 @@ def test_gathered_rows_land_behind_each_other_in_every_part() -> None:
         for index, layer in enumerate((1, 2)):
             assert torch.equal(target[index, 2:5], pool.kv[layer][part][slots])
         assert not target[:, :2].any() and not target[:, 5:].any()
+
+
+def test_a_narrower_row_leaves_the_rest_of_its_place() -> None:
+    pool = ToyPool(9, 1, (8, 6))
+    for part in pool.kv[0]:
+        part.random_(0, 256)
+    targets = [torch.full((1, 5, 12), 7, dtype=torch.uint8) for _ in range(2)]
+    slots = torch.tensor([8, 0, 5])
+    gather(pool, range(1), slots, targets, 1)
+    for part, target in zip(pool.kv[0], targets, strict=True):
+        width = part.shape[1]
+        assert torch.equal(target[0, 1:4, :width], part[slots])
+        assert (target[0, :, width:] == 7).all()

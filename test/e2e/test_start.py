@@ -53,7 +53,6 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (("--hc-host-size-gb", "-1"), ("--hc-host-size-gb", "above 0")),
         (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
-        (("--speculative-algorithm", "NGRAM"), ("--speculative-algorithm", "--hc-disable")),
         (("--tp-size", "2", "--dp-size", "2"), ("--dp-size", "--tp-size", "--hc-disable")),
         (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
         (
@@ -67,6 +66,11 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
         (
             ("--tp-size", "2", "--enable-attn-tp-input-scattered"),
             ("--enable-attn-tp-input-scattered", "--hc-disable"),
+        ),
+        (("--speculative-algorithm", "DFLASH"), ("algorithm DFLASH", "--hc-disable")),
+        (
+            ("--hc-overflow", "reembed", "--speculative-draft-model-path", "some"),
+            ("--hc-overflow reembed", "--speculative-draft-model-path", "recompute"),
         ),
         (("--enable-dp-attention",), ("--enable-dp-attention", "--hc-disable")),
         (

@@ -56,7 +56,7 @@ def test_the_manual_has_the_table(entries: list[Entry]) -> None:
 def args_of(**given: Any) -> Any:
     values = {
         "chunked_prefill_size": 2048, "max_running_requests": 16, "max_prefill_tokens": 16384,
-        "enable_mixed_chunk": False,
+        "enable_mixed_chunk": False, "max_speculative_num_draft_tokens": None,
     }  # fmt: skip
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=32))
     return SimpleNamespace(**values | given, cuda_graph_config=graphs)
@@ -68,6 +68,8 @@ def args_of(**given: Any) -> Any:
         ({}, 4096, 2048),
         ({"enable_mixed_chunk": True}, 4096, 2064),
         ({"max_running_requests": 2049}, 4096, 2049),
+        ({"max_speculative_num_draft_tokens": 128}, 4096, 2048),
+        ({"max_speculative_num_draft_tokens": 129}, 4096, 2064),
         ({"chunked_prefill_size": 32, "max_running_requests": None}, 4096, 64),
         ({"chunked_prefill_size": 65_536}, 131_072, 65_536),
         ({"chunked_prefill_size": -1, "max_prefill_tokens": 1000}, UNCHUNKED_ROWS, UNCHUNKED_ROWS),
@@ -115,3 +117,12 @@ def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     assert "\n" not in str(error.value)
     plan = LayerPlan(0, 0, 4)  # nothing of it is hidden: no taps
     assert take_capture_memory(runner_of(args, 4096), plan, None, ALONE).taps is None
+
+
+def test_verified_rows_take_memory_only_where_passes_are_verified() -> None:
+    plan = LayerPlan(0, 2, 0)
+    plain = capture_sizes(args_of(), plan, SHAPE, 4096, None)
+    verifying = capture_sizes(args_of(max_speculative_num_draft_tokens=4), plan, SHAPE, 4096, None)
+    assert (plain.verified_rows, verifying.verified_rows) == (0, 64)
+    # Two passes of 16 requests with 4 rows each, in two layers.
+    assert verifying.bytes - plain.bytes == 2 * 64 * 2 * SHAPE.hidden_bytes

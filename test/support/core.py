@@ -193,7 +193,7 @@ class Core:
         req = self.requests[rid]
         assert req.finished(), f"{rid} is not finished"
         return Reply(
-            list(req.output_ids),
+            list(req.output_ids_through_stop),
             req.cached_tokens_device,
             req.cached_tokens_host,
             req.cached_tokens_storage,
@@ -268,11 +268,7 @@ class Core:
 
     def kv(self, tokens: Sequence[int], salt: str | None = None) -> list[Any]:
         """Copies of the K and V rows the device tree holds for a prefix, per layer and part."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        key = RadixKey(array("q", tokens), salt)
-        slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        slots = self.slots(tokens, salt)
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
         if hasattr(pool, "k_buffer"):
             return [
@@ -281,6 +277,14 @@ class Core:
                 for b in (pool.k_buffer, pool.v_buffer)
             ]
         return [pool.kv_buffer[i][slots].clone() for i in range(pool.layer_num)]
+
+    def slots(self, tokens: Sequence[int], salt: str | None = None) -> Any:
+        """Device slots that the device tree has for a prefix."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(array("q", tokens), salt)
+        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
 
     def receive(self) -> list[Any]:
         self.passes += 1

@@ -73,7 +73,7 @@ args = server_args.prepare_server_args(
     ["--model-path", sys.argv[2], "--device", "cuda", "--attention-backend", "triton",
      "--sampling-backend", "pytorch", "--load-format", "dummy"])
 names = ("chunked_prefill_size", "max_running_requests", "max_prefill_tokens",
-         "enable_mixed_chunk", "mem_fraction_static")
+         "enable_mixed_chunk", "mem_fraction_static", "max_speculative_num_draft_tokens")
 found = {name: getattr(args, name) for name in names}
 print("ARGS " + json.dumps(found | {"max_bs": args.cuda_graph_config.decode.max_bs}))
 """

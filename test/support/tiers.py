@@ -16,7 +16,14 @@ from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.forms import (
+    BLOCK_TOKENS,
+    NO_DRAFT,
+    BlockLayout,
+    DraftLayers,
+    LayerPlan,
+    StateShape,
+)
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
@@ -130,6 +137,7 @@ def build(
     frames: int = 0, ring: int = 0,
     disk: Callable[[HostPool], OwnDisk] | None = None, clock: Callable[[], float] = time.monotonic,
     ranks: Ranks = ALONE, recorder: Recorder | None = None,
+    draft: DraftLayers = NO_DRAFT,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
@@ -139,9 +147,9 @@ def build(
     decides with them; several have a clock of their own. recorder: is told what the host tier does.
     """
     clock = clock if ranks.count == 1 else ranks.clock
-    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"))
+    layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"), draft)
     host = host_tier(slots, fingerprint=layout.fingerprint("toy"), recorder=recorder)
-    pool, device = HostPool(layout, slots), ToyPool(device_slots, plan.num_layers)
+    pool, device = HostPool(layout, slots), ToyPool(device_slots, layout.num_layers)
     copy_stream = copy_stream or HostCopyStream()
     hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
@@ -154,8 +162,9 @@ def build(
     source = DeviceState(
         device,
         None,
+        None,
         out.hidden(hidden_buffers, twins) if plan.hidden else None,
-        out.kv([] if ring else kv_buffers, buffers) if plan.kv else None,
+        out.kv([] if ring else kv_buffers, buffers) if layout.kv_layers else None,
     )
     below = None
     if disk is not None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.saving import DeviceState, PassRows, SavePath
+from sglang_hc.capture.saving import DeviceState, PassRows, SavePath, kv_rows
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
@@ -80,6 +80,7 @@ class Capture:
         self._tier = tier
         self.filing = filing
         self.taps = device.taps
+        self.verified = device.verified
         self.hidden = device.hidden
         self.kv = device.kv
         self._pool = device.pool
@@ -315,13 +316,7 @@ class Capture:
             RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, rows - i * BLOCK_TOKENS))
             for i, (_, slot) in enumerate(blocks)
         ]
-        layers = self._layout.plan.kv_layers
-
-        def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
-            wanted = device_slots[low + first : low + first + count]
-            self._pool.gather(layers, wanted, targets, at)
-
-        taken = path.begin(fill)
+        taken = path.begin(kv_rows(self._pool, self._layout, device_slots, low, rows))
         assert taken.room(0, rows, rewritten=False) == rows, "KV always finds a way"
         taken.add(0, rows, spans, rewritten=False)
         taken.end()

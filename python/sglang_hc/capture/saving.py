@@ -16,8 +16,10 @@ import torch
 from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
 from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
 from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.capture.verified import VerifiedRows
 from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.gather_scatter import DevicePool
+from sglang_hc.forms import BlockLayout
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
 
@@ -54,11 +56,12 @@ class DeviceState:
     """Where a model's state is on the device, and the ways on which it leaves.
 
     pool: its KV. taps: its hidden states; hidden: their ways. Both are None without hidden layers,
-    kv without KV layers.
+    kv without KV layers. verified: hidden states of verify passes; None without such passes.
     """
 
     pool: DevicePool
     taps: TapBuffer | None
+    verified: VerifiedRows | None
     hidden: SavePath | None
     kv: SavePath | None
 
@@ -163,9 +166,33 @@ class WayOut:
         return SavePath(snapshots, direct, self.filing, self.ring is not None, least)
 
 
+def kv_rows(
+    pool: DevicePool, layout: BlockLayout, slots: torch.Tensor, low: int, rows: int
+) -> Fill:
+    """Copies the KV rows that belong to tokens [low, low + rows) of a sequence, of all KV layers.
+
+    slots: (n,) int64 device slots of the sequence. What a lagging draft layer has for the first
+    token has no meaning: there is no position before it.
+    """
+    own = slots[low : low + rows]
+    parts = [(layout.plan.kv_layers, own)] if layout.plan.kv else []
+    if layout.draft.count:
+        before = torch.arange(low, low + rows, device=slots.device) - layout.draft.lag
+        parts.append((layout.draft_layers, slots[before.clamp(min=0)]))
+
+    def fill(targets: list[torch.Tensor], at: int, first: int, count: int) -> None:
+        done = 0
+        for layers, wanted in parts:
+            here = [target[done : done + len(layers)] for target in targets]
+            pool.gather(layers, wanted[first : first + count], here, at)
+            done += len(layers)
+
+    return fill
+
+
 def _later(fill: Fill, low: int) -> Fill:
     """`fill` for rows counted from `low`."""
     return lambda targets, at, first, count: fill(targets, at, low + first, count)
 
 
-__all__ = ["STRAIGHT_ROWS", "DeviceState", "PassRows", "SavePath", "WayOut"]
+__all__ = ["STRAIGHT_ROWS", "DeviceState", "PassRows", "SavePath", "WayOut", "kv_rows"]

@@ -52,10 +52,11 @@ def gather(
 ) -> None:
     """Rows `slots` of each layer to rows [at, at + n) of targets[part][layer's index].
 
-    targets: per part a (layers, capacity, part bytes) uint8 tensor.
+    targets: per part a (layers, capacity, part bytes) uint8 tensor. A layer's rows may be narrower;
+    what is behind them stays.
     """
     for index, layer in enumerate(layers):
         for target, rows in zip(targets, pool.rows(layer), strict=True):
-            out = target[index, at : at + slots.numel()]
+            out = target[index, at : at + slots.numel(), : rows.shape[1]]
             dtype = word(rows, out)
             torch.index_select(rows.view(dtype), 0, slots, out=out.view(dtype))

@@ -209,8 +209,7 @@ class ReadBuffer:
         nodes = match.nodes[on_device // BLOCK_TOKENS : ready]
         usable = min(match.tokens, ready * BLOCK_TOKENS)
         left = self._worth(len(nodes), usable - on_device, on_device, len(tokens) // TOKEN_BYTES)
-        plan = self._layout.plan
-        for layer in (*plan.hidden_layers, *plan.kv_layers):
+        for layer in self._layout.stored_layers:
             blocks = self._frames.rows(sum(self._source.widths(layer))) // BLOCK_TOKENS
             for first in range(0, len(nodes), blocks):
                 group = nodes[first : first + blocks]

@@ -75,7 +75,7 @@ class RestorePass:
         """kv_per_hidden: KV layers that are copied between two HIDDEN layers (see
         `policy.copy_order`)."""
         self.restorations = tuple(restorations)
-        self._plan = path.pool.layout.plan
+        self._layout = path.pool.layout
         self._sink = path.sink
         self._copy_stream = path.copy_stream
         self._staging = path.staging
@@ -142,7 +142,7 @@ class RestorePass:
         shares: dict[Form, list[tuple[float, _Load]]] = {Form.HIDDEN: [], Form.KV: []}
         for load in loads:
             part = load.piece.rows / rows[load.layer]
-            shares[self._plan.form(load.layer)].append((part, load))
+            shares[self._layout.form(load.layer)].append((part, load))
         return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
 
     def _submit_beside(self, layer: int) -> None:
@@ -167,18 +167,19 @@ class RestorePass:
     def _loads(self) -> Iterator[_Load]:
         """All that is to be loaded, in the order the model needs it."""
         starts = [r.recompute for r in self._ordered]
-        key: tuple[int, int] | None = None
+        key: tuple[int, int, int] | None = None
         pieces: list[Piece] = []
-        for layer in (*self._plan.hidden_layers, *self._plan.kv_layers):
-            count = bisect_right(starts, layer)
+        for layer in self._layout.stored_layers:
+            count, lag = bisect_right(starts, layer), self._layout.lag(layer)
             limit = self._staging.rows(sum(self._source.widths(layer)))
             early = self._early(layer, count)
             if early:
                 yield from self._around(early, layer, count, limit)
                 continue
-            if key != (count, limit):  # the layers of a form have the same pieces
-                pieces = list(cut(self._spans_of(self._ordered[:count]), limit))
-                key = count, limit
+            if key != (count, limit, lag):  # the layers of a form have the same pieces
+                rows = [r.spans(r.start + lag, r.stop + lag) for r in self._ordered[:count]]
+                pieces = list(cut([span for spans in rows for span in spans], limit))
+                key = count, limit, lag
             yield from (_Load(layer, piece) for piece in pieces)
 
     def _early(self, layer: int, count: int) -> dict[int, list[Early]]:
@@ -187,7 +188,8 @@ class RestorePass:
             return {}
         found = {}
         for index, r in enumerate(self._ordered[:count]):
-            early = list(self._read_buffer.take(layer, r.nodes, r.start, r.stop))
+            lag = self._layout.lag(layer)
+            early = list(self._read_buffer.take(layer, r.nodes, r.start + lag, r.stop + lag))
             if early:
                 found[index] = early
         return found
@@ -196,7 +198,7 @@ class RestorePass:
         self, found: dict[int, list[Early]], layer: int, count: int, limit: int
     ) -> Iterator[_Load]:
         """Loads of a layer part of which is on the device already."""
-        first = 0
+        first, lag = 0, self._layout.lag(layer)
         spans: list[HostSpan] = []
 
         def copies() -> Iterator[_Load]:
@@ -207,18 +209,15 @@ class RestorePass:
             spans.clear()
 
         for index, r in enumerate(self._ordered[:count]):
-            position = r.start
+            position = r.start + lag
             for early in found.get(index, ()):
                 spans += r.spans(position, early.start)
                 yield from copies()
                 yield _Load(layer, Piece(first, early.stop - early.start, ()), early)
                 first += early.stop - early.start
                 position = early.stop
-            spans += r.spans(position, r.stop)
+            spans += r.spans(position, r.stop + lag)
         yield from copies()
-
-    def _spans_of(self, restorations: Sequence[Restoration]) -> list[HostSpan]:
-        return [span for r in restorations for span in r.spans(r.start, r.stop)]
 
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
@@ -258,7 +257,7 @@ class RestorePass:
         self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
         slots = self._slots[rows]
-        if self._plan.form(layer) is Form.HIDDEN:
+        if self._layout.form(layer) is Form.HIDDEN:
             self._sink.write_hidden(layer, parts[0], self._positions[rows], slots)
         else:
             self._sink.write_kv(layer, self._moved(layer, parts, rows), slots)

@@ -103,7 +103,7 @@ class LayerSource:
 
     def __init__(self, pool: HostPool) -> None:
         layout = pool.layout
-        self._plan = layout.plan
+        self._layout = layout
         self._hidden = torch.from_numpy(pool.hidden)
         self._kv = [torch.from_numpy(part) for part in pool.kv]
         self._hidden_widths = [layout.shape.hidden_bytes]
@@ -111,14 +111,15 @@ class LayerSource:
 
     def parts(self, layer: int) -> list[torch.Tensor]:
         """(slots, BLOCK_TOKENS, row bytes) uint8 per part of the layer's form: one, or K and V."""
-        plan = self._plan
-        if plan.form(layer) is Form.HIDDEN:
+        plan = self._layout.plan
+        if self._layout.form(layer) is Form.HIDDEN:
             return [self._hidden[:, layer - plan.recompute]]
         return [part[:, layer - plan.recompute - plan.hidden] for part in self._kv]
 
     def widths(self, layer: int) -> list[int]:
         """Row bytes of each part."""
-        return self._hidden_widths if self._plan.form(layer) is Form.HIDDEN else self._kv_widths
+        hidden = self._layout.form(layer) is Form.HIDDEN
+        return self._hidden_widths if hidden else self._kv_widths
 
 
 def copy_piece(

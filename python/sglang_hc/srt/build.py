@@ -36,6 +36,7 @@ from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
 from sglang_hc.srt.replicas import directories, host_share, place_of
 from sglang_hc.srt.scheduler import BUILDING, TREE
+from sglang_hc.srt.speculation import draft_layers
 from sglang_hc.srt.storage_backends import with_remote
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -102,7 +103,8 @@ def _sizes(model: Model, device: Device) -> TierSizes:
     dtype = str(runner.dtype).removeprefix("torch.")
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
-    layout = BlockLayout(state.plan, shape)
+    draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
+    layout = BlockLayout(state.plan, shape, draft)
     size = host_share(model.config, place_of(runner))
     num_slots = group.least(size // layout.slot_bytes)
     if num_slots < 1:
@@ -117,7 +119,7 @@ def _sizes(model: Model, device: Device) -> TierSizes:
         num_slots,
         num_slots * BLOCK_TOKENS,
     )
-    fingerprint = layout.fingerprint(*model_identity(runner, group), *_product(model))
+    fingerprint = layout.fingerprint(*model_identity(runner, group), *_product(model), *drafted)
     return TierSizes(layout, num_slots, fingerprint)
 
 
@@ -151,7 +153,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
         sizes.num_slots,
         capture.sizes.snapshot_rows,
         SNAPSHOT_BUFFERS if plan.hidden else 0,
-        SNAPSHOT_BUFFERS if plan.kv and capture.ring is None else 0,
+        SNAPSHOT_BUFFERS if sizes.layout.kv_layers and capture.ring is None else 0,
     )
     disk = None
     if config.disk:
@@ -242,7 +244,7 @@ def _tiers(
 def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
     what is stored of the end of a history may have any computed front before it then."""
-    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
+    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0 and model.draft is None
     return chunked and (device.recomputer is not None or not model.config.exact)
 
 
@@ -283,8 +285,9 @@ def _capture(
     source = DeviceState(
         device.pool,
         memory.taps,
+        memory.verified,
         out.hidden(hidden_buffers, memory.twins) if plan.hidden else None,
-        out.kv(kv_buffers, len(hidden_buffers)) if plan.kv else None,
+        out.kv(kv_buffers, len(hidden_buffers)) if io.memory.pool.layout.kv_layers else None,
     )
     on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(io.memory.pool.layout, host, filing, source, on_ready, ranks.clock)

@@ -20,18 +20,20 @@ from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model_state import MODEL_STATE, ModelState
+from sglang_hc.srt.scheduler import BUILDING
 from sglang_hc.srt.server_args import config_of
 
 
 @dataclass(frozen=True)
 class Model:
     """A loaded model. runner, params: SGLang's model runner and the parameters of its radix
-    cache."""
+    cache. draft: the runner of a draft model; None without one."""
 
     config: HcConfig
     runner: Any
     params: Any
     state: ModelState
+    draft: Any
 
     @property
     def allocator(self) -> Any:
@@ -75,15 +77,16 @@ def loaded(ctx: Any) -> Model:
                 f"sglang-hc does not support {what} yet: part of their state is outside the KV "
                 "pool. Add --hc-disable to serve without the tiers"
             )
-    return Model(config, runner, ctx.params, state)
+    return Model(config, runner, ctx.params, state, BUILDING.get().draft_runner)
 
 
 def device_of(model: Model) -> Device:
     """The KV pool with the fastest ways to read and write it, and what was proven of it."""
     runner, state = model.runner, model.state
     columns = partial(columns_of, runner)
+    draft = model.draft.token_to_kv_pool if model.draft is not None else None
     try:
-        pool = KvPoolRows(runner.token_to_kv_pool, state.layers, columns=columns)
+        pool = KvPoolRows(runner.token_to_kv_pool, state.layers, columns=columns, draft=draft)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
     recomputer, pieces = recomputer_for(
@@ -95,7 +98,7 @@ def device_of(model: Model) -> Device:
     if state.memory.ring is not None and state.plan.kv:
         layers = state.plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
-    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns)
+    pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns, draft)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
     rotation = None
     if model.config.overflow == "reembed":

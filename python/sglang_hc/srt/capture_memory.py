@@ -15,6 +15,7 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.capture.verified import PASSES, VerifiedRows
 from sglang_hc.device.copy_stream import distinct_stream
 from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.errors import ConfigError
@@ -48,6 +49,7 @@ class CaptureSizes:
     """What capture needs for passes of `rows` rows. Bytes are on the device.
 
     snapshot_rows: of one of SNAPSHOT_BUFFERS buffers for rows that come few at a time.
+    verified_rows: most rows of a verify pass that are accepted; 0 without speculative decoding.
     """
 
     rows: int
@@ -55,21 +57,25 @@ class CaptureSizes:
     ring_bytes: int
     snapshot_rows: int
     twin_bytes: int
+    verified_rows: int
 
     @property
     def bytes(self) -> int:
-        return self.tap_bytes + self.ring_bytes + self.twin_bytes
+        verified = PASSES * self.verified_rows * self.tap_bytes // self.rows
+        return self.tap_bytes + self.ring_bytes + self.twin_bytes + verified
 
 
 @dataclass(frozen=True)
 class CaptureMemory:
     """taps: None without hidden layers. ring, twins: None on a device without memory of its own.
 
-    twins: what snapshots gather in before they are copied to the host.
+    twins: what snapshots gather in before they are copied to the host. verified: None without taps
+    or without speculative decoding.
     """
 
     sizes: CaptureSizes
     taps: TapBuffer | None
+    verified: VerifiedRows | None
     ring: DeviceRing | None
     twins: torch.Tensor | None
 
@@ -88,13 +94,15 @@ def capture_sizes(
     rows = rows_per_pass(args, context)
     hidden = plan.hidden * layer.hidden_bytes
     kv = plan.kv * sum(layer.kv_parts)
+    step, proposed = decode_rows(args), args.max_speculative_num_draft_tokens
+    verified = step if proposed else 0
     if device_bytes is None:
-        return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0)
+        return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0, verified)
     ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
     # Three decode steps of all requests: one computed, one copied, one filed.
-    snapshot = min(512, max(128, running(args) * 3 // SNAPSHOT_BUFFERS))
+    snapshot = min(512, max(128, step * 3 // SNAPSHOT_BUFFERS))
     twins = SNAPSHOT_BUFFERS * snapshot * hidden
-    return CaptureSizes(rows, rows * hidden, ring, snapshot, twins)
+    return CaptureSizes(rows, rows * hidden, ring, snapshot, twins, verified)
 
 
 def rows_per_pass(args: Any, context: int) -> int:
@@ -102,7 +110,13 @@ def rows_per_pass(args: Any, context: int) -> int:
     requests, or both where they are mixed."""
     chunk = args.chunked_prefill_size or -1
     prefill = min(max(args.max_prefill_tokens, context), UNCHUNKED_ROWS) if chunk <= 0 else chunk
-    return prefill + running(args) if args.enable_mixed_chunk else max(prefill, running(args))
+    step = decode_rows(args)
+    return prefill + step if args.enable_mixed_chunk else max(prefill, step)
+
+
+def decode_rows(args: Any) -> int:
+    """Rows of a decode step of all requests: with speculative decoding those that are verified."""
+    return running(args) * (args.max_speculative_num_draft_tokens or 1)
 
 
 def running(args: Any) -> int:
@@ -132,7 +146,7 @@ def take_capture_memory(
             sizes.rows,
         )
     try:
-        taps = ring = twins = None
+        taps = verified = ring = twins = None
         if plan.hidden:
             assert layers is not None
             kept = columns_of(runner, layers[0].qkv.weight.shape[1])
@@ -140,6 +154,8 @@ def take_capture_memory(
             taps = TapBuffer(
                 plan.hidden, sizes.rows, kept.count, runner.dtype, device, branch, kept.first
             )
+            if sizes.verified_rows:
+                verified = VerifiedRows(taps, sizes.verified_rows)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
@@ -149,7 +165,7 @@ def take_capture_memory(
             "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
             f"(now {args.chunked_prefill_size}), or --hc-forms kv ({_first_line(error)})"
         ) from None
-    return CaptureMemory(sizes, taps, ring, twins)
+    return CaptureMemory(sizes, taps, verified, ring, twins)
 
 
 def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:

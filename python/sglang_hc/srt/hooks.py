@@ -15,6 +15,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.srt import verdicts
 from sglang_hc.srt.model_state import MODEL_STATE
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.speculation import hand_over
 from sglang_hc.srt.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,11 @@ def run_batch(
         return original(self, batch, *args, **kwargs)
     tree.running = list(batch.reqs)
     try:
-        return original(self, batch, *args, **kwargs)
+        result = original(self, batch, *args, **kwargs)
     finally:
         tree.running = []
+    hand_over(tree, result)
+    return result
 
 
 def forward(

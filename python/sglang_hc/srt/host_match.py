@@ -38,18 +38,21 @@ class HostMatch:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._tree = tiers.host.tree
+        self._lag = tiers.layout.draft.lag
+        """A position's state takes so many more tokens to tell."""
         self._found: Found | None = None
 
     def tokens(self, req: Any, key: RadixKey, device_node: Any, on_device: int) -> int:
-        """Tokens of a request's `key` that the host tier can serve.
+        """Positions of a request's `key` that the host tier can serve.
 
-        The device matched the first `on_device` of them, to the end of `device_node`.
+        The device matched the first `on_device` of them, to the end of `device_node`. The key
+        counts positions: with a draft model of the EAGLE family it has one token more.
         """
         root = self._tree.known_root(key.extra_key)
         if root is None:
             return 0
         block, known = _noted(device_node) or (root, 0)
-        ids, end, below = key.token_ids, len(key), self._tree.below
+        ids, end, below = key.token_ids, len(key) + self._lag, self._tree.below
         # Mostly the host tier has no more than the device: then one block more tells.
         near = known + ((on_device - known) // BLOCK_TOKENS + 1) * BLOCK_TOKENS
         nodes, count = below(block, pack_tokens(ids[known : min(near, end)]))
@@ -64,14 +67,14 @@ class HostMatch:
         if shared:
             setattr(device_node, NOTE, (nodes[shared - 1], known + shared * BLOCK_TOKENS))
         self._found = Found(req, nodes[-1] if nodes else block, known + count)
-        return known + count
+        return known + count - self._lag
 
-    def blocks(self, req: Any, tokens: int) -> Sequence[BlockNode] | None:
-        """Blocks of the first `tokens` tokens of the request's prompt; None: not servable any more.
+    def blocks(self, req: Any, positions: int) -> Sequence[BlockNode] | None:
+        """Blocks of the first positions of the request's prompt; None: not servable any more.
 
         O(blocks) for the request last looked up: while its last block is served its path is too.
         """
-        found = self._found
+        found, tokens = self._found, positions + self._lag
         if found is not None and found.req is req and tokens <= found.tokens and found.last.ready:
             nodes: Sequence[BlockNode] = found.last.path()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import gt
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class UnsupportedPool(ValueError):
 
 
 class KvPoolRows:
-    """Byte rows of each layer of a pool, as DevicePool and RestoreSink."""
+    """Byte rows of each layer of a pool, as DevicePool and RestoreSink. The layers of a draft
+    model's pool, which has the same slots, are numbered behind the model's own."""
 
     def __init__(
         self,
@@ -31,28 +33,21 @@ class KvPoolRows:
         project: Projection = PROJECTIONS["sglang"],
         read: Gather = gather,
         columns: Callable[[int], Columns] = all_columns,
+        draft: Any = None,
     ) -> None:
         """adapters: needed for layers kept as hidden states only. project: how K and V come from
-        hidden states. read: how rows of many layers are gathered. columns: what
-        this rank keeps of rows that all ranks have, by their width. Raises UnsupportedPool."""
+        hidden states. read: how rows of many layers are gathered. columns: what this rank keeps of
+        rows that all ranks have, by their width. draft: the pool of a draft model, None where there
+        is none. Raises UnsupportedPool."""
         self.pool = pool
         self.adapters = adapters
         self._project = project
         self._read = read
         self._columns = columns
-        if type(pool) is MHATokenToKVPool:
-            buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
-        elif type(pool) is MLATokenToKVPool:
-            buffers = [[kv] for kv in pool.kv_buffer]
-        else:
-            raise UnsupportedPool(f"KV pool {type(pool).__name__} is not supported")
-        if getattr(pool, "use_hnd", False) or any(
-            not part.is_contiguous() for layer in buffers for part in layer
-        ):
-            raise UnsupportedPool("the KV pool's rows are not contiguous")
-        self._whole_rows = [
-            [part.view(part.shape[0], -1).view(torch.uint8) for part in layer] for layer in buffers
-        ]
+        buffers = _buffers(pool)
+        self.num_layers = len(buffers)
+        """Of the model; draft layers follow."""
+        self._whole_rows = [_rows_of(layer) for layer in buffers]
         latent = type(pool) is MLATokenToKVPool
         kept = columns if latent else all_columns
         self._kept = [kept(part.shape[1]) for part in self._whole_rows[0]]
@@ -66,11 +61,16 @@ class KvPoolRows:
         if len(sizes) != 1:
             raise UnsupportedPool("the KV pool's layers differ in size")
         self.part_bytes: tuple[int, ...] = sizes.pop()
-        """Bytes that are kept of one row of each part; all layers are alike."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._rows)
+        """Bytes that are kept of one row of each part; all layers of the model are alike, and rows
+        of draft layers have at most as many."""
+        self._rows += [_rows_of(layer) for layer in _buffers(draft)] if draft is not None else []
+        for layer in self._rows[self.num_layers :]:
+            widths = [part.shape[1] for part in layer]
+            if len(widths) != len(self.part_bytes) or any(map(gt, widths, self.part_bytes)):
+                raise UnsupportedPool(
+                    "--speculative-draft-model-path: the draft model keeps more KV for a token and "
+                    "layer than the model, or of another kind; use a smaller draft model"
+                )
 
     def rows(self, layer: int) -> list[torch.Tensor]:
         """One (slots, part bytes) uint8 view per part of a KV row, of what this rank keeps."""
@@ -79,7 +79,8 @@ class KvPoolRows:
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
     ) -> None:
-        self._read(self, layers, slots, targets, at)
+        read = gather if layers[0] >= self.num_layers else self._read
+        read(self, layers, slots, targets, at)
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -92,8 +93,13 @@ class KvPoolRows:
             self._project(self.pool, adapter, layer, states, positions, slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        if self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):
+        own = layer < self.num_layers
+        if own and self.device.type == "cuda" and isinstance(self.pool, MHATokenToKVPool):
             self.write_kv_by_sglang(layer, parts, slots)
+            return
+        if not own:
+            for target, rows in zip(self._rows[layer], parts, strict=True):
+                scatter(target, slots, rows[:, : target.shape[1]])
             return
         for target, kept, rows in zip(self._whole_rows[layer], self._kept, parts, strict=True):
             scatter(target, slots, kept.whole(rows))
@@ -112,3 +118,23 @@ class KvPoolRows:
             for rows, buffer in zip(parts, buffers, strict=True)
         )
         pool.set_kv_buffer(None, slots, k, v, layer_id_override=pool.start_layer + layer)
+
+
+def _rows_of(layer: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each part of a layer as (slots, bytes) uint8."""
+    return [part.view(part.shape[0], -1).view(torch.uint8) for part in layer]
+
+
+def _buffers(pool: Any) -> list[list[torch.Tensor]]:
+    """Per layer the parts of a pool's rows, (slots, ...). Raises UnsupportedPool."""
+    if type(pool) is MHATokenToKVPool:
+        buffers = [[k, v] for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+    elif type(pool) is MLATokenToKVPool:
+        buffers = [[kv] for kv in pool.kv_buffer]
+    else:
+        raise UnsupportedPool(f"KV pool {type(pool).__name__} is not supported")
+    if getattr(pool, "use_hnd", False) or any(
+        not part.is_contiguous() for layer in buffers for part in layer
+    ):
+        raise UnsupportedPool("the KV pool's rows are not contiguous")
+    return buffers

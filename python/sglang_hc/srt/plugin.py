@@ -54,6 +54,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         overflow,
         pins,
         server_args,
+        speculation,
     )
 
     args = "sglang.srt.server_args.ServerArgs"
@@ -67,6 +68,10 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     )
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     extend = f"{backend}._run_sdpa_forward_extend"
+    results = (
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor"
+    )
     return [
         (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
         (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
@@ -83,6 +88,17 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.__init__", HookType.AROUND, hooks.build_scheduler),
         (f"{scheduler}.run_batch", HookType.AROUND, hooks.run_batch),
         (f"{scheduler}.get_internal_state", HookType.AFTER, hooks.internal_state),
+        (
+            "sglang.srt.speculative.eagle_utils.eagle_sample",
+            HookType.AFTER,
+            speculation.sampled,
+        ),
+        (f"{results}._resolve_spec_v2_tokens", HookType.AFTER, speculation.accepted),
+        (
+            "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+            HookType.AROUND,
+            speculation.register_draft,
+        ),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),

@@ -28,6 +28,13 @@ class OwnScheduler:
         """Requests that decode."""
         return len(self._scheduler().running_batch.reqs)  # type: ignore[union-attr]
 
+    @property
+    def draft_runner(self) -> Any:
+        """The model runner of a draft model; None without one. Built before the tree."""
+        worker = self._scheduler().draft_worker  # type: ignore[union-attr]
+        draft = worker.draft_worker if worker is not None else None
+        return draft.draft_runner if draft is not None else None
+
     @cached_property
     def exporter(self) -> Exporter | None:
         """Where the tiers' numbers go with --enable-metrics, labelled as SGLang's own are."""

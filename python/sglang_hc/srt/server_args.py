@@ -25,6 +25,9 @@ OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
 )
 
+SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms of speculative decoding that are served."""
+
 _from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("hc", default=None)
 
 
@@ -68,6 +71,11 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                     "--hc-overflow and --tokenizer-worker-num above 1: SGLang's tokenizer workers "
                     "load no plugins, so they would cut nothing; leave one of the two out"
                 )
+            if config.overflow == "reembed" and self.speculative_draft_model_path is not None:
+                raise ConfigError(
+                    "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
+                    "state does not move; use --hc-overflow recompute or leave one of the two out"
+                )
             if config.schedule == "ready-first" and self.enable_priority_scheduling:
                 raise ConfigError(
                     "--hc-schedule ready-first and --enable-priority-scheduling both put the "
@@ -83,6 +91,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
     if config is not None and not config.disable:
         check_prefill_graphs(self, wished)
         check_radix_cache(self)
+        _refuse(*_unserved_algorithm(self))  # SGLang may have chosen another one
 
 
 def check_radix_cache(args: Any) -> None:
@@ -123,12 +132,25 @@ def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
 
 def refuse_modes(args: Any, config: HcConfig) -> None:
     """Raise ConfigError for a mode in which restored state could be wrong."""
-    for wrong, flag, why in [*_refusals(args), *_refusals_with_ranks(args, config)]:
-        if wrong:
-            raise ConfigError(
-                f"sglang-hc does not support {flag} yet: {why}. Leave the flag out, or add "
-                "--hc-disable to serve without the tiers"
-            )
+    for refusal in [*_refusals(args), *_refusals_with_ranks(args, config)]:
+        _refuse(*refusal)
+
+
+def _refuse(wrong: bool, flag: str, why: str) -> None:
+    if wrong:
+        raise ConfigError(
+            f"sglang-hc does not support {flag} yet: {why}. Leave the flag out, or add "
+            "--hc-disable to serve without the tiers"
+        )
+
+
+def _unserved_algorithm(args: Any) -> tuple[bool, str, str]:
+    algorithm = args.speculative_algorithm
+    return (
+        algorithm is not None and algorithm.upper() not in SPECULATION,
+        f"--speculative-algorithm {algorithm}",
+        "its draft model keeps state that is not restored",
+    )
 
 
 def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
@@ -158,15 +180,26 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
             f"--hc-overflow reembed {ranks}",
             "state that moves was not tested on several ranks",
         ),
+        (
+            args.speculative_algorithm is not None,
+            f"--speculative-algorithm {ranks}",
+            "what several ranks propose and accept was not tested",
+        ),
     ]
 
 
 def _refusals(args: Any) -> list[tuple[bool, str, str]]:
     return [
+        _unserved_algorithm(args),
         (
-            bool(args.speculative_algorithm),
-            "--speculative-algorithm",
-            "rejected draft tokens leave states that must not be kept",
+            bool(args.enable_multi_layer_eagle),
+            "--enable-multi-layer-eagle",
+            "every step of the draft model has a KV pool of its own",
+        ),
+        (
+            bool(args.speculative_adaptive),
+            "--speculative-adaptive",
+            "verify passes change their width, which was never tested",
         ),
         (args.pp_size > 1, "--pp-size above 1", "a rank holds a part of the layers only"),
         (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),

@@ -148,13 +148,15 @@ class HcRadixCache(RadixCache):
         if slots is None:
             return self._refuse(req, "no_device_slots")
         stop = start + count
-        node = self._extend(req.last_node, RadixKey(tokens[start:stop], req.extra_key), slots)
+        lag = self.tiers.layout.draft.lag
+        key = RadixKey(tokens[start : stop + lag], req.extra_key, is_bigram=self.is_eagle)
+        node = self._extend(req.last_node, key, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
             return self._refuse(req, "tree_changed")
         self.inc_lock_ref(node)
         restoration = Restoration(
-            tuple(blocks[: -(-stop // BLOCK_TOKENS)]),
+            tuple(blocks[: -(-(stop + lag) // BLOCK_TOKENS)]),
             start,
             stop,
             slots,
@@ -281,8 +283,8 @@ class HcRadixCache(RadixCache):
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
         tiers = self.tiers
-        if not tiers.capture.needs_taps:
-            tiers.after_pass((), 0)
+        if not tiers.capture.needs_taps or forward_batch.forward_mode.is_target_verify():
+            tiers.after_pass((), 0)  # rows of a verify pass are taken when they are accepted
             return
         segments = []
         row = 0

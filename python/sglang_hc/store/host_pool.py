@@ -40,7 +40,8 @@ class HostPool:
         base = plan.hidden * layout.hidden_chunk_bytes
         self.kv: list[Bytes] = []
         for part in shape.kv_parts:
-            self.kv.append(self._rows(base, plan.kv, layout.kv_chunk_bytes, part))
+            layers = len(layout.kv_layers)
+            self.kv.append(self._rows(base, layers, layout.kv_chunk_bytes, part))
             base += BLOCK_TOKENS * part
 
     def slot(self, index: int) -> Bytes:
@@ -112,7 +113,8 @@ def _shapes(
     layout: BlockLayout, capacity: int, hidden: bool, kv: bool
 ) -> list[tuple[int, int, int]]:
     shape, plan = layout.shape, layout.plan
-    parts = [(plan.kv if kv else 0, capacity, part) for part in shape.kv_parts]
+    layers = len(layout.kv_layers) if kv else 0
+    parts = [(layers, capacity, part) for part in shape.kv_parts]
     return [(plan.hidden if hidden else 0, capacity, shape.hidden_bytes), *parts]
 
 
