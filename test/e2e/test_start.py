@@ -68,6 +68,7 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
             ("--enable-attn-tp-input-scattered", "--hc-disable"),
         ),
         (("--speculative-algorithm", "DFLASH"), ("algorithm DFLASH", "--hc-disable")),
+        (("--speculative-algorithm", "NGRAM"), ("algorithm NGRAM", "needs a GPU")),
         (
             ("--hc-overflow", "reembed", "--speculative-draft-model-path", "some"),
             ("--hc-overflow reembed", "--speculative-draft-model-path", "recompute"),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_hc.srt import cpu
 from support.core import Core
 
 ROWS = 6
@@ -295,6 +296,7 @@ def install(overlap: bool) -> None:
     from sglang.srt.speculative import ngram_worker
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
+    cpu.check_speculation = lambda args: None
     if overlap:
         speculative_hook._disable_overlap_schedule_for_cpu = lambda args: None
     DraftBackendFactory.create_decode_backend = lambda self: _draft_steps(

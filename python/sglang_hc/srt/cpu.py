@@ -35,6 +35,18 @@ def _let_mla_use_torch_native() -> None:
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
+def check_speculation(args: Any) -> None:
+    """Raise ConfigError where SGLang has no kernels to verify proposed tokens with: its own CPU
+    build, which SGLANG_USE_CPU_ENGINE selects, brings them, and the wheel does not."""
+    from sglang.srt.utils import is_cpu
+
+    if args.speculative_algorithm is not None and not is_cpu():
+        raise ConfigError(
+            f"--speculative-algorithm {args.speculative_algorithm} needs a GPU: SGLang's wheel has "
+            "no kernels for it without one; leave the flag out"
+        )
+
+
 def choose_backends(args: Any) -> list[str]:
     """Fill in what a CPU needs and the user did not choose; returns that as `name=value`."""
     chosen = {

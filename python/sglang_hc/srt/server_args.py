@@ -85,6 +85,8 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
             self.enable_hierarchical_cache = True
             # Has SGLang tell the tree of every queued request; its own back end is not built.
             self.hicache_storage_backend = "file"
+        if not torch.cuda.is_available():
+            cpu.check_speculation(self)
         object.__setattr__(self, "_hc_config", config.to_dict())
     wished = self.cuda_graph_backend_prefill
     original(self)
