@@ -219,14 +219,15 @@ def beside(folder: str, profile: str, *flags: str) -> tuple:
     return (*found, core.tree.stats().get("meetings", 0))
 
 
-@pytest.mark.parametrize("mixed", [(), ("--enable-mixed-chunk",)], ids=["apart", "mixed"])
+@pytest.mark.parametrize("how", ["overlap", "mixed chunk", "no overlap"])
 @pytest.mark.parametrize("chunk", ["4096", "512", "100"])
 def test_beside_a_decoding_request_no_gap_is_longer_than_a_plain_prefill(
-    wanted: dict, tmp_path: Path, chunk: str, mixed: tuple[str, ...]
+    wanted: dict, tmp_path: Path, chunk: str, how: str
 ) -> None:
     """Counted in passes and in tokens that are computed between two steps of the request that
     decodes. A pass costs about a step: one more than with the plain prefill is the bound."""
-    flags = ("--chunked-prefill-size", chunk, *mixed)
+    flag = {"mixed chunk": "--enable-mixed-chunk", "no overlap": "--disable-overlap-schedule"}
+    flags = ["--chunked-prefill-size", chunk, *([flag[how]] if how in flag else [])]
     profile = halving_profile(tmp_path, 6e-3)  # slow enough that computing pays beside others
     met, plain, meetings = run_in_child(beside, str(tmp_path / "d"), profile, *flags)
     assert met[2].tokens == plain[2].tokens == wanted["hidden"][1][:4]
