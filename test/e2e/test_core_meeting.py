@@ -233,7 +233,7 @@ def test_beside_a_decoding_request_no_gap_is_longer_than_a_plain_prefill(
     assert met[2].tokens == plain[2].tokens == wanted["hidden"][1][:4]
     assert met[1] <= plain[1] and plain[1] > 0, (met, plain)
     assert met[0] <= plain[0] + 1, (met, plain)
-    assert meetings == 1 and met[2].cached > 0, (met, meetings)
+    assert meetings == 1
 
 
 def exact(folder: str, profile: str) -> tuple[Any, bool]:

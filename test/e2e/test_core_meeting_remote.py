@@ -98,7 +98,7 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
     flags = (*on_disk(folder), *in_store(shared))
     core, history, _ = start("kv", profile, *flags, seconds=STORE_SECONDS / 2)
     disk = core.tree.tiers.disk._io._near._store
-    assert disk.delete(blocks_of(core, history)[5:]) == BLOCKS - 5
+    assert disk.remove(blocks_of(core, history)[5:]) == BLOCKS - 5
     return counted(core, lambda: core.ask(history, 24))
 
 
