@@ -24,6 +24,8 @@ from support.ledger import MODELS, Entry, ledger, table
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = StartGroup(0, 1)
+LAYERS: list[Any] = [SimpleNamespace(qkv=SimpleNamespace(weight=torch.empty(1, 16)))]
+"""Of hidden states of 16 numbers."""
 SHAPE = StateShape(1, 64, (32, 32), "float32")
 
 
@@ -90,7 +92,7 @@ def test_the_ring_is_a_pass_or_a_share_of_the_device(gib: float, ring: int) -> N
 def runner_of(args: Any, context: int) -> Any:
     return SimpleNamespace(
         server_args=args, model_config=SimpleNamespace(context_len=context), dtype=torch.float32,
-        model=torch.nn.Linear(1, 1),
+        model=torch.nn.Linear(1, 1), ps=SimpleNamespace(tp_size=1),
     )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     with caplog.at_level("INFO"):
         memory = take_capture_memory(
-            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), None, ALONE
+            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), LAYERS, ALONE
         )
     assert memory.taps is not None and memory.taps.rows == UNCHUNKED_ROWS
     assert memory.ring is None and memory.twins is None
@@ -112,7 +114,7 @@ def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
     args = args_of(chunked_prefill_size=10**13)
     with pytest.raises(ConfigError) as error:
-        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), None, ALONE)
+        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), LAYERS, ALONE)
     assert "--chunked-prefill-size (now 10000000000000)" in str(error.value)
     assert "\n" not in str(error.value)
     plan = LayerPlan(0, 0, 4)  # nothing of it is hidden: no taps
