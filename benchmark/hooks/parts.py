@@ -12,14 +12,14 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.saving import DeviceState, WayOut
+from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import LruPolicy, make_policy
-from sglang_hc.policy.pins import RetentionPriority
+from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.path import RestorePath
@@ -33,7 +33,7 @@ from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
-from sglang_hc.tiers.retention import Retention, pins_for
+from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -50,7 +50,7 @@ def tiers_of(
     plan = LayerPlan(0, 1, 0)
     layout = BlockLayout(plan, StateShape(1, 8, (8, 8), "float32"))
     window: LookAhead[str] = LookAhead()
-    pins = pins_for(slots)
+    pins = SessionPins.sized_for(slots)
     priority = RetentionPriority(window, pins)
     policy = make_policy("queue", window, pinned=pins) if by_queue else LruPolicy()
     host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
@@ -61,12 +61,11 @@ def tiers_of(
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    out = WayOut(pool, copy_stream, filing)
-    source = DeviceState(device, taps, None, out.hidden(buffers), None)
+    source = WayOut(pool, copy_stream, filing).device_state(device, taps, buffers, [])
     capture = Capture(layout, host, filing, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, False, counters)
-    path = RestorePath(pool, device, copy_stream, StagingRing.sized_for(layout, CPU, copy_stream))
+    path = RestorePath(pool, device, StagingRing.sized_for(layout.shape, CPU, copy_stream))
     restorer = Restorer(host, path, planner, None, counters)
     rules = QueueRules(ready_first=ready_first)
     queue = QueueView(host, below, window, rules, priority if by_queue else None)

@@ -62,10 +62,8 @@ class Engine:
         assert self.cost is not None, "the server could not measure its costs; its log says why"
         assert self.shape.hidden_bytes, "the model's hidden states cannot be restored"
         self.sink = tiers.restorer.path.sink
-        self.copy_stream, self.side_stream = (
-            tiers.restorer.path.copy_stream,
-            tiers.restorer.path.side_stream,
-        )
+        self.copy_stream = tiers.restorer.path.copy_stream
+        self.side_stream = tiers.restorer.path.side_stream
         self.recomputer = tiers.restorer.path.recomputer
         self.device: torch.device = self.sink.device
         self.dtype: torch.dtype = self.runner.dtype
@@ -115,7 +113,7 @@ class Stored:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(engine.vocabulary, (tokens,), generator=generator).tolist()
         self._histories: dict[str, History] = {}
-        self.ring = StagingRing.sized_for(self.layout, engine.device, engine.copy_stream)
+        self.ring = StagingRing.sized_for(self.layout.shape, engine.device, engine.copy_stream)
 
     def _directory(self, path: str) -> DiskSpec:
         size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
@@ -153,13 +151,7 @@ class Stored:
         whole = engine.slots[:tokens]
         restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
         path = RestorePath(
-            self.pool,
-            engine.sink,
-            engine.copy_stream,
-            self.ring,
-            engine.recomputer,
-            early,
-            engine.side_stream,
+            self.pool, engine.sink, self.ring, engine.recomputer, early, engine.side_stream
         )
         restore = RestorePass(path, [restoration], kv_per_hidden)
         with torch.no_grad():

@@ -76,7 +76,7 @@ class Early:
         size = READ_BUFFER[engine.device.type]
         frames = frames_for(size, stored.layout, engine.device, engine.copy_stream)
         host = stored.history(slots).host
-        self.buffer = ReadBuffer(host, stored.pool, engine.copy_stream, frames)
+        self.buffer = ReadBuffer(host, stored.pool, frames)
 
     def fill(self, history: int) -> None:
         self.buffer.clear()

@@ -36,7 +36,6 @@ from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
 from sglang_hc.restore.measure import Subject, measure
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
-from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockNode
@@ -79,7 +78,6 @@ class Restorer:
             node.slot = slot
         slots = torch.arange(tokens)
         self.restoration = Restoration(tuple(nodes), 0, tokens, slots, recompute)
-        self.staging = StagingRing(*subject.frames, subject.device, subject.copy_stream)
         self.kv_per_hidden = copy_order.kv_per_hidden(cost, tokens)
 
     def run(self) -> float:
@@ -87,7 +85,7 @@ class Restorer:
         subject = self.subject
         begin = time.perf_counter()
         if self.recompute < self.layers:
-            path = RestorePath(self.pool, OneLayer(subject), subject.copy_stream, self.staging)
+            path = RestorePath(self.pool, OneLayer(subject), subject.staging)
             restore = RestorePass(path, [self.restoration], self.kv_per_hidden)
         for _ in range(self.recompute):
             subject.prefill(self.tokens, 0)

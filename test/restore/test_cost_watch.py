@@ -241,7 +241,7 @@ def watched(seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1) -> Wat
     # Two frames, of one block as KV each: not all of a restoration fits.
     ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, copy_stream)
     span = Restoration(tuple(nodes), 0, tokens, torch.arange(tokens))
-    path = RestorePath(HostPool(layout, blocks), sink, copy_stream, ring)
+    path = RestorePath(HostPool(layout, blocks), sink, ring)
     return WatchedPass(seen, path, [span])
 
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -85,7 +84,8 @@ def subject(
     def prefill(new: int, context: int) -> None:
         clock.now += slow * new * (TOKEN_S + PAIR_S * (context + new / 2))
 
-    return Subject(SHAPE, CPU, copy_stream, Sink(clock), prefill, ROWS, hidden, FRAMES)
+    staging = StagingRing(*FRAMES, CPU, copy_stream)
+    return Subject(SHAPE, staging, Sink(clock), prefill, ROWS, hidden)
 
 
 @pytest.mark.parametrize("kind", [SlowCopyStream, throttled])
@@ -283,18 +283,11 @@ def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
     assert plans[1e6] == LayerPlan(0, 8, 0)
 
 
-def test_nothing_of_a_measurement_is_left_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_measurement_is_left_when_it_is_over() -> None:
     """On a GPU it is 0.6 GB of frames and scratch rows; without a run of the garbage collector."""
-    left: list[weakref.ref[object]] = []
-
-    class Ring(StagingRing):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            left.extend(weakref.ref(frame) for frame, _ in self._free)
-
-    monkeypatch.setattr("sglang_hc.restore.measure.StagingRing", Ring)
     clock = Clock()
     measured = subject(clock, HostCopyStream())
+    left: list[weakref.ref[object]] = [weakref.ref(frame) for frame in measured.staging.free]
     left += [weakref.ref(measured.sink), weakref.ref(measured.sink.parts[0])]  # type: ignore[attr-defined]
     gc.disable()
     try:

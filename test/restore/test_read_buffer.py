@@ -35,7 +35,7 @@ class Bench:
         self.target = StreamPool(self.device, 1000, PLAN.num_layers)
         self.ring = StagingRing(2, FRAME, CPU, self.copy_stream)
         self.frames = StagingRing(frames, FRAME, CPU, self.copy_stream)
-        self.early = ReadBuffer(self.host, self.pool, self.copy_stream, self.frames)
+        self.early = ReadBuffer(self.host, self.pool, self.frames)
         self.waiting: dict[str, Waiting] = {}
         self.looked = 0
 
@@ -62,12 +62,7 @@ class Bench:
     def restore(self, restorations: Sequence[Restoration], beside: bool = False) -> None:
         side = self.copy_stream.side_stream() if beside else None
         path = RestorePath(
-            self.pool,
-            self.target,
-            self.copy_stream,
-            self.ring,
-            read_buffer=self.early,
-            side_stream=side,
+            self.pool, self.target, self.ring, read_buffer=self.early, side_stream=side
         )
         restore = RestorePass(path, restorations)
         for layer in LAYERS:
@@ -244,10 +239,7 @@ def test_blocks_that_are_not_in_place_are_left_alone() -> None:
 def test_what_is_on_its_way_from_disk_is_waited_for() -> None:
     bench = Bench()
     fetching = {"r0"}
-    bench.early = ReadBuffer(
-        bench.host, bench.pool, bench.copy_stream, bench.frames,
-        fetching=fetching.__contains__,
-    )  # fmt: skip
+    bench.early = ReadBuffer(bench.host, bench.pool, bench.frames, fetching=fetching.__contains__)
     rid = bench.wait(1)
     bench.look(rid)
     assert bench.copies == 0
@@ -265,7 +257,7 @@ def test_scattered_blocks_are_copied_in_one_call() -> None:
         node.slot = slot
     assert len(slots) > FEW_RUNS
     bench.frames = StagingRing(10, 8 * FRAME, CPU, bench.copy_stream)
-    bench.early = ReadBuffer(bench.host, bench.pool, bench.copy_stream, bench.frames)
+    bench.early = ReadBuffer(bench.host, bench.pool, bench.frames)
     bench.look(bench.wait(0))
     plan = bench.pool.layout.plan
     assert bench.copy_stream.calls == plan.hidden + 2 * plan.kv

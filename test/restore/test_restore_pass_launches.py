@@ -102,7 +102,7 @@ def test_enqueueing_takes_at_most_half_the_time_of_the_link(
     sink = CountingSink(copy_stream)
     ring = StagingRing(*CUDA_FRAMES, CPU, copy_stream)  # type: ignore[arg-type]
     restoration = Restoration(nodes, 0, TOKENS, torch.arange(TOKENS))
-    path = RestorePath(pool, sink, copy_stream, ring)  # type: ignore[arg-type]
+    path = RestorePath(pool, sink, ring)  # type: ignore[arg-type]
     restore = RestorePass(path, [restoration])
     for layer in range(shape.num_layers):
         restore.wait(layer)

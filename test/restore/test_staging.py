@@ -61,9 +61,7 @@ def test_attention_sees_what_the_host_holds_in_every_order_of_events(
         passes.append(restorations)
     for restorations in passes:
         side = copy_stream.side_stream() if beside else None
-        restore = RestorePass(
-            RestorePath(pool, target, copy_stream, ring, side_stream=side), restorations
-        )
+        restore = RestorePass(RestorePath(pool, target, ring, side_stream=side), restorations)
         for layer in range(plan.num_layers):
             restore.wait(layer)
             target.attend(layer)
@@ -96,7 +94,7 @@ def run_of(count: int, frames: int = 2, plan: LayerPlan | None = None) -> Prepar
     copy_stream = SimulatedCopyStream(device)
     target = StreamPool(device, count, plan.num_layers)
     restoration = Restoration(nodes_in(range(pool.num_slots)), 0, count, torch.arange(count))
-    path = RestorePath(pool, target, copy_stream, StagingRing(frames, FRAME, CPU, copy_stream))
+    path = RestorePath(pool, target, StagingRing(frames, FRAME, CPU, copy_stream))
     return Prepared(RestorePass(path, [restoration]), path, target, device, pool, restoration)
 
 
@@ -259,7 +257,7 @@ def test_a_side_gets_a_few_layers_at_once_and_the_rest_as_layers_are_waited_for(
     target.write_hidden = note  # type: ignore[method-assign]
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
     ring = StagingRing(2, FRAME, CPU, copy_stream)
-    path = RestorePath(pool, target, copy_stream, ring, side_stream=copy_stream.side_stream())
+    path = RestorePath(pool, target, ring, side_stream=copy_stream.side_stream())
     restore = RestorePass(path, [restoration])
     assert written == list(range(SIDE_LAYERS))
     restore.wait(0)
@@ -294,7 +292,7 @@ def test_copies_go_on_between_the_passes_of_a_recomputation() -> None:
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128), recompute=1)
     ring = StagingRing(2, FRAME, CPU, copy_stream)
     recomputer = SlowRecomputer(device, 4)
-    restore = RestorePass(RestorePath(pool, target, copy_stream, ring, recomputer), [restoration])
+    restore = RestorePass(RestorePath(pool, target, ring, recomputer), [restoration])
     assert copy_stream.calls == 2
     restore.recompute()
     first, second, third = recomputer.copied
@@ -338,7 +336,7 @@ def test_beside_the_compute_stream_slots_are_not_written_before_their_last_reade
         target.attend(layer)
     restoration = Restoration(nodes_in(range(2)), 0, 128, torch.arange(128))
     ring = StagingRing(2, FRAME, CPU, copy_stream)
-    path = RestorePath(pool, target, copy_stream, ring, side_stream=copy_stream.side_stream())
+    path = RestorePath(pool, target, ring, side_stream=copy_stream.side_stream())
     restore = RestorePass(path, [restoration])
     restore.finish()
     for layer in range(plan.num_layers):

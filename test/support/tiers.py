@@ -11,7 +11,7 @@ import torch
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.capture.saving import DeviceState, WayOut
+from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -159,13 +159,7 @@ def build(
     out = WayOut(pool, copy_stream.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
     size = buffers * rows * plan.hidden * HIDDEN_BYTES
     twins = torch.empty(size, dtype=torch.uint8) if ring else None
-    source = DeviceState(
-        device,
-        None,
-        None,
-        out.hidden(hidden_buffers, twins) if plan.hidden else None,
-        out.kv([] if ring else kv_buffers, buffers) if layout.kv_layers else None,
-    )
+    source = out.device_state(device, None, hidden_buffers, [] if ring else kv_buffers, twins)
     below = None
     if disk is not None:
         io, pause = ranks.blocks(disk(pool), 0)
@@ -173,15 +167,10 @@ def build(
     on_ready = below.spill if below is not None else lambda node: None
     early = None
     if frames:
-        early = ReadBuffer(
-            host,
-            pool,
-            copy_stream,
-            StagingRing(frames, 2 * BLOCK_TOKENS * sum(PARTS), CPU, copy_stream),
-            ranks=ranks,
-        )
-    staging = StagingRing.sized_for(layout, CPU, copy_stream)
-    path = RestorePath(pool, device, copy_stream, staging, recomputer, early)
+        size = 2 * BLOCK_TOKENS * sum(PARTS)
+        early = ReadBuffer(host, pool, StagingRing(frames, size, CPU, copy_stream), ranks=ranks)
+    staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
+    path = RestorePath(pool, device, staging, recomputer, early)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import POLICIES, make_policy
-from sglang_hc.policy.pins import PinLimitError, RetentionPriority, TimeToLive
+from sglang_hc.policy.pins import PinLimitError, RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.tiers.retention import Retention, pins_for
+from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import pack_tokens
 from support.host import host_tier, keep
 
@@ -25,7 +25,7 @@ class World:
     def __init__(self, policy: str) -> None:
         self.now = 0.0
         self.window: LookAhead[str] = LookAhead()
-        pins = pins_for(SLOTS)
+        pins = SessionPins.sized_for(SLOTS)
         held = make_policy(policy, self.window, pinned=pins)
         self.host = host_tier(SLOTS, held, TimeToLive(100.0))
         priority = RetentionPriority(self.window, pins)

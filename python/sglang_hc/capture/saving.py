@@ -1,9 +1,9 @@
 """Which way rows leave the device: gathered in a snapshot, or straight into their slots.
 
-Few rows at a time, as decode steps have them, share a snapshot: one copy for many steps. Many rows
-of one request, as a prefill has them, go straight where the device has memory of its own, because a
-copy engine then does all the work, and otherwise when snapshots have no room for them. So a prefill
-of any size is saved, and what finds no room is a decode step's row while filing is behind.
+Decode steps have few rows of each request, so many steps share one snapshot and one copy. A prefill
+has many rows of one request. They go straight into their slots if the device has memory of its own,
+because a copy engine then does all the work, and otherwise if snapshots have no room for them. So a
+prefill of any size is saved; only a decode step's row can find no room, while filing is behind.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
 
 STRAIGHT_ROWS = 16
-"""Rows of one request in one pass from which on a copy of their own pays."""
+"""From so many rows of one request in one pass on, a copy of their own is worth it."""
 
 
 @dataclass(frozen=True)
 class SavePath:
     """The ways for rows of one kind (hidden states, or KV) from the device to slots.
 
-    snapshots: None where all rows go straight. own_memory: the device has some. least: fewer rows
-    of one request than that go into a snapshot or are not taken.
+    snapshots: None where all rows go straight. own_memory: the device has memory of its own.
+    least: fewer rows of one request than this go into a snapshot, or are not taken.
     """
 
     snapshots: Snapshots | None
@@ -42,21 +42,22 @@ class SavePath:
     least: int
 
     def begin(self, fill: Fill) -> PassRows:
-        """Start to take rows of one pass, which `fill` copies by their number in the pass."""
+        """Start to take the rows of one pass. `fill` copies them by their number in the pass."""
         return PassRows(self, fill)
 
     def flush(self) -> None:
-        """Send what snapshots hold on its way."""
+        """Hand what the snapshots hold over to filing."""
         if self.snapshots is not None:
             self.snapshots.flush()
 
 
 @dataclass(frozen=True)
 class DeviceState:
-    """Where a model's state is on the device, and the ways on which it leaves.
+    """Where a model's state is on the device, and how it leaves the device.
 
-    pool: its KV. taps: its hidden states; hidden: their ways. Both are None without hidden layers,
-    kv without KV layers. verified: hidden states of verify passes; None without such passes.
+    pool: its KV. taps: its hidden states. hidden, kv: the ways for rows of each form. taps and
+    hidden are None without hidden layers, kv is None without KV layers. verified: hidden states of
+    verify passes; None without such passes.
     """
 
     pool: DevicePool
@@ -67,7 +68,7 @@ class DeviceState:
 
 
 class PassRows:
-    """Rows of one pass, taken from the front. Call `end` when all are named."""
+    """Rows of one pass, taken in their order. Call `end` after the last one."""
 
     def __init__(self, path: SavePath, fill: Fill) -> None:
         self._path = path
@@ -78,10 +79,10 @@ class PassRows:
         self._asked = False
 
     def room(self, row: int, rows: int, rewritten: bool) -> int:
-        """How many of the rows [row, row + rows) of one request can be taken, from the first on.
+        """How many of the rows [row, row + rows) of one request can be taken, counted from the
+        first.
 
-        rewritten: their places were written before, so they must not overtake what filing has yet
-        to do.
+        rewritten: their places were written before, so filing must write them after the old rows.
         """
         if self._snapshots is not None and not self._asked and self._gathered_room(row) < rows:
             self._asked = True
@@ -91,7 +92,7 @@ class PassRows:
         return max(0, min(rows, self._gathered_room(row)))
 
     def add(self, row: int, rows: int, spans: Sequence[RowSpan], rewritten: bool) -> None:
-        """Take these rows, as far as `spans` name them. The caller asked `room` for them."""
+        """Take the rows that `spans` name. The caller asked `room` for them."""
         if not spans:
             return
         if self._straight(row, rows, rewritten):
@@ -127,7 +128,7 @@ class PassRows:
         return self._gathered_room(row) < rows
 
     def _gathered_room(self, row: int) -> int:
-        """Rows from `row` on that snapshots can take, with what is gathered already."""
+        """Rows from `row` on that fit into snapshots behind what is gathered already."""
         assert self._snapshots is not None
         low = self._low if self._spans else row
         return self._snapshots.room - (row - low)
@@ -145,17 +146,33 @@ class WayOut:
     filing: Filing
     ring: DeviceRing | None = None
 
-    def hidden(
-        self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None = None
-    ) -> SavePath:
-        """The ways for hidden states. twins: see `Snapshots`; None without a ring."""
+    def device_state(
+        self,
+        device: DevicePool,
+        taps: TapBuffer | None,
+        hidden_buffers: Sequence[SnapshotBuffer],
+        kv_buffers: Sequence[SnapshotBuffer],
+        twins: torch.Tensor | None = None,
+        verified: VerifiedRows | None = None,
+    ) -> DeviceState:
+        """The state of a model on the device, with its ways out. The executor numbers the buffers
+        in this order. Without KV buffers all KV rows go straight. twins: see `Snapshots`; None
+        without a ring."""
+        layout = self.pool.layout
+        return DeviceState(
+            device,
+            taps,
+            verified,
+            self._hidden(hidden_buffers, twins) if layout.plan.hidden else None,
+            self._kv(kv_buffers, len(hidden_buffers)) if layout.kv_layers else None,
+        )
+
+    def _hidden(self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None) -> SavePath:
         snapshots = Snapshots(buffers, 0, "hidden", twins, self.copy_stream, self.filing)
         # A decode step has one row of each of many requests: too few for copies of their own.
         return self._path(snapshots, [self.pool.hidden], least=2)
 
-    def kv(self, buffers: Sequence[SnapshotBuffer], first_index: int) -> SavePath:
-        """The ways for KV. Without buffers all rows go straight; `first_index` numbers the buffers
-        for the executor."""
+    def _kv(self, buffers: Sequence[SnapshotBuffer], first_index: int) -> SavePath:
         snapshots = None
         if buffers:
             snapshots = Snapshots(buffers, first_index, "kv", None, self.copy_stream, self.filing)
@@ -193,6 +210,3 @@ def kv_rows(
 def _later(fill: Fill, low: int) -> Fill:
     """`fill` for rows counted from `low`."""
     return lambda targets, at, first, count: fill(targets, at, low + first, count)
-
-
-__all__ = ["STRAIGHT_ROWS", "DeviceState", "PassRows", "SavePath", "WayOut", "kv_rows"]

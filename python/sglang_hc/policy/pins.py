@@ -17,6 +17,16 @@ K = TypeVar("K", bound=Hashable)
 """Whatever stands for a block in its tier."""
 
 
+PINNED_SHARE = 0.5
+"""Share of the host tier that pins may hold together: the other half always turns over."""
+
+NAMESPACE_SHARE = 0.25
+"""Share of the host tier that the pins of one namespace may hold."""
+
+MAX_PIN_S = 3600.0
+"""Longest pin, in seconds."""
+
+
 class TimeToLive(Generic[K]):
     """Blocks that nobody has used for `ttl` seconds (AttentionStore section 4.3.5).
 
@@ -89,6 +99,11 @@ class SessionPins:
         self._first_end = math.inf
         """No pin ends before this."""
         self._listeners: list[Callable[[bytes], None]] = []
+
+    @classmethod
+    def sized_for(cls, slots: int) -> SessionPins:
+        """With the bounds for a host tier of so many blocks."""
+        return cls(int(NAMESPACE_SHARE * slots), int(PINNED_SHARE * slots), MAX_PIN_S)
 
     def __len__(self) -> int:
         """Sessions that pin blocks."""

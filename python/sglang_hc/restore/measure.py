@@ -1,9 +1,9 @@
-"""Samples of what moving and computing one layer costs, taken on the server's own parts.
+"""Samples of what moving and computing one layer costs, taken with the server's own parts.
 
-Everything is timed as a restoration does it: the copies by a `RestorePass` over slots of a host
-pool, the projection by the sink that a restoration writes to, disk by the store. The sizes of one
-kind are taken in turns, so that a machine that slows down meanwhile slows all of them.
-HybridServe section 4.3 fits lines to such samples; `policy.cost_model` does.
+Everything is timed as a restoration does it: copies by a `RestorePass` over slots of a host pool,
+the projection by a restore sink, disk by the store. The sizes of one kind take turns, so that a
+machine that slows down meanwhile slows all of them alike. `policy.cost_model` fits lines to the
+samples, as HybridServe section 4.3 does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import NOISY, Samples, SourceTier
 from sglang_hc.restore.measure_disk import disk_samples, spread
@@ -29,31 +28,31 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 
 BUDGET_S = 10.0
-"""Longest that measuring may take; what does not fit is measured at fewer or smaller sizes."""
+"""Most seconds that measuring may take; if it needs more, it measures fewer or smaller sizes."""
 
 ROUNDS = 5
 """Samples of each size; their median counts."""
 
 ATTEMPTS = 3
-"""Times that something is measured whose samples show a busy machine, if there is time."""
+"""Most times that one kind is measured while its samples show a busy machine, if there is time."""
 
 LAYERS = 4
-"""Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
-work to be submitted ahead of its execution, as in a forward pass."""
+"""Layers of one timed restoration, and passes of one timed prefill on an accelerator: so many that
+work is submitted ahead of its execution, as in a forward pass."""
 
 TOKENS = (64, 256, 1024, 2048)
 """Sizes of a copy or projection: from one block to a usual history."""
 
 PREFILLS = ((64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0),
             (64, 4032), (2048, 2048))  # fmt: skip
-"""(new, context) of a prefill, dearer ones later."""
+"""(new, context) of a prefill, in the order of their costs."""
 
 MAX_ROWS = max(new + context for new, context in PREFILLS)
 GROWTH = 4
 """A size costs at most so many times what the one before it cost."""
 
 SHARES = {"kv": 0.15, "hidden": 0.15, "project": 0.15, "prefill": 0.4}
-"""Parts of the budget; disk has the rest."""
+"""Shares of the budget; disk has the rest."""
 
 Sizes = Sequence[tuple[int, ...]]
 Times = dict[tuple[int, ...], float]
@@ -63,7 +62,7 @@ Clock = Callable[[], float]
 
 
 class Sampled(NamedTuple):
-    """Medians, and how busy the machine was meanwhile: see `Samples.noise`."""
+    """Medians, and how busy the machine was meanwhile (`Samples.noise`)."""
 
     times: Times
     noise: float
@@ -74,23 +73,25 @@ class Subject:
     """One layer of a model on one device.
 
     shape: of one layer; num_layers is not looked at.
+    staging: the frames that restorations pass through.
     sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
     hidden: whether hidden states can be projected to K and V here.
-    frames: number and bytes of the staging frames that restorations pass through.
-    most: of a number, the largest that one of the ranks has that run this layer together; each of
-    them makes the same calls. The number itself where there is one rank.
+    most: the largest of a number over the ranks that run this layer together, each of which makes
+    the same calls. The number itself where there is one rank.
     """
 
     shape: StateShape
-    device: torch.device
-    copy_stream: CopyStream
+    staging: StagingRing
     sink: RestoreSink
     prefill: Callable[[int, int], None]
     rows: int
     hidden: bool
-    frames: tuple[int, int]
     most: Callable[[float], float] = float
+
+    @property
+    def device(self) -> torch.device:
+        return self.staging.device
 
 
 def measure(
@@ -105,9 +106,9 @@ def measure(
 
     What several ranks run together they run equally often: all decide by the longest times of any.
 
-    What shows that the machine is busy is measured again, up to ATTEMPTS times within its share of
-    the budget, and the quietest attempt counts. The two smallest sizes of everything (three of
-    prefill) are measured whatever they take. Raises what the parts raise: OSError or
+    A kind whose samples show a busy machine is measured up to ATTEMPTS times within its share of
+    the budget, and the quietest attempt counts. The two smallest sizes of each kind (three of
+    prefill) are measured even beyond the budget. Raises what the parts raise: OSError or
     DirectoryError for a directory, RuntimeError for the device.
     """
     bench = _Bench(subject, clock)
@@ -163,8 +164,8 @@ def _slowest(subject: Subject, run: Callable[..., float], *size: int) -> float:
 
 
 def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:
-    """The quietest of up to ATTEMPTS attempts; after one that is quiet, or when another one like
-    the last would not fit into the budget, none follows. sample: takes the seconds it may use."""
+    """The quietest of up to ATTEMPTS attempts. None follows a quiet one, or one after which another
+    like it would not fit into the budget. sample: takes the seconds that it may use."""
     began = last = clock()
     found = sample(budget_s)
     for _ in range(ATTEMPTS - 1):
@@ -186,8 +187,8 @@ def sample_sizes(
 ) -> Sampled:
     """Median of `run(*size)` for growing sizes, within a budget of seconds.
 
-    computed: see `measure`.
-    A size is left out when one round with it would not fit any more, except the `least` first.
+    computed: see `measure`. A size beyond the `least` first ones is left out if one round with it
+    would not fit any more.
     """
     began = clock()
     worked = computed() if computed is not None else 0.0
@@ -207,7 +208,7 @@ def sample_sizes(
             times.append(run(*size))
     noise = spread(list(taken.values()))
     if computed is not None:
-        # Other work on the machine makes this thread wait for a processor, in every repeat alike.
+        # Other work on the machine makes this thread wait for a processor, in every repeat.
         noise = max(noise, (clock() - began) / max(computed() - worked, 1e-9))
     return Sampled({size: statistics.median(times) for size, times in taken.items()}, noise)
 
@@ -222,9 +223,8 @@ class _Bench:
         self._pools = {Form.KV: self._pool(Form.KV)}
         if subject.hidden:
             self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
-        self._staging = StagingRing(*subject.frames, subject.device, subject.copy_stream)
         blocks = self._pools[Form.KV].num_slots
-        # A pool in use is not in order: neighbours in a path are anywhere in memory.
+        # In a pool in use the blocks of one path lie anywhere.
         self._nodes = [_node(int(slot)) for slot in np.random.default_rng(0).permutation(blocks)]
 
     def restore_kv(self, tokens: int) -> float:
@@ -248,7 +248,7 @@ class _Bench:
 
     def overlaps(self, tokens: int) -> bool:
         """Whether a copy returns well before it is done: then compute can run beside it."""
-        pool, copy_stream = self._pools[Form.KV], self._subject.copy_stream
+        pool, copy_stream = self._pools[Form.KV], self._subject.staging.copy_stream
         source = torch.from_numpy(pool.kv[0])
         size = (tokens, source.shape[-1])
         target = torch.empty(size, dtype=torch.uint8, device=self._subject.device)
@@ -268,7 +268,7 @@ class _Bench:
         span = Restoration(nodes, 0, tokens, self._slots[:tokens])
         self._wait()
         begin = self._clock()
-        path = RestorePath(pool, sink, subject.copy_stream, self._staging)
+        path = RestorePath(pool, sink, subject.staging)
         restore = RestorePass(path, [span])
         restore.finish()
         self._wait()
@@ -296,7 +296,7 @@ class _Bench:
 
 
 class _OneLayer:
-    """All layers of a timed restoration go to one layer of the scratch pool."""
+    """Writes all layers of a timed restoration to one layer of the scratch pool."""
 
     def __init__(self, sink: RestoreSink) -> None:
         self._sink = sink
@@ -311,7 +311,7 @@ class _OneLayer:
 
 
 class _Unprojected:
-    """Leaves hidden states where the copy put them."""
+    """Does nothing with hidden states, so that only their copy is timed."""
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -325,8 +325,7 @@ class _Unprojected:
 def _ahead(subject: Subject, copies: Times) -> float:
     """Seconds of copies that the staging frames hold."""
     (tokens,), seconds = max(copies.items())
-    count, size = subject.frames
-    return count * size * seconds / (tokens * subject.shape.kv_bytes)
+    return subject.staging.bytes * seconds / (tokens * subject.shape.kv_bytes)
 
 
 def _layout(form: Form, shape: StateShape, layers: int) -> BlockLayout:

@@ -48,10 +48,10 @@ class Rotation(Protocol):
 class Restoration:
     """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
 
-    recompute: the layers below this one are recomputed, not loaded. At least the layer plan's
-    recompute count; above it, layers that are stored are recomputed all the same.
-    prefix_slots: (start,) int64 device slots of the tokens before; recomputed layers attend to
-    them. May be left out where nothing is recomputed.
+    recompute: the layers below this one are recomputed and not loaded. It is at least the layer
+    plan's recompute count; if it is larger, some stored layers are recomputed too.
+    prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
+    attend. Not needed if nothing is recomputed.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -97,9 +97,9 @@ class Recomputer(Protocol):
     def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         """Write K/V of layers [0, restoration.recompute) of its tokens to its device slots.
 
-        Submits compute work, in one or several passes over the model's layers, and calls `between`
-        after each pass but the last. The prefix is valid in the layers it reads once the layer
-        gate was asked for them. Raises what a forward pass may raise; then nothing may be served.
+        Submits compute work in one or several passes over the model's layers, and calls `between`
+        after each pass but the last. It asks the layer gate for every layer whose prefix it reads.
+        Raises what a forward pass may raise; nothing may be served then.
         """
 
 
@@ -108,19 +108,21 @@ class RestorePath:
     """What restorations pass through on their way from the host tier into the KV pool.
 
     recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
-    its request's turn. side_stream: submit the work to a stream beside the compute stream,
-    `SIDE_LAYERS` layers ahead of the one that is waited for; None: when it is waited for, in the
-    compute stream. rotation: for K of blocks that have moved; None where none does. in_step:
-    several ranks restore together, and the sink's work has collectives in it: the order of work
-    must not depend on what the device has done by when.
+    its request's turn. side_stream: the work is submitted to a stream beside the compute stream,
+    `SIDE_LAYERS` layers ahead of the layer that is waited for; with None it is submitted to the
+    compute stream when it is waited for. rotation: moves K of blocks that have moved; None where
+    none does.
     """
 
     pool: HostPool
     sink: RestoreSink
-    copy_stream: CopyStream
     staging: StagingRing
     recomputer: Recomputer | None = None
     read_buffer: ReadBuffer | None = None
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
-    in_step: bool = False
+
+    @property
+    def copy_stream(self) -> CopyStream:
+        """Where the copies run."""
+        return self.staging.copy_stream

@@ -1,17 +1,17 @@
 """The read buffer: what the next requests need, copied to the device before their turn.
 
-A restoration begins when its request is admitted, and its first layers wait for their copies while
-the device has nothing to overlap them with (AttentionStore section 3.2.1). Here the chunks of the
-waiting queue's first requests travel while other batches run:
+A restoration begins when its request is admitted. Its first layers then wait for their copies, and
+the device has no work to do beside them (AttentionStore section 3.2.1). So the chunks of the first
+waiting requests are copied earlier, while other batches run:
 
     copied     pieces of consecutive blocks of one layer, layers in the model's order, into frames
                of the buffer; their blocks are pinned until the copy is over
     taken      by the restore pass of the request, which reads them from the frame
     dropped    when the request has left the queue without them, or the tiers are cleared
 
-Content is found by the identity of its blocks, so what was copied can be used by whoever needs the
-same blocks, and what became different is not found. Nothing else of the device changes: no slot is
-allocated and no tree is touched before the request's turn.
+Chunks are found by the identity of their blocks: every request that needs the same blocks can use
+them, and outdated ones are not found. Nothing else changes on the device: before the request's turn
+no slot is allocated and no tree is touched.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ FRAME_BYTES = 8 << 20
 """Bytes of a frame: 1,024 hidden states of a 7B model, enough rows for an efficient projection."""
 
 PIECES_PER_PASS = 8
-"""Copies enqueued in one scheduling pass at most: a restoration that begins after it waits for no
-more than these on the link."""
+"""Most copies enqueued in one scheduling pass: a restoration that begins after it waits on the link
+for no more than these."""
 
 
 def frames_for(
     size: int, layout: BlockLayout, device: torch.device, copy_stream: CopyStream
 ) -> StagingRing:
-    """Frames of a read buffer of about `size` bytes, one at least; each holds a block at least."""
+    """Frames of a read buffer of about `size` bytes: at least one, of at least one block."""
     row = max(layout.shape.hidden_bytes, layout.shape.kv_bytes)
     frame_bytes = max(min(FRAME_BYTES, size), BLOCK_TOKENS * row)
     return StagingRing(max(1, size // frame_bytes), frame_bytes, device, copy_stream)
 
 
 class Early(NamedTuple):
-    """Rows of tokens [start, stop) of a path in one layer that are, or will be, on the device.
+    """Rows of tokens [start, stop) of a path in one layer that are on the device, or soon will be.
 
     parts: (stop - start, row bytes) uint8, one per part of the layer's form; valid after `event`.
-    `done` gives their frame back; called once all compute work that reads them was submitted.
+    `done` gives their frame back. Call it when all compute work that reads them is submitted.
     """
 
     start: int
@@ -96,30 +96,30 @@ class ReadBuffer:
         self,
         host: HostTier,
         pool: HostPool,
-        copy_stream: CopyStream,
         frames: StagingRing,
         cost: CostModel | None = None,
         fetching: Callable[[str], bool] = lambda rid: False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """cost: what is copied for a request is bounded by `early_bytes`; without it, by nothing.
-        fetching: whether more of what a request needs is on its way to the host tier."""
+        """cost: `early_bytes` bounds by it how much is copied for a request; None for no bound.
+        fetching: whether blocks that a request needs are still on their way to the host tier."""
         self._layout = pool.layout
         self._host = host
         self._source = LayerSource(pool)
-        self._copy_stream = copy_stream
+        self._copy_stream = frames.copy_stream
         self._frames = frames
         self._cost = cost
         self._fetching = fetching
         self._ranks = ranks
         self._to_copy: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
         self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
-        """Per layer and block: where it is, and as which of the piece's blocks."""
+        """By layer and block: the piece that holds it, and its place among the piece's blocks."""
         self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
 
     def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
-        """The waiting requests, next first; once per pass. Copies for them as far as frames go."""
+        """Copy chunks of the waiting requests, the next one first, while frames are free. Once per
+        pass."""
         if self._to_copy:
             waiting = set(queue)
             for rid in [rid for rid in self._to_copy if rid not in waiting]:
@@ -141,7 +141,7 @@ class ReadBuffer:
     def take(
         self, layer: int, nodes: Sequence[BlockNode], start: int, stop: int
     ) -> Iterator[Early]:
-        """What there is of tokens [start, stop) of a path in a layer, in order. It is taken out."""
+        """Take out the parts of tokens [start, stop) of a path in a layer, in order."""
         known = self._copied.get(layer)
         position = start
         while known and position < stop:
@@ -166,7 +166,7 @@ class ReadBuffer:
             position = end
 
     def drop(self, rid: str) -> None:
-        """The request is not waiting any more; what was copied for it makes room."""
+        """The request does not wait any more: free the frames that hold its chunks."""
         if self._to_copy.pop(rid, None) is None:
             return
         for known in list(self._copied.values()):
@@ -193,7 +193,7 @@ class ReadBuffer:
         return len({id(c) for known in self._copied.values() for c, _ in known.values()})
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if what is found is not what was copied."""
+        """Raise AssertionError if a chunk is found under another layer or block than its own."""
         for layer, known in self._copied.items():
             for identity, (copied, index) in known.items():
                 assert copied.layer == layer and copied.identities[index] == identity
@@ -202,7 +202,7 @@ class ReadBuffer:
     def _copies_for(
         self, rid: str, waiting_of: WaitingOf
     ) -> Iterator[tuple[int, Sequence[BlockNode]]]:
-        """(layer, consecutive blocks) to copy for a request, as long as its blocks stay."""
+        """(layer, consecutive blocks) to copy for a request. Ends if one of its blocks leaves."""
         namespace, tokens, on_device, _ = waiting_of(rid)
         match = self._host.tree.match(namespace, tokens)
         ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))

@@ -81,7 +81,6 @@ class RestorePass:
         self._staging = path.staging
         self._recomputer = path.recomputer
         self._rotation = path.rotation
-        self._in_step = path.in_step
         self._read_buffer = path.read_buffer
         self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
@@ -157,7 +156,7 @@ class RestorePass:
         """Bring the pieces whose copies are over into the pool, so that copies go on. The thread
         waits for the device between two passes of a recomputation, while all frames fill up. Ranks
         that restore together bring in the same pieces, whichever rank's copies are over."""
-        if self._in_step:
+        if self._staging.in_step:
             for _ in range(len(self._staged)):
                 self._advance()
             return

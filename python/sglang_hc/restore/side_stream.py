@@ -1,4 +1,4 @@
-"""Do restorations run in the compute stream or beside it? Measured at start, where both can."""
+"""Should restorations run in the compute stream or beside it? Measured at start on a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 
 LAYERS = 2 * SIDE_LAYERS
-"""Layers of the timed restoration: as many again as a side gets ahead, so that both ways are timed
-as they serve."""
+"""Layers of the timed restoration: twice as many as a side stream gets ahead, so that both ways are
+timed as they are used."""
 
 
 def fastest_side_stream(
@@ -30,12 +30,12 @@ def fastest_side_stream(
     compute: Callable[[int], None],
     seconds: Seconds,
 ) -> SideStream | None:
-    """A stream beside the compute stream when a restoration from hidden states ends sooner there.
+    """A stream beside the compute stream, if a restoration from hidden states ends sooner there.
 
-    Beside it, a layer is projected while the new tokens are still in layers before; in turn, the
-    two never compete for the device. None: in turn, or the copy stream has no other stream.
-    slots: (n,) int64 device slots that nobody uses; they are written. compute(layer): submits about
-    what a layer does for a request's new tokens.
+    Beside the compute stream a layer is projected while the new tokens are still in earlier layers;
+    in the compute stream the two never compete for the device. None: the compute stream is faster,
+    or the copy stream has no side stream. slots: (n,) int64 device slots that nobody uses; they are
+    written. compute(layer): submits about as much work as a layer has for a request's new tokens.
     """
     side = copy_stream.side_stream()
     blocks = slots.numel() // BLOCK_TOKENS
@@ -46,7 +46,7 @@ def fastest_side_stream(
     pinned = slots.device.type == "cuda"
     memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
     pool = HostPool(layout, blocks, memory.numpy().data)
-    ring = StagingRing.sized_for(layout, slots.device, copy_stream)
+    ring = StagingRing.sized_for(shape, slots.device, copy_stream)
     nodes = []
     for slot in range(blocks):
         node = BlockNode(None, b"", b"", None)
@@ -56,7 +56,7 @@ def fastest_side_stream(
     restoration = Restoration(tuple(nodes), 0, tokens, slots[:tokens])
 
     def run(way: SideStream | None) -> None:
-        path = RestorePath(pool, sink, copy_stream, ring, side_stream=way)
+        path = RestorePath(pool, sink, ring, side_stream=way)
         restore = RestorePass(path, [restoration])
         for layer in range(layers):
             restore.wait(layer)

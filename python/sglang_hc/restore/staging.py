@@ -1,7 +1,7 @@
-"""Device memory that chunks pass through on their way into the KV pool, and what goes into it.
+"""The frames of device memory through which chunks pass on their way into the KV pool.
 
-A restoration of any length and depth uses the same few frames in turn, so its memory does not grow
-with tokens or layers. Rows that lie in adjacent host slots travel as one copy.
+A restoration of any length uses the same few frames in turn, so its memory does not grow with its
+tokens or layers. Rows in adjacent host slots are one copy.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.device.ranges import Ranges
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, Form, StateShape
+from sglang_hc.forms import BLOCK_TOKENS, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
 
 CUDA_FRAMES = (8, 32 << 20)
-"""Frames and bytes of each: two layers of 16K tokens of a 7B multi-head model as hidden states,
-which is what double buffering holds for the longest histories of HCache's evaluation."""
+"""Frames, and the bytes of each. Together they hold two layers of hidden states of 16K tokens of a
+7B multi-head model: double buffering for the longest histories of HCache's evaluation."""
 
 FEW_RUNS = 3
-"""So many runs of a piece travel as a copy each, more of them as one batch of all their slots: a
-history in adjacent slots has up to three, its first and last blocks being parts of one."""
+"""A piece of at most so many runs has one copy for each; a piece of more runs has one batched copy.
+A history in adjacent slots has up to three runs, because only parts of its first and last blocks
+may be needed."""
 
 CPU_FRAMES = (2, 4 << 20)
-"""Copies do not run beside the computation there: two frames small enough for the caches."""
+"""On a CPU copies do not run beside the computation, so two frames that fit into the caches do."""
 
 
 class HostSpan(NamedTuple):
@@ -40,9 +41,9 @@ class HostSpan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Rows [row, row + rows) of each of `slots` adjacent host slots, the first being `slot`.
+    """Rows [row, row + rows) of each of `slots` adjacent host slots from `slot` on.
 
-    More than one slot only with all rows of each.
+    A run of several slots has all rows of each.
     """
 
     slot: int
@@ -53,7 +54,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [first, first + rows) of a sequence of spans, as copies."""
+    """Rows [first, first + rows) of a sequence of spans, and the runs that are copied for them."""
 
     first: int
     rows: int
@@ -63,8 +64,8 @@ class Piece:
     )
 
     def ranges(self, slot_bytes: int, row_bytes: int) -> Ranges:
-        """One range per host slot, to consecutive rows of a target. slot_bytes: from one slot to
-        the next. Made once for all layers, which differ in the first byte only."""
+        """One range per host slot, copied to consecutive rows of a target. slot_bytes: distance
+        from one slot to the next. Computed once: layers differ in their first byte only."""
         key = slot_bytes, row_bytes
         if key not in self._ranges:
             slot, slots, row, rows = np.array(self.runs, dtype=np.int64).T
@@ -99,7 +100,7 @@ def cut(spans: Sequence[HostSpan], limit: int) -> Iterator[Piece]:
 
 
 class LayerSource:
-    """Each layer's part of the host pool, whatever its form."""
+    """Each layer's part of the host pool in the layer's form."""
 
     def __init__(self, pool: HostPool) -> None:
         layout = pool.layout
@@ -127,8 +128,8 @@ def copy_piece(
 ) -> None:
     """Enqueue the rows of a piece from one layer of the host pool to consecutive rows of `target`.
 
-    Few runs are a two-dimensional copy each. Many, of slots that lie scattered, are one batch where
-    the copy stream has that, so the time of this thread does not grow with their number.
+    Each of a few runs is a two-dimensional copy. Many runs, of scattered slots, are one batch if
+    the copy stream has batches, so this thread's time does not grow with their number.
     source: (slots, BLOCK_TOKENS, row bytes) uint8. target: (rows, row bytes) uint8, contiguous.
     """
     width = target.shape[1]
@@ -146,24 +147,29 @@ def copy_piece(
         at += count
 
 
-def frames_of(shape: StateShape, device: torch.device) -> tuple[int, int]:
-    """Number and bytes of the frames by default; each holds a block of either form at least."""
-    frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
-    return frames, max(size, BLOCK_TOKENS * max(shape.hidden_bytes, shape.kv_bytes))
-
-
 class StagingRing:
-    """Frames of one size on the device, taken in turn by one restore pass after the other.
+    """Frames of one size on the device, which one restore pass after the other takes in turn.
 
-    A frame comes back with a point in the compute work behind its last reader; the copies that fill
-    it next start after that point, and need not wait for anything else that computes.
+    A frame is given back with a point in the compute work behind its last reader. The next copies
+    into it start after that point and wait for no other compute work.
     """
 
     def __init__(
-        self, frames: int, frame_bytes: int, device: torch.device, copy_stream: CopyStream
+        self,
+        frames: int,
+        frame_bytes: int,
+        device: torch.device,
+        copy_stream: CopyStream,
+        in_step: bool = False,
     ) -> None:
+        """copy_stream: where the copies into the frames run. in_step: several ranks restore
+        together with collectives between them, so the order of the work must not depend on how far
+        the device is."""
+        self.in_step = in_step
+        self.device = device
+        self.copy_stream = copy_stream
+        self.bytes = frames * frame_bytes
         self.frame_bytes = frame_bytes
-        self._copy_stream = copy_stream
         self._free: deque[tuple[torch.Tensor, Event | None]] = deque(
             (torch.empty(frame_bytes, dtype=torch.uint8, device=device), None)
             for _ in range(frames)
@@ -172,20 +178,26 @@ class StagingRing:
 
     @classmethod
     def sized_for(
-        cls, layout: BlockLayout, device: torch.device, copy_stream: CopyStream
+        cls,
+        shape: StateShape,
+        device: torch.device,
+        copy_stream: CopyStream,
+        in_step: bool = False,
     ) -> StagingRing:
-        """The default for a device."""
-        return cls(*frames_of(layout.shape, device), device, copy_stream)
+        """The default for a device. Each frame holds at least a block of either form."""
+        frames, size = CUDA_FRAMES if device.type == "cuda" else CPU_FRAMES
+        least = BLOCK_TOKENS * max(shape.hidden_bytes, shape.kv_bytes)
+        return cls(frames, max(size, least), device, copy_stream, in_step)
 
     def claim(self, finish: Callable[[], None]) -> None:
-        """A pass begins to use the frames. One that is not over is finished first, by the `finish`
-        it gave: two passes that each hold some of the frames could both come to a stop."""
+        """A pass begins to use the frames. If the pass before it is not over, that one is finished
+        first: two passes that each hold some of the frames could block each other."""
         self._finish_last()
         self._finish_last = finish
 
     def release(self, finish: Callable[[], None]) -> None:
-        """The pass that gave `finish` is over. The ring forgets it: each holding the other would
-        keep the frames' memory until the next run of the garbage collector."""
+        """The pass that gave `finish` is over. The ring drops its reference to the pass, or the
+        frames would stay in memory until the garbage collector finds the cycle."""
         if self._finish_last == finish:
             self._finish_last = _nothing
 
@@ -203,23 +215,24 @@ class StagingRing:
         return [frame for frame, _ in self._free]
 
     def take(self) -> torch.Tensor:
-        """A frame, (frame_bytes,) uint8, for copies enqueued from now on. IndexError: none left."""
+        """A frame, (frame_bytes,) uint8, for copies enqueued from now on. Raises IndexError when
+        no frame is left."""
         frame, read = self._free.popleft()
         if read is not None:
-            self._copy_stream.after(read)
+            self.copy_stream.after(read)
         return frame
 
     def give_back(self, frame: torch.Tensor) -> None:
-        """All compute work that reads the frame has been submitted."""
-        self._free.append((frame, self._copy_stream.computed()))
+        """The pass has submitted all compute work that reads the frame."""
+        self._free.append((frame, self.copy_stream.computed()))
 
     def give_back_unread(self, frame: torch.Tensor) -> None:
-        """No compute work has read what was copied to the frame since it was taken."""
+        """No compute work reads what was copied to the frame since it was taken."""
         self._free.append((frame, None))
 
 
 def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
-    """(rows, width) views of a frame, one after the other."""
+    """Consecutive (rows, width) views of a frame."""
     views, at = [], 0
     for width in widths:
         views.append(frame[at : at + rows * width].view(rows, width))

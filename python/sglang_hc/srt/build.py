@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.saving import DeviceState, WayOut
+from sglang_hc.capture.saving import WayOut
 from sglang_hc.capture.snapshots import Filing
 from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
-from sglang_hc.policy.pins import RetentionPriority, TimeToLive
+from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
@@ -48,7 +48,7 @@ from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.tiers.grafts import Grafts
-from sglang_hc.tiers.retention import Retention, pins_for
+from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
@@ -200,7 +200,7 @@ def _tiers(
         ranks.clock,
         always=config.restore == "always",
     )
-    pins = pins_for(sizes.num_slots)
+    pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
     window = kinds.window()
     policy = make_policy(config.eviction, window, pinned=pins)
@@ -221,13 +221,13 @@ def _tiers(
     path = RestorePath(
         io.memory.pool,
         device.pool,
-        copy_stream,
-        StagingRing.sized_for(sizes.layout, device.pool.device, copy_stream),
+        StagingRing.sized_for(
+            sizes.layout.shape, device.pool.device, copy_stream, model.state.group.size > 1
+        ),
         device.recomputer,
         _read_buffer(model, device, io, host, queue, ranks),
         _side_stream(model, device, sizes.layout.shape),
         device.rotation,
-        in_step=model.state.group.size > 1,
     )
     return Tiers(
         host,
@@ -278,19 +278,13 @@ def _capture(
     filing: Filing,
     ranks: Ranks,
 ) -> Capture:
-    """Saving goes the other way than restoring, which a GPU does at the same time."""
-    plan, memory = model.state.plan, model.state.memory
-    out = WayOut(io.memory.pool, device.copy_stream.opposite(), filing, memory.ring)
-    hidden_buffers, kv_buffers = io.memory.hidden_buffers, io.memory.kv_buffers
-    source = DeviceState(
-        device.pool,
-        memory.taps,
-        memory.verified,
-        out.hidden(hidden_buffers, memory.twins) if plan.hidden else None,
-        out.kv(kv_buffers, len(hidden_buffers)) if io.memory.pool.layout.kv_layers else None,
-    )
+    """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
+    taken, memory = model.state.memory, io.memory
+    out = WayOut(memory.pool, device.copy_stream.opposite(), filing, taken.ring)
+    buffers = memory.hidden_buffers, memory.kv_buffers
+    state = out.device_state(device.pool, taken.taps, *buffers, taken.twins, taken.verified)
     on_ready = disk.spill if disk is not None else lambda node: None
-    return Capture(io.memory.pool.layout, host, filing, source, on_ready, ranks.clock)
+    return Capture(memory.pool.layout, host, filing, state, on_ready, ranks.clock)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:
@@ -316,8 +310,7 @@ def _read_buffer(
             f"for none, or lower --mem-fraction-static ({error})"
         ) from None
     pool, cost = io.memory.pool, model.state.cost
-    fetching = queue.requests.is_fetching
-    return ReadBuffer(host, pool, device.copy_stream, frames, cost, fetching, ranks)
+    return ReadBuffer(host, pool, frames, cost, queue.requests.is_fetching, ranks)
 
 
 # -- tree ----------------------------------------------------------------------------------------

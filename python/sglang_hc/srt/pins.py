@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 
-from sglang_hc.policy.pins import PinLimitError
+from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
-from sglang_hc.tiers.retention import MAX_PIN_S, Retention
+from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.identity import pack_tokens
 
 logger = logging.getLogger(__name__)

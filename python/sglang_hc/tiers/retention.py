@@ -17,20 +17,6 @@ from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
 
-PINNED_SHARE = 0.5
-"""Share of the host tier that pins may hold together: the other half always turns over."""
-
-NAMESPACE_SHARE = 0.25
-"""Share of the host tier that the pins of one namespace may hold."""
-
-MAX_PIN_S = 3600.0
-"""Longest pin."""
-
-
-def pins_for(slots: int) -> SessionPins:
-    """Bounds of the pins of a host tier of so many blocks."""
-    return SessionPins(int(NAMESPACE_SHARE * slots), int(PINNED_SHARE * slots), MAX_PIN_S)
-
 
 class Retention:
     """Pins and time to live of one host tier. priority: who wants a block."""

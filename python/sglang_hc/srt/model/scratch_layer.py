@@ -34,7 +34,7 @@ from sglang_hc.device.gather_scatter import scatter
 from sglang_hc.forms import StateShape
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.restore.measure import MAX_ROWS, Subject
-from sglang_hc.restore.staging import frames_of
+from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.columns import columns_of
@@ -62,10 +62,8 @@ def subject_of(
     shape = model_shape(runner)
     sink = _ByteRows(shape.kv_parts, rows, device)
     prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
-    frames = frames_of(shape, device)
-    return Subject(
-        shape, device, copy_stream_for(device), sink, prefill, rows, False, frames, group.most
-    )
+    staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
+    return Subject(shape, staging, sink, prefill, rows, False, group.most)
 
 
 def model_shape(runner: Any) -> StateShape:
@@ -136,10 +134,8 @@ def _of_layer(
         )
         prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     shape = layer_shape(runner, adapter)
-    frames = frames_of(shape, device)
-    return Subject(
-        shape, device, copy_stream_for(device), sink, prefill, rows, hidden, frames, group.most
-    )
+    staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
+    return Subject(shape, staging, sink, prefill, rows, hidden, group.most)
 
 
 def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:
