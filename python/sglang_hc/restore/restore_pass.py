@@ -1,16 +1,16 @@
 """Restore: blocks of the host tier become KV in the device pool, layer by layer, during a forward.
 
-A `Restoration` is one request's span; a `RestorePass` is what one forward pass has to wait for: all
-restorations queued since the last one, run as one batch. A layer's rows travel in pieces through
-the frames of a ring (`staging.py`). Layer i's attention calls `wait(i)`, which for each piece up to
-that layer fences on the piece's copies only, rebuilds or scatters its K/V, and enqueues the copies
-of a piece further on. So copies run ahead of the compute by as much as the ring holds (HCache
-section 4.1), across layers and within one.
+A `Restoration` is the span of one request. A `RestorePass` holds all restorations that were queued
+since the last pass; one forward pass waits for them, and they run as one batch. A layer's rows pass
+in pieces through the frames of a ring (`staging.py`). Layer i's attention calls `wait(i)`. For each
+piece up to that layer this waits for the piece's own copies, projects or scatters its K/V, and
+enqueues the copies of a later piece. So copies run ahead of the compute by as much as the ring
+holds (HCache section 4.1), across layers and within one.
 
-What the read buffer holds of a layer (`read_buffer.py`) is taken from there instead of copied.
+Chunks that the read buffer holds (`read_buffer.py`) are taken from there and not copied.
 
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
-the history tokens; it does so before any `wait`, while the first copies are under way.
+the history tokens. This happens before any `wait`, while the first copies are under way.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from sglang_hc.restore.staging import (
 )
 
 SIDE_LAYERS = 4
-"""Layers that are submitted beside the compute stream ahead of the one that is waited for. With
-all of them the batch's launch would wait for this thread to submit the whole restoration."""
+"""How many layers are submitted beside the compute stream ahead of the layer that is waited for. If
+it were all of them, the batch would start only after the whole restoration was submitted."""
 
 
 class _Load(NamedTuple):
-    """Rows [piece.first, piece.first + piece.rows) of one layer; `early` in place of copies."""
+    """Rows [piece.first, piece.first + piece.rows) of one layer. With `early` nothing is copied."""
 
     layer: int
     piece: Piece
@@ -53,7 +53,7 @@ class _Load(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """A piece of one layer whose copies are enqueued. `done` gives its frame back."""
+    """A piece of one layer whose copies are enqueued; `done` gives its frame back."""
 
     layer: int
     first: int
@@ -65,8 +65,8 @@ class _Staged(NamedTuple):
 class RestorePass:
     """Restorations of one forward pass. Each layer's work happens once, at its first `wait`.
 
-    Belongs to the thread that runs the model, on the compute stream. Restorations that load a layer
-    are the first ones in order of `recompute`, so each layer's rows are a prefix of all rows.
+    Belongs to the thread that runs the model, on the compute stream. The restorations are sorted by
+    `recompute`, so those that load a layer come first, and its rows are a prefix of all rows.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class RestorePass:
         self._staged: deque[_Staged] = deque()
         self._side_stream = path.side_stream
         self._before_side = path.copy_stream.computed() if path.side_stream is not None else None
-        """What the side has to wait for before it writes: the batch that runs now may still use
-        the slots for the request that had them before. None once it was told to."""
+        """A point for which the side stream waits before it writes: the batch that runs now may
+        still use the slots for the request that had them before. None once it waits for it."""
         self._beside: dict[int, Event] = {}
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         self._staging.claim(self.finish)
@@ -106,8 +106,8 @@ class RestorePass:
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
 
-        A restoration may attend to the slots of one before it, so that one's loaded layers are
-        waited for through the gate meanwhile.
+        A restoration may attend to the slots of an earlier one. It waits for the loaded layers of
+        that one through the gate.
         """
         for restoration in self.restorations:
             if restoration.recompute:
@@ -117,7 +117,7 @@ class RestorePass:
     def wait(self, layer: int) -> None:
         """Make layer `layer`'s loaded K/V valid for compute work submitted after.
 
-        Pieces copied before its own, of whichever layer, become valid with it.
+        Pieces of other layers that were copied before its own become valid with it.
         """
         self._submit_beside(layer)
         while self._open[layer]:
@@ -126,7 +126,7 @@ class RestorePass:
             self._copy_stream.before_compute(self._beside.pop(layer))
 
     def finish(self) -> None:
-        """Do what no attention asked for, so that the slots are valid whatever was run."""
+        """Write the pieces that no attention asked for, so that all slots are valid in any case."""
         while self._staged:
             self._advance()
         for layer in list(self._beside):
@@ -134,7 +134,7 @@ class RestorePass:
         self._staging.release(self.finish)
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
-        """The loads as they are copied; each form's in the order the model needs them."""
+        """The loads in the order of their copies. Within a form it is the order of the layers."""
         rows: Counter[int] = Counter()
         for load in loads:
             rows[load.layer] += load.piece.rows
@@ -145,7 +145,7 @@ class RestorePass:
         return merged(shares[Form.HIDDEN], shares[Form.KV], kv_per_hidden)
 
     def _submit_beside(self, layer: int) -> None:
-        """With a side, bring what the layers up to a few behind `layer` need into the pool."""
+        """With a side stream, write the pieces of `layer` and of the next layers to the pool."""
         if self._side_stream is None:
             return
         for near in range(layer, layer + SIDE_LAYERS):
@@ -153,9 +153,9 @@ class RestorePass:
                 self._advance()
 
     def _make_room(self) -> None:
-        """Bring the pieces whose copies are over into the pool, so that copies go on. The thread
-        waits for the device between two passes of a recomputation, while all frames fill up. Ranks
-        that restore together bring in the same pieces, whichever rank's copies are over."""
+        """Write the pieces whose copies are over to the pool, so that copies go on. Between two
+        passes of a recomputation the thread waits for the device, and all frames fill up. Ranks
+        that restore together write the same pieces, whichever rank's copies are over."""
         if self._staging.in_step:
             for _ in range(len(self._staged)):
                 self._advance()
@@ -164,7 +164,7 @@ class RestorePass:
             self._advance()
 
     def _loads(self) -> Iterator[_Load]:
-        """All that is to be loaded, in the order the model needs it."""
+        """Everything that is to be loaded, in the order in which the model needs it."""
         starts = [r.recompute for r in self._ordered]
         key: tuple[int, int, int] | None = None
         pieces: list[Piece] = []
@@ -237,7 +237,7 @@ class RestorePass:
             )
 
     def _advance(self) -> None:
-        """Bring the oldest staged piece into the pool, in the stream that restorations run in."""
+        """Write the oldest staged piece to the pool, in the stream in which restorations run."""
         if self._side_stream is None:
             self._write()
             return
@@ -251,7 +251,7 @@ class RestorePass:
                 self._beside[layer] = self._copy_stream.computed()
 
     def _write(self) -> None:
-        """The oldest staged piece to the pool; its frame is used again."""
+        """Write the oldest staged piece to the pool and give its frame back."""
         layer, first, parts, event, done = self._staged.popleft()
         self._copy_stream.before_compute(event)
         rows = slice(first, first + parts[0].shape[0])
@@ -267,7 +267,7 @@ class RestorePass:
     def _moved(
         self, layer: int, parts: Sequence[torch.Tensor], rows: slice
     ) -> Sequence[torch.Tensor]:
-        """KV rows as they are at their present positions."""
+        """KV rows, rotated to their present positions if they have moved."""
         if self._moved_from is None:
             return parts
         assert self._rotation is not None, "this model's state does not move"
@@ -277,7 +277,7 @@ class RestorePass:
 def _moved_from(
     restorations: Sequence[Restoration], positions: torch.Tensor
 ) -> torch.Tensor | None:
-    """Positions at which the rows of restorations were computed; None when none has moved."""
+    """Positions at which the rows were computed; None if no row has moved."""
     shifts = [r.shifts() for r in restorations]
     if all(some is None for some in shifts):
         return None
@@ -291,8 +291,8 @@ def _moved_from(
 class LayerGate:
     """What the KV pool asks before a layer's attention reads: SGLang's layer-transfer counter.
 
-    The consumer index of a batch names the pass it waits for; it sticks to the batch, so an index
-    whose pass is over must cost nothing.
+    The consumer index of a batch names the pass for which it waits. A batch keeps its index, so an
+    index whose pass is over must cost nothing.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class LayerGate:
         return self._produced
 
     def recompute(self, index: int) -> None:
-        """Run the recomputed layers of a pass; what they attend to is waited for as usual."""
+        """Run the recomputed layers of a pass. They wait for the layers to which they attend."""
         before = self.current
         self.set_consumer(index)
         try:
@@ -327,7 +327,7 @@ class LayerGate:
             self._current.wait(layer)
 
     def finish(self) -> tuple[Restoration, ...]:
-        """The forward pass is over: complete its restorations and forget the pass."""
+        """The forward pass is over: complete its restorations, and forget the restore pass."""
         current, self._current = self._current, None
         if current is None:
             return ()
