@@ -148,14 +148,10 @@ def take_capture_memory(
     try:
         taps = verified = ring = twins = None
         if plan.hidden:
-            assert layers is not None
-            kept = columns_of(runner, layers[0].qkv.weight.shape[1])
+            width = layer.hidden_bytes // runner.dtype.itemsize
+            first = columns_of(runner, layers[0].qkv.weight.shape[1]).first if layers else 0
             branch = _tap_branch(runner, device)
-            taps = TapBuffer(
-                plan.hidden, sizes.rows, kept.count, runner.dtype, device, branch, kept.first
-            )
-            if sizes.verified_rows:
-                verified = VerifiedRows(taps, sizes.verified_rows)
+            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
