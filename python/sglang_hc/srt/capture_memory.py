@@ -152,6 +152,8 @@ def take_capture_memory(
             first = columns_of(runner, layers[0].qkv.weight.shape[1]).first if layers else 0
             branch = _tap_branch(runner, device)
             taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
+            if sizes.verified_rows:
+                verified = VerifiedRows(taps, sizes.verified_rows)
         if own:
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
