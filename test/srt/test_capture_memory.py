@@ -96,6 +96,10 @@ def runner_of(args: Any, context: int) -> Any:
     )  # fmt: skip
 
 
+LAYERS: list[Any] = [SimpleNamespace(qkv=torch.nn.Linear(16, 16))]
+"""Of a model with SHAPE's hidden states."""
+
+
 @pytest.mark.parametrize(("context", "told"), [(UNCHUNKED_ROWS, False), (UNCHUNKED_ROWS + 1, True)])
 def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, context: int, told: bool
