@@ -194,9 +194,9 @@ def test_the_openai_client_pins_a_session(server: ServerProcess) -> None:
     assert stats(server)["pins"] == 1
     for wish, part in (
         ({"session": "s1"}, "ttl_s"),
-        ({"ttl_s": -1}, "above 0"),
-        ({"ttl_s": 99999}, "at most 3600"),
-        ({"ttl_s": 5, "for": "ever"}, "'for'"),
+        ({"ttl_s": -1}, "> 0"),
+        ({"ttl_s": 99999}, "<= 3600"),
+        ({"ttl_s": 5, "for": "ever"}, "`for`"),
         ("s1", "object"),
     ):
         with pytest.raises(openai.BadRequestError, match=part):
@@ -213,11 +213,11 @@ def test_pins_over_http(server: ServerProcess) -> None:
     for body, part in (
         ({**wish}, "input_ids or"),
         ({**wish, "input_ids": [10**6]}, "outside 0 to"),
-        ({**wish, "input_ids": "1,2"}, "list of token ids"),
-        ({**wish, "input_ids": tokens, "rid": "r"}, "unknown field 'rid'"),
+        ({**wish, "input_ids": "1,2"}, "input_ids"),
+        ({**wish, "input_ids": tokens, "rid": "r"}, "unknown field `rid`"),
         ({"ttl_s": 60, "input_ids": tokens}, "session"),
         ({**wish, "ttl_s": "60", "input_ids": tokens}, "ttl_s"),
-        ([1], "JSON object"),
+        ([1], "object"),
     ):
         status, message = refusal(server, "/hc/pin", body)
         assert status == 400 and part in message

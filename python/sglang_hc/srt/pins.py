@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 
+from sglang_hc.errors import convert
 from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
@@ -29,31 +32,22 @@ FIELD = "hc_pin"
 PREFIX = "hc_pins/"
 """Of the method names in control requests that are ours."""
 
-MAX_SESSION_CHARS = 256
+SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+PinSeconds = Annotated[float, Meta(gt=0, le=MAX_PIN_S)]
 
 
-class PinRequest(NamedTuple):
+class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A pin as it is asked for. session: None names it after the request."""
 
-    session: str | None
-    seconds: float
+    ttl_s: PinSeconds
+    session: SessionName | None = None
 
 
-def read_pin_request(value: object, where: str = FIELD) -> PinRequest:
-    """A pin from JSON: {"ttl_s": SECONDS, "session": TEXT}. Raises ValueError for users."""
+def read_pin_request(value: object) -> PinRequest:
+    """A pin from JSON. Raises ValueError for users."""
     if not isinstance(value, dict):
-        raise ValueError(f'{where} must be an object such as {{"session": "s1", "ttl_s": 300}}')
-    unknown = sorted(set(value) - {"session", "ttl_s"})
-    if unknown:
-        raise ValueError(f"{where} knows session and ttl_s, not {unknown[0]!r}")
-    seconds, session = value.get("ttl_s"), value.get("session")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise ValueError(f"{where} needs ttl_s, a number of seconds")
-    if not 0 < seconds <= MAX_PIN_S:
-        raise ValueError(f"{where}: ttl_s must be above 0 and at most {MAX_PIN_S:g}, got {seconds}")
-    if session is not None and not _is_name(session):
-        raise ValueError(f"{where}: session must be text of 1 to {MAX_SESSION_CHARS} characters")
-    return PinRequest(session, float(seconds))
+        raise ValueError(f'{FIELD} must be an object such as {{"session": "s1", "ttl_s": 300}}')
+    return convert(value, PinRequest, FIELD)
 
 
 def check_pin_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
@@ -127,7 +121,3 @@ def _error(status: int, message: str) -> dict[str, Any]:
 def _field(sampling: object) -> object:
     custom = sampling.get("custom_params") if isinstance(sampling, dict) else None
     return custom.get(FIELD) if isinstance(custom, dict) else None
-
-
-def _is_name(session: object) -> bool:
-    return isinstance(session, str) and 0 < len(session) <= MAX_SESSION_CHARS

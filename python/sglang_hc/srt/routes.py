@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints.http_server import get_global_state
 from sglang.srt.managers.io_struct import DumperControlReqInput
 
+from sglang_hc.errors import decode_json
 from sglang_hc.srt.overflow import DroppedTokensHeader, cut_tokens
-from sglang_hc.srt.pins import PREFIX, read_pin_request
+from sglang_hc.srt.pins import PREFIX, PinSeconds, SessionName
 
 router = APIRouter(prefix="/hc")
 
@@ -30,32 +32,41 @@ def mount(app: FastAPI) -> None:
     app.add_middleware(DroppedTokensHeader)
 
 
+class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of /hc/unpin."""
+
+    session: SessionName
+    namespace: str | None = None
+
+
+class PinBody(UnpinBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of /hc/pin, with one of `input_ids` and `text`."""
+
+    ttl_s: PinSeconds
+    input_ids: list[int] | None = None
+    text: str | None = None
+
+
 @router.post("/pin")
 async def pin(request: Request) -> JSONResponse:
     """Pin what the tiers have of a token sequence."""
     try:
-        body = _object(await request.body())
-        _known(body, "session", "ttl_s", "input_ids", "text", "namespace")
-        asked = {name: body[name] for name in ("session", "ttl_s") if name in body}
-        pin = read_pin_request(asked, "the body")
-        session, namespace = _session(body), _namespace(body.get("namespace"))
-        tokens, namespace = _tokens(body, namespace)
+        body = decode_json(await request.body(), PinBody, "the body")
+        tokens, namespace = _tokens(body)
     except ValueError as error:
         return _bad(error)
-    fields = {"session": session, "namespace": namespace, "tokens": tokens, "ttl_s": pin.seconds}
-    return await _ask("pin", fields)
+    fields = {"session": body.session, "namespace": namespace, "tokens": tokens}
+    return await _ask("pin", {**fields, "ttl_s": body.ttl_s})
 
 
 @router.post("/unpin")
 async def unpin(request: Request) -> JSONResponse:
     """End a session's pin."""
     try:
-        body = _object(await request.body())
-        _known(body, "session", "namespace")
-        fields = {"session": _session(body), "namespace": _namespace(body.get("namespace"))}
+        body = decode_json(await request.body(), UnpinBody, "the body")
     except ValueError as error:
         return _bad(error)
-    return await _ask("unpin", fields)
+    return await _ask("unpin", msgspec.to_builtins(body))
 
 
 @router.get("/pins")
@@ -79,63 +90,26 @@ async def _ask(method: str, body: dict[str, Any]) -> JSONResponse:
     return JSONResponse(reply, status)
 
 
-def _tokens(body: dict[str, Any], namespace: str | None) -> tuple[list[int], str | None]:
+def _tokens(body: PinBody) -> tuple[list[int], str | None]:
     """The tokens whose blocks are pinned, and their namespace."""
     manager = get_global_state().tokenizer_manager
-    tokens, text = body.get("input_ids"), body.get("text")
-    if (tokens is None) == (text is None):
+    tokens = body.input_ids
+    if (tokens is None) == (body.text is None):
         raise ValueError("give the token ids as input_ids or their text as text, one of the two")
-    if text is not None:
-        if not isinstance(text, str):
-            raise ValueError("text must be text")
+    if body.text is not None:
         if manager.tokenizer is None:
             raise ValueError("this server has no tokenizer; give input_ids")
-        tokens = manager.tokenizer.encode(text)
-    if (
-        not isinstance(tokens, list)
-        or not tokens
-        or any(type(token) is not int for token in tokens)
-    ):
-        raise ValueError("input_ids must be a list of token ids")
+        tokens = manager.tokenizer.encode(body.text)
+    if not tokens:
+        raise ValueError("input_ids and text may not be empty")
     vocabulary = manager.model_config.vocab_size
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"input_ids has ids outside 0 to {vocabulary - 1}")
-    tokens, namespace = cut_tokens(manager, tokens, namespace)
+    tokens, namespace = cut_tokens(manager, tokens, body.namespace)
     most = manager.model_config.context_len
     if len(tokens) > most:
         raise ValueError(f"{len(tokens)} tokens; the model's context is {most}")
     return tokens, namespace
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    import orjson
-
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ValueError("the body must be a JSON object")
-    return body
-
-
-def _known(body: dict[str, Any], *names: str) -> None:
-    unknown = sorted(set(body) - set(names))
-    if unknown:
-        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(names)}")
-
-
-def _session(body: dict[str, Any]) -> str:
-    session = body.get("session")
-    if not isinstance(session, str) or not session:
-        raise ValueError("the body needs session, the name of the pin")
-    return session
-
-
-def _namespace(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError("namespace must be text: cache_salt followed by extra_key")
-    return value
 
 
 def _bad(error: ValueError) -> JSONResponse:

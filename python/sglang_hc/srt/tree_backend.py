@@ -339,7 +339,7 @@ class HcRadixCache(RadixCache):
         pin = pin_request_of(req)
         if pin is not None:
             session = pin.session or str(req.rid)
-            tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.seconds)
+            tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.ttl_s)
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
         packed = pack_tokens(tokens[:length])
