@@ -29,8 +29,8 @@ pytestmark = [
 ]
 
 FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2", "--dtype", "float32")
-PROMPT = [random.Random(3).randrange(3, 900) for _ in range(200)]
-FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+PROMPT = random.Random(3).choices(range(3, 900), k=200)
+FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 
 
 def free_port() -> int:

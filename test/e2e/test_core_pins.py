@@ -13,7 +13,7 @@ FLAGS = (
     "--hc-forms", "kv", "--max-total-tokens", "640", "--dtype", "float32",
     "--hc-host-size-gb", "0.02",
 )  # fmt: skip
-PROMPT = [random.Random(8).randrange(3, 900) for _ in range(200)]
+PROMPT = random.Random(8).choices(range(3, 900), k=200)
 
 
 def ask_pinned(core: Core, seconds: float) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from sglang_hc.tools.cli.main import main
 from support.core import Core, run_in_child
 
-SYSTEM = [random.Random(1).randrange(3, 900) for _ in range(100)]
+SYSTEM = random.Random(1).choices(range(3, 900), k=100)
 TALKS = 12
 
 

@@ -106,7 +106,7 @@ def test_pins_behind_a_cut_belong_to_the_clients_key(server: ServerProcess) -> N
 @pytest.mark.parametrize("path", ["/generate", "/hc/pin"])
 def test_a_key_that_could_name_a_cut_is_refused(server: ServerProcess, path: str) -> None:
     key = "a\x1fhc-cut/1/64/128/" + "0" * 32
-    tokens = [random.Random(5).randrange(3, 900) for _ in range(100)]
+    tokens = random.Random(5).choices(range(3, 900), k=100)
     bodies = {
         "/generate": {"input_ids": tokens, "extra_key": key},
         "/hc/pin": {"input_ids": tokens, "namespace": key, "session": "s", "ttl_s": 5},

@@ -88,7 +88,7 @@ def test_turns_beyond_the_window_go_on_from_the_tiers(server: ServerProcess) -> 
 
 
 def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
-    tokens = [random.Random(2).randrange(3, 900) for _ in range(LIMIT + 1)]
+    tokens = random.Random(2).choices(range(3, 900), k=LIMIT + 1)
     body = {
         "model": "any",
         "prompt": tokens,
@@ -109,7 +109,7 @@ def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
 
 
 def test_a_request_may_choose(server: ServerProcess) -> None:
-    tokens = [random.Random(3).randrange(3, 900) for _ in range(600)]
+    tokens = random.Random(3).choices(range(3, 900), k=600)
     longer = {"custom_params": {"hc_overflow": {"keep_first": 100}}}
     assert (
         ask(server, tokens, "a", sampling=longer)["meta_info"]["hc_overflow"]["kept_first"] == 128
@@ -159,5 +159,5 @@ def test_a_chat_keeps_its_system_prompt(server: ServerProcess) -> None:
 def test_what_cannot_be_cut_is_refused(
     server: ServerProcess, options: dict[str, Any], message: str
 ) -> None:
-    tokens = [random.Random(4).randrange(3, 900) for _ in range(600)]
+    tokens = random.Random(4).choices(range(3, 900), k=600)
     assert message in refused(server, tokens, **options)

@@ -21,7 +21,7 @@ TALKS = 6
 LATE = 1
 """The rank whose I/O is late."""
 
-SYSTEM = [random.Random(1).randrange(3, 900) for _ in range(100)]
+SYSTEM = random.Random(1).choices(range(3, 900), k=100)
 
 
 class Late:
@@ -130,8 +130,8 @@ def test_one_late_rank(
     assert tokens[0] == tokens[1]
 
 
-PROMPT = [random.Random(3).randrange(3, 900) for _ in range(700)]
-FOLLOW = [random.Random(4).randrange(3, 900) for _ in range(20)]
+PROMPT = random.Random(3).choices(range(3, 900), k=700)
+FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 
 
 def meet(rank: int, port: int, folder: str, profile: str, loses: bool) -> tuple:

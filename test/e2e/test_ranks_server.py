@@ -17,7 +17,7 @@ from support.served import generate, numbers, post, start, wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-PROMPT = [random.Random(8).randrange(3, 900) for _ in range(300)]
+PROMPT = random.Random(8).choices(range(3, 900), k=300)
 
 
 def ranks(server: ServerProcess) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from support.served import generate, numbers, start, wait_for
 
 pytestmark = pytest.mark.server
 
-PROMPT = [random.Random(9).randrange(3, 900) for _ in range(300)]
+PROMPT = random.Random(9).choices(range(3, 900), k=300)
 
 
 def test_a_conversation_moves_to_another_host(models: None, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_rejected_rows_would_be_noticed(plain: Told) -> None:
     assert found.tokens[1:] != plain.tokens[1:]
 
 
-PROMPTS = [[random.Random(i).randrange(3, 900) for _ in range(60 + 7 * i)] for i in range(5)]
+PROMPTS = [random.Random(i).choices(range(3, 900), k=60 + 7 * i) for i in range(5)]
 
 
 def all_at_once(core: Core) -> list[list[int]]:

@@ -14,7 +14,7 @@ from support.served import generate, numbers, post, start, wait_for
 
 pytestmark = pytest.mark.server
 
-PROMPT = [random.Random(8).randrange(3, 900) for _ in range(300)]
+PROMPT = random.Random(8).choices(range(3, 900), k=300)
 
 
 def io_process(server: ServerProcess) -> psutil.Process:

@@ -103,7 +103,7 @@ def test_the_pages_have_commands_of_every_kind() -> None:
     found = [what for commands in DOCUMENTED.values() for what, _ in commands]
     server = "python -m sglang_hc.launch_server"
     assert {"sglang-hc", server, "python benchmark/gpu/campaign.py"} < set(found)
-    assert len(found) >= 40
+    assert len(found) >= 30  # pages may become shorter, but the commands must be found
 
 
 @pytest.mark.usefixtures("models")
