@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from sglang_hc.tools.cli.main import main
+from support.branching_talks import FLAGS, talk
 from support.core import Core, run_in_child
 
-SYSTEM = random.Random(1).choices(range(3, 900), k=100)
 TALKS = 12
 
 
 def recorded_run(folder: str, forms: str, eviction: str, prefetch: str) -> tuple:
-    """Conversations with a common start, of which the host tier holds two or three, come back."""
     core = Core(
-        "--hc-forms", forms, "--hc-disk", f"{folder}/disk:1", "--max-total-tokens", "1200",
-        "--dtype", "float32", "--hc-host-size-gb", "0.008", "--hc-eviction", eviction,
-        "--hc-prefetch", prefetch, "--max-running-requests", "3", "--hc-trace",
-        f"{folder}/t.jsonl", "--random-seed", "1",
+        *FLAGS, "--hc-forms", forms, "--hc-disk", f"{folder}/disk:1", "--hc-eviction", eviction,
+        "--hc-prefetch", prefetch, "--hc-trace", f"{folder}/t.jsonl",
     )  # fmt: skip
-    rng = random.Random(5)
-    prompts = [SYSTEM + [rng.randrange(3, 900) for _ in range(90)] for _ in range(TALKS)]
-    rids = []
-    histories = prompts
-    for turn in range(3):
-        salts = ["other" if number % 5 == 0 else None for number in range(TALKS)]
-        now = [core.submit(h, 8, s) for h, s in zip(histories, salts, strict=True)]
-        extra = core.submit(histories[0][:150], 8)
-        core.abort(extra)  # while it waits
-        core.run()
-        rids += now
-        histories = [
-            h + core.reply(rid).tokens + [7, 8, 9 + turn]
-            for h, rid in zip(histories, now, strict=True)
-        ]
+    rids = talk(core, TALKS)
     core.settle()
     stats = core.tree.stats()
     core.tree.release_host_resources()

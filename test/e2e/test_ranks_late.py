@@ -15,13 +15,12 @@ import pytest
 
 from sglang_hc.store.outcome import Outcome
 from support import profiles
+from support.branching_talks import FLAGS, talk
 from support.ranked_core import RankedCore, run_ranks
 
 TALKS = 6
 LATE = 1
 """The rank whose I/O is late."""
-
-SYSTEM = random.Random(1).choices(range(3, 900), k=100)
 
 
 class Late:
@@ -56,34 +55,21 @@ class Late:
 
 
 def run(rank: int, port: int, folder: str, filing: float, disk: float, loses: bool) -> tuple:
-    """Conversations with a common start, of which host memory holds a part, come back."""
     core = RankedCore(
-        rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
-        "--max-total-tokens", "1200", "--dtype", "float32", "--hc-host-size-gb", "0.008",
-        "--max-running-requests", "3", "--random-seed", "1", "--hc-trace", f"{folder}/t.jsonl",
+        rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
+        "--hc-trace", f"{folder}/t.jsonl",
     )  # fmt: skip
     ranks = core.tree.tiers.ranks
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, filing)
         ranks._blocks._inner = Late(ranks._blocks._inner, disk, loses=loses)
-    rng = random.Random(5)
-    prompts = [SYSTEM + [rng.randrange(3, 900) for _ in range(90)] for _ in range(TALKS)]
-    rids = []
-    histories = prompts
-    for turn in range(3):
-        salts = ["other" if number % 5 == 0 else None for number in range(TALKS)]
-        now = [core.submit(h, 8, s) for h, s in zip(histories, salts, strict=True)]
-        extra = core.submit(histories[0][:150], 8)
-        core.abort(extra)  # while it waits
-        core.run()
+
+    def forget(turn: int) -> None:
         if turn == 1:
             core.settle()
             assert core.scheduler.flush_cache()
-        rids += now
-        histories = [
-            h + core.reply(rid).tokens + [7, 8, 9 + turn]
-            for h, rid in zip(histories, now, strict=True)
-        ]
+
+    rids = talk(core, TALKS, forget)
     core.settle()
     counts = core.tree.tiers.counts()
     core.tree.release_host_resources()
@@ -187,7 +173,7 @@ def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[s
             return _original(*args, **kw)
 
         setattr(dist, name, counted)
-    core.submit(SYSTEM, 150)
+    core.submit(PROMPT[:100], 150)
     core.run(10)
     passes: list[Counter[str]] = []
     began = time.perf_counter()

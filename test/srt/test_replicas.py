@@ -55,8 +55,20 @@ def test_a_folder_of_another_rank_is_refused(tmp_path: Path) -> None:
         directories(config, place)
     (tmp_path / "tp2-0").rename(tmp_path / "kept")
     (tmp_path / "tp2-1").rename(tmp_path / "tp2-0")
-    with pytest.raises(ConfigError, match="tp2-0: the folder holds what tp2-1 stored"):
+    with pytest.raises(ConfigError, match="tp2-0: the folder holds the blocks of tp2-1"):
         directories(config, first)
     (tmp_path / "tp2-0").rename(tmp_path / "tp2-1")
     (tmp_path / "kept").rename(tmp_path / "tp2-0")
     assert [directories(config, place)[0].path[-1] for place in (first, second)] == ["0", "1"]
+
+
+def test_a_folder_is_claimed_while_it_is_empty(tmp_path: Path) -> None:
+    """A start that ended early leaves it empty. Blocks of an unknown rank are refused."""
+    config, place = HcConfig(disk=(str(tmp_path),)), Place(0, 1, 0, 2)
+    (tmp_path / "tp2-0").mkdir()
+    directories(config, place)
+    (tmp_path / "tp2-0" / "blocks").touch()
+    assert directories(config, place)
+    (tmp_path / "tp2-0" / "rank").unlink()
+    with pytest.raises(ConfigError, match="tp2-0: no file 'rank' says whose blocks these are"):
+        directories(config, place)

@@ -49,7 +49,7 @@ def on_ranks(size: int, body: Callable[[StartGroup], T]) -> list[T]:
 
     def run(rank: int) -> T:
         try:
-            return body(InThreads(rank, size, meeting, "token"))
+            return body(InThreads(rank, size, meeting))
         except BaseException:
             meeting.leave()
             raise

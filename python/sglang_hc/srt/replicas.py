@@ -78,20 +78,27 @@ def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
         specs = [spec.for_user(name, count) for spec in specs]
     if place.shards > 1:
         for spec in specs:
-            with suppress(OSError):
-                os.mkdir(spec.path, DIRECTORY_MODE)
-                Path(spec.path, RANK_FILE).write_text(place.folders[-1][0])
-            _check_rank(spec, place.folders[-1][0])
+            _claim(spec, place.folders[-1][0])
     return tuple(specs)
 
 
-def _check_rank(spec: DirectorySpec, rank: str) -> None:
+def _claim(spec: DirectorySpec, rank: str) -> None:
+    """Write into an empty folder whose parts of blocks it is for. Raises ConfigError for a folder
+    that is another rank's, or does not say whose it is."""
+    file = Path(spec.path, RANK_FILE)
     try:
-        found = Path(spec.path, RANK_FILE).read_text()
+        with suppress(FileExistsError):
+            os.mkdir(spec.path, DIRECTORY_MODE)
+        if not os.listdir(spec.path):
+            file.write_text(rank)
+        found = file.read_text()
     except OSError as error:
-        found = f"nobody ({error.strerror})"
-    if found != rank:
-        raise ConfigError(
-            f"--hc-disk {spec.path}: the folder holds what {found} stored; give it that name "
-            "again, or delete it, which is only a cache"
-        )
+        wrong = f"no file {file.name!r} says whose blocks these are ({error.strerror})"
+    else:
+        if found == rank:
+            return
+        wrong = f"the folder holds the blocks of {found}"
+    raise ConfigError(
+        f"--hc-disk {spec.path}: {wrong}; give it its name again, or delete it, which is only a "
+        "cache"
+    )

@@ -10,9 +10,8 @@ are served, ranks agree in another way (`sglang_hc.ranks`), which costs a quiet 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -24,22 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartGroup:
-    """Rank `rank` of `size`. cpu_group: a gloo group of all of them; not looked at for one rank.
-    token: a name that no other group has, for what the ranks of this one share."""
+    """Rank `rank` of `size`. cpu_group: a gloo group of all of them; not looked at for one rank."""
 
     rank: int
     size: int
     cpu_group: Any = None
-    token: str = ""
 
     @classmethod
     def of(cls, runner: Any) -> StartGroup:
-        """The group of a model runner. A collective."""
+        """The group of a model runner."""
         state = runner.ps
         if state.tp_size == 1:
             return cls(0, 1)
-        nameless = cls(state.tp_rank, state.tp_size, runner.tp_group.cpu_group)
-        return replace(nameless, token=nameless.first(lambda: secrets.token_hex(8)))
+        return cls(state.tp_rank, state.tp_size, runner.tp_group.cpu_group)
 
     def each(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks. The value is pickled."""
