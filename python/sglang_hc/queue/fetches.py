@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -116,15 +117,17 @@ class Missing:
         the last of all comes later). Disk and remote store read at the same time, each behind the
         `reading` blocks that it reads already."""
         ready: dict[SourceTier, float] = {}
-        stop, late = first, 0.0
-        for index in range(first, end):
-            tier = self.sources[index - self.first]
-            per_block = costs.block_seconds(tier)
+        begin, stop, late = first, first, 0.0
+        for tier, run in groupby(self.sources[first - self.first : end - self.first]):
+            blocks, per_block = len(list(run)), costs.block_seconds(tier)
             before = ready[tier] if tier in ready else reading(tier) * per_block
-            ready[tier] = before + per_block
-            late = max(late, ready[tier] - turn_in)
+            ready[tier] = before + blocks * per_block
             if late <= 0.0:
-                stop = index + 1
+                all_in_time = ready[tier] <= turn_in
+                fit = blocks if all_in_time else int((turn_in - before) / per_block)
+                stop = begin + max(0, fit)
+            late = max(late, ready[tier] - turn_in)
+            begin += blocks
         return stop, late
 
     def try_seconds(self, costs: FetchCosts) -> float:

@@ -343,8 +343,9 @@ class QueueView:
         cost = self._costs.token_seconds(SourceTier.HOST) * (known - waiting.on_device)
         if self._disk is not None:
             beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
-            below = self._disk.sources(list(takewhile(self._disk.holds, beyond)))
-            cost += BLOCK_TOKENS * sum(map(self._costs.token_seconds, below))
+            below = Counter(self._disk.sources(list(takewhile(self._disk.holds, beyond))))
+            for tier, blocks in below.items():
+                cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS
         return cost
 
     def _now(self) -> float:

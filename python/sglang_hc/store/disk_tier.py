@@ -202,10 +202,11 @@ class DiskTier:
         and for each block of its tier before it."""
         now = self.now()
         sources = self.sources([block_id for _, block_id in promotions])
-        taken = dict.fromkeys(self._watches, 0.0)
+        each = {tier: LENIENCE * block_seconds(tier) for tier in self._watches if tier in sources}
+        taken = dict.fromkeys(each, 0.0)
         for (promotion, block_id), tier in zip(promotions, sources, strict=True):
             ticket = next(self._tickets)
-            taken[tier] += LENIENCE * block_seconds(tier)
+            taken[tier] += each[tier]
             deadline = now + READ_DEADLINE_S + taken[tier]
             self._io.read(ticket, block_id, promotion.slot, deadline)
             self._reads[ticket] = promotion, tier
