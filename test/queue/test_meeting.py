@@ -33,7 +33,9 @@ class World:
     def __init__(self, slots: int = 40, held: int = 0, share: float = 0.5) -> None:
         self.host = host_tier(slots)
         self.io = FakeIo()
-        self.disk = DiskTier(self.io, self.host, lambda: 0.0)
+        self.disk = DiskTier(
+            self.io, self.host, lambda: 0.0, block_seconds=lambda tier: BLOCK_SECONDS
+        )
         self.path = self.host.tree.identities(None, tokens_of(WORD))
         self.io.hold(self.path)
         self.ends: Counter[bytes] = Counter()
@@ -52,7 +54,7 @@ class World:
         self.ends[block_id] += 1
 
     def read(self, low: int, high: int) -> list[Promotion]:
-        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high, lambda _: BLOCK_SECONDS)
+        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high)
 
     def split(self, history: History, decoding: int) -> Split | None:
         self.asked.append(history)

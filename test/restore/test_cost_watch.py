@@ -22,7 +22,6 @@ from sglang_hc.restore.cost_watch import (
 )
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.disk_tier import ReadWatch
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
@@ -172,46 +171,6 @@ def test_blocks_from_disk_are_weighed_against_the_read_of_all_their_layers() -> 
     ((resource, predicted, observed),) = costs.seen
     assert resource is Resource.DISK and observed == 7.0
     assert predicted == pytest.approx(640 * (1 * 5e-3 + 3 * 2.5e-3))
-
-
-Reads = list[tuple[SourceTier, int, float]]
-
-
-def reads() -> tuple[ReadWatch, Reads]:
-    found: Reads = []
-    return ReadWatch(SourceTier.DISK, lambda *seen: found.append(seen)), found
-
-
-def test_reads_that_overlap_are_one_observation() -> None:
-    disk, found = reads()
-    disk.asked(2, 100.0, idle=True)
-    disk.came(101.0, good=True)
-    disk.asked(1, 101.5, idle=True)
-    disk.came(104.0, good=True)
-    assert found == []
-    disk.came(103.0, good=True)
-    assert found == [(SourceTier.DISK, 3, 4.0)]
-    disk.asked(1, 200.0, idle=True)
-    disk.came(200.5, good=True)
-    assert found[1:] == [(SourceTier.DISK, 1, 0.5)]
-
-
-def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
-    disk, found = reads()
-    disk.asked(1, 0.0, idle=False)
-    disk.came(1.0, good=True)
-    disk.asked(1, 2.0, idle=True)
-    disk.disturbed()
-    disk.came(3.0, good=True)
-    disk.asked(2, 4.0, idle=True)
-    disk.came(5.0, good=False)
-    disk.came(5.0, good=True)
-    disk.asked(1, 6.0, idle=True)
-    disk.came(None, good=True)
-    assert found == []
-    disk.asked(1, 8.0, idle=True)
-    disk.came(9.0, good=True)
-    assert found == [(SourceTier.DISK, 1, 1.0)]
 
 
 class SlowSink:

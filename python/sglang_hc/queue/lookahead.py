@@ -213,8 +213,7 @@ class QueueView:
         prompt = Prompt(waiting.namespace, waiting.tokens)
 
         def read(low: int, high: int) -> list[Promotion]:
-            seconds = self._costs.block_seconds
-            return disk.fetch_tail(*prompt, missing.path, low, high, seconds, is_protected)
+            return disk.fetch_tail(*prompt, missing.path, low, high, is_protected)
 
         return self.meetings.begin(request, prompt, missing, end, disk.coming, read)
 

@@ -142,11 +142,15 @@ class RestoreChoice:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
         return 0.0 if self._costs is None else copy_order.kv_per_hidden(self._costs.model, tokens)
 
+    def block_read_seconds(self, tier: SourceTier) -> float:
+        """Seconds to read one block of many into host memory; 0 when that is not known."""
+        return BLOCK_TOKENS * self._copy_token(tier)
+
     def block_seconds(self, tier: SourceTier) -> float:
-        """Seconds to read one block of many into host memory; 0 when that is not known or not
-        weighed, and for a block that host memory has elsewhere."""
-        below = tier is not SourceTier.HOST and not self._always
-        return BLOCK_TOKENS * self._copy_token(tier) if below else 0.0
+        """`block_read_seconds` as far as it is weighed: 0 where everything is restored, and for a
+        block that host memory has elsewhere."""
+        weighed = tier is not SourceTier.HOST and not self._always
+        return self.block_read_seconds(tier) if weighed else 0.0
 
     def token_seconds(self, tier: SourceTier) -> float:
         """Seconds to restore one token of many from a tier."""

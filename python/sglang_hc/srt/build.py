@@ -205,7 +205,7 @@ def _tiers(
     window = kinds.window()
     policy = make_policy(config.eviction, window, pinned=pins)
     host = kinds.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
-    disk = _disk(model, sizes, io, host, watch, ranks)
+    disk = _disk(model, sizes, io, host, watch, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
     filing = Filing(executor, host.damaged_slots, points_too=ranks.count > 1)
@@ -254,19 +254,23 @@ def _disk(
     io: Io,
     host: HostTier,
     watch: CostWatch | None,
+    planner: RestoreChoice,
     ranks: Ranks,
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
+    seconds = planner.block_read_seconds
     if io.blocks is not None and ranks.count > 1:
         capacity = model.state.group.least(io.blocks.capacity)
         blocks, pause = ranks.blocks(io.blocks, capacity)
-        return DiskTier(blocks, host, ranks.clock, pause=pause)
+        return DiskTier(blocks, host, ranks.clock, pause=pause, block_seconds=seconds)
     below: BlockIo | None = io.blocks
     if model.config.remote is not None:
         below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint, io.counts)
     if below is None:
         return None
-    return DiskTier(below, host) if watch is None else DiskTier(below, host, on_read=watch.read)
+    if watch is None:
+        return DiskTier(below, host, block_seconds=seconds)
+    return DiskTier(below, host, on_read=watch.read, block_seconds=seconds)
 
 
 def _capture(

@@ -31,17 +31,17 @@ from sglang_hc.tree.promotions import Promotion, Promotions
 logger = logging.getLogger(__name__)
 
 READ_DEADLINE_S = 10.0
-"""Longest a read may take before it counts as failed."""
+"""A read may come so much later than a slow source would bring it; then it counts as failed."""
 
 LENIENCE = 2
-"""A block that takes so many times as long as expected is not late."""
+"""A source is slow when it takes so many times as long as expected."""
 
 WRITE_DEADLINE_S = 30.0
 """Longest a block may wait to be written: it holds its slot meanwhile."""
 
 
 BlockSeconds = Callable[[SourceTier], float]
-"""Seconds that a tier is expected to take for a block."""
+"""Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
 
 OnRead = Callable[[SourceTier, int, float], None]
 """Told of (tier, blocks, seconds) that an idle source took."""
@@ -52,7 +52,9 @@ class ReadWatch:
     under way.
 
     `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write and no
-    failure. Times are on `time.monotonic`, which is one clock for all processes of a machine.
+    failure. Reads that came too late are left out, but what came before them counts: so the speed
+    of a source is known even if it is too slow for all that it was asked for. Times are on
+    `time.monotonic`, which is one clock for all processes of a machine.
     """
 
     def __init__(self, tier: SourceTier, observed: OnRead) -> None:
@@ -76,14 +78,16 @@ class ReadWatch:
         """Something else uses the disk now."""
         self._is_clean = False
 
-    def came(self, at: float | None, *, good: bool) -> None:
-        """A read is over since `at`, None where that is not known. good: the bytes are there."""
+    def came(self, outcome: Outcome, at: float | None) -> None:
+        """A read is over since `at`, None where that is not known."""
         self.under_way -= 1
-        if at is None or not good:
+        if outcome is Outcome.TIMED_OUT:
+            self._blocks -= 1
+        elif outcome is not Outcome.OK or at is None:
             self._is_clean = False
         else:
             self._ended = max(self._ended, at)
-        if not self.under_way and self._is_clean:
+        if self._blocks and self._is_clean and not self.under_way:
             self._observed(self._tier, self._blocks, self._ended - self._began)
 
 
@@ -97,6 +101,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         on_read: OnRead = lambda tier, blocks, seconds: None,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
+        block_seconds: BlockSeconds = lambda tier: 0.0,
     ) -> None:
         """pause: between two polls of somebody who cannot go on before the answers are there."""
         self._io = io
@@ -111,6 +116,7 @@ class DiskTier:
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
         self._pause = pause
+        self._block_seconds = block_seconds
 
     @property
     def name(self) -> str:
@@ -177,37 +183,29 @@ class DiskTier:
         path: Sequence[bytes],
         low: int,
         high: int,
-        block_seconds: BlockSeconds,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         """Start reading blocks [low, high), the last one first, before what they continue is in
-        the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up.
-
-        block_seconds: what each block is expected to take.
-        """
+        the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up."""
         if not self._usable:
             return []
         now = self.now()
         promotions = self.coming.begin_tail(namespace, tokens, path, low, high, now, is_protected)
-        self.read([(promotion, promotion.block_id) for promotion in promotions], block_seconds)
+        self.read([(promotion, promotion.block_id) for promotion in promotions])
         return promotions
 
-    def read(
-        self,
-        promotions: Sequence[tuple[Promotion, bytes]],
-        block_seconds: BlockSeconds = lambda tier: 0.0,
-    ) -> None:
+    def read(self, promotions: Sequence[tuple[Promotion, bytes]]) -> None:
         """Start reading blocks into the slots of promotions that began, each with the identity
-        whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times `block_seconds` for itself
-        and for each block of its tier before it."""
+        whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times what its tier is expected
+        to take for it and for each block of that tier before it, those under way included."""
         now = self.now()
         sources = self.sources([block_id for _, block_id in promotions])
-        each = {tier: LENIENCE * block_seconds(tier) for tier in self._watches if tier in sources}
-        taken = dict.fromkeys(each, 0.0)
+        each = {tier: LENIENCE * self._block_seconds(tier) for tier in set(sources)}
+        place = {tier: self.reading(tier) for tier in each}
         for (promotion, block_id), tier in zip(promotions, sources, strict=True):
             ticket = next(self._tickets)
-            taken[tier] += each[tier]
-            deadline = now + READ_DEADLINE_S + taken[tier]
+            place[tier] += 1
+            deadline = now + READ_DEADLINE_S + place[tier] * each[tier]
             self._io.read(ticket, block_id, promotion.slot, deadline)
             self._reads[ticket] = promotion, tier
         for tier, blocks in Counter(sources).items():
@@ -246,9 +244,8 @@ class DiskTier:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
             promotion, tier = read
-            good = done.outcome is Outcome.OK
-            self._watches[tier].came(done.at, good=good)
-            if good:
+            self._watches[tier].came(done.outcome, done.at)
+            if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)
             else:

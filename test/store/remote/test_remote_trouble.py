@@ -12,7 +12,9 @@ from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.remote.jobs import Job, JobThread
 from sglang_hc.store.remote.presence_cache import Presence
+from support.clock import Clock
 from support.remote import (
     FOREVER,
     TARGET,
@@ -125,6 +127,34 @@ def test_a_read_that_comes_too_late_leaves_the_slot_alone(
     store.open.set()
     until(lambda: bool(io.levels()["remote_usable"]), io.poll)  # the thread is past it
     assert (pool.slot(TARGET) == 7).all()
+
+
+def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
+    """None of them is there before the last one is, so a store that needs the time that all of
+    them have is not said to hang."""
+    entered, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def perform(batch: list[Job]) -> None:
+        entered.release()
+        assert gate.acquire(timeout=60)
+        for job in batch:
+            job.settle(Outcome.OK)
+
+    thread: JobThread[Job] = JobThread("test", perform, 2, clock=clock)
+    alone, first, second = Job(FOREVER), Job(clock.now + 10), Job(clock.now + 20)
+    thread.submit(alone)
+    assert entered.acquire(timeout=60)
+    thread.submit(first)
+    thread.submit(second)
+    gate.release()
+    assert entered.acquire(timeout=60)  # one call does both
+    clock.now += 19
+    assert thread.take_done() == [alone] and not thread.stuck
+    clock.now += 1
+    assert thread.take_done() == [first, second] and thread.stuck
+    assert first.outcome is second.outcome is Outcome.TIMED_OUT
+    gate.release()
+    assert thread.close(60)
 
 
 def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool, clock) -> None:

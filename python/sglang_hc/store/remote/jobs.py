@@ -19,6 +19,8 @@ from sglang_hc.store.workers import Workers
 class Job:
     """One operation: answered once, by the thread that does it or by its deadline.
 
+    deadline: of a job that is done in one call with others it is the latest of theirs.
+
     lock: held by the thread while it touches the caller's memory; never across a back end's call.
     at: when the thread did it, on `time.monotonic`; None when it did not.
     """
@@ -103,6 +105,9 @@ class JobThread(Generic[J]):
         batch = [job for job in taken if job.outcome is None]
         if not batch:
             return
+        last = max(job.deadline for job in batch)
+        for job in batch:  # one call does them all: none is there before the last one
+            job.deadline = last
         self._running = batch[0]
         try:
             self._perform(batch)

@@ -1,0 +1,121 @@
+"""How long a read may take, and what is learned from those that came."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier, ReadWatch
+from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
+from support.fake_io import FakeIo
+from support.host import host_tier, tokens_of
+
+BLOCK_SECONDS = 3.0
+WORDS = ("ab", "cd", "ef", "gh")
+BLOCKS = sum(map(len, WORDS))
+
+Reads = list[tuple[SourceTier, int, float]]
+
+
+class World:
+    """A remote store that brings one block after the other."""
+
+    def __init__(self, expected: float) -> None:
+        """expected: seconds per block; 0 while nothing is known."""
+        self.clock, self.expected, self.seen = Clock(0.0), expected, Reads()
+        self.host = host_tier(3 * BLOCKS)
+        self.io = FakeIo(clock=self.clock)
+        self.disk = DiskTier(
+            self.io, self.host, self.clock, self.read, block_seconds=lambda tier: self.expected
+        )
+
+    def read(self, tier: SourceTier, blocks: int, seconds: float) -> None:
+        self.seen.append((tier, blocks, seconds))
+        self.expected = seconds / blocks
+
+    def fetch(self, words: tuple[str, ...]) -> None:
+        for word in words:
+            tokens = tokens_of(word)
+            path = self.host.tree.identities(None, tokens)
+            self.io.hold(path)
+            self.io.far.update(path)
+            assert self.disk.fetch(None, tokens, path, 0, len(path)) == len(path)
+
+    def serve(self, seconds: float) -> tuple[int, int]:
+        """Each block takes so long. Returns how many came, and how many were late."""
+        before = self.disk.counters.copy()
+        while self.io.moves:
+            self.clock.pass_time(seconds)
+            self.disk.poll()
+            self.io.step(at=self.clock.now)
+            self.disk.poll()
+        new = self.disk.counters - before
+        return new["remote_loaded_blocks"], new["remote_read_timed_out"]
+
+
+SLOWEST = LENIENCE * BLOCK_SECONDS + READ_DEADLINE_S / BLOCKS
+"""Seconds per block at which the last one comes just when it is late."""
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(SLOWEST - 0.01, 0), (SLOWEST, 1)])
+def test_a_block_is_not_late_because_of_others_that_were_asked_for_before_it(
+    seconds: float, late: int
+) -> None:
+    """A slow store has a long line of blocks to bring, for several requests."""
+    world = World(BLOCK_SECONDS)
+    world.fetch(WORDS)
+    assert world.serve(seconds) == (BLOCKS - late, late)
+
+
+def test_the_speed_of_a_store_that_is_too_slow_at_first_is_known_then() -> None:
+    world = World(0.0)
+    world.fetch(WORDS)
+    assert world.serve(BLOCK_SECONDS) == (3, BLOCKS - 3)
+    assert world.seen == [(SourceTier.REMOTE, 3, 3 * BLOCK_SECONDS)]
+    world.fetch(("ijkl", "mnop"))
+    assert world.serve(BLOCK_SECONDS) == (8, 0)
+
+
+def test_a_store_of_which_nothing_came_says_nothing() -> None:
+    world = World(0.0)
+    world.fetch(WORDS)
+    assert world.serve(READ_DEADLINE_S) == (0, BLOCKS)
+    assert world.seen == []
+
+
+def reads() -> tuple[ReadWatch, Reads]:
+    found = Reads()
+    return ReadWatch(SourceTier.DISK, lambda *seen: found.append(seen)), found
+
+
+def test_reads_that_overlap_are_one_observation() -> None:
+    disk, found = reads()
+    disk.asked(2, 100.0, idle=True)
+    disk.came(Outcome.OK, 101.0)
+    disk.asked(1, 101.5, idle=True)
+    disk.came(Outcome.OK, 104.0)
+    assert found == []
+    disk.came(Outcome.OK, 103.0)
+    assert found == [(SourceTier.DISK, 3, 4.0)]
+    disk.asked(1, 200.0, idle=True)
+    disk.came(Outcome.OK, 200.5)
+    assert found[1:] == [(SourceTier.DISK, 1, 0.5)]
+
+
+def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
+    disk, found = reads()
+    disk.asked(1, 0.0, idle=False)
+    disk.came(Outcome.OK, 1.0)
+    disk.asked(1, 2.0, idle=True)
+    disk.disturbed()
+    disk.came(Outcome.OK, 3.0)
+    disk.asked(2, 4.0, idle=True)
+    disk.came(Outcome.IO_ERROR, 5.0)
+    disk.came(Outcome.OK, 5.0)
+    disk.asked(1, 6.0, idle=True)
+    disk.came(Outcome.OK, None)
+    assert found == []
+    disk.asked(1, 8.0, idle=True)
+    disk.came(Outcome.OK, 9.0)
+    assert found == [(SourceTier.DISK, 1, 1.0)]
