@@ -35,8 +35,9 @@ from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from support.tiers import NoScheduler
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def cache_over(tiers: Tiers, order: DeviceOrder | None = None) -> HcRadixCache:
 
 def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
     """Make the blocks of a path servable without moving bytes."""
-    known = tiers.host.tree.match(namespace, tokens)
+    known = tiers.host.tree.match(Prefix(namespace, tokens))
     node = known.full_parent or tiers.host.tree.root(namespace)
     first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
     for at in range(first, len(tokens), BLOCK_BYTES):

@@ -43,7 +43,7 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
 
 TOKENS = 10_000
 TURN = 200
@@ -181,7 +181,7 @@ def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
         for number in range(LEAVES):
             arrive(cache, number)
     for number in range(waiting):
-        needs = tiers.host.tree.identities(None, pack_tokens(conversation(number)))
+        needs = tiers.host.tree.identities(Prefix(None, pack_tokens(conversation(number))))
         window.update([*window.order, f"r{number}"], waiting, {f"r{number}": needs}.__getitem__)
     times = []
     for number in range(rounds):

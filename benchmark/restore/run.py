@@ -46,7 +46,7 @@ from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}
 SLOTS = ("adjacent", "scattered")
@@ -80,7 +80,7 @@ class Early:
 
     def fill(self, history: int) -> None:
         self.buffer.clear()
-        waiting = Waiting(None, pack_tokens(self._stored.tokens[:history]), 0)
+        waiting = Waiting(Prefix(None, pack_tokens(self._stored.tokens[:history])), 0)
         copied = -1
         while copied != self.buffer.counters["early_layer_tokens"]:
             copied = self.buffer.counters["early_layer_tokens"]

@@ -30,7 +30,7 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy  # noqa:
 from sglang_hc.policy.line_fit import Line  # noqa: E402
 from sglang_hc.store.disk import DiskStore  # noqa: E402
 from sglang_hc.store.disk.backend import DirectBackend, File  # noqa: E402
-from sglang_hc.tree.identity import pack_tokens  # noqa: E402
+from sglang_hc.tree.identity import Prefix, pack_tokens  # noqa: E402
 
 RATE_FILE = "HC_BENCHMARK_RATE"
 """Environment variable that tells the I/O process where the rate of its bucket stands."""
@@ -228,9 +228,9 @@ class SourceServer:
         for stop in [*range(PRIMED, len(tokens), PRIMED), len(tokens)]:
             self.core.ask(tokens[:stop], 1)
             self.core.settle()
-        _, path = self.tiers.host.tree.path_ids(None, pack_tokens(tokens))
-        held = sum(map(self.tiers.disk.holds, path))
-        assert held == len(path), f"{held} of {len(path)} blocks were stored"
+        _, path = self.tiers.host.tree.path(Prefix(None, pack_tokens(tokens)))
+        held = sum(map(self.tiers.disk.holds, path.block_ids))
+        assert held == len(path.block_ids), f"{held} of {len(path.block_ids)} blocks were stored"
         self.forget()
 
     def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.tiers import build
 
 TOKENS = pack_tokens([1] * 40)
@@ -13,24 +13,25 @@ TOKENS = pack_tokens([1] * 40)
 
 def test_a_block_that_is_still_being_filed_does_not_make_room() -> None:
     tiers, _, executor = build(LayerPlan(0, 0, 2), slots=2, device_slots=100)
-    tiers.capture.commit("r", None, TOKENS, torch.arange(40), final=True)
-    assert tiers.host.published_blocks == 1 and not tiers.usable(None, TOKENS)[1]
+    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=True)
+    assert tiers.host.published_blocks == 1 and not tiers.usable(Prefix(None, TOKENS))[1]
     other = tiers.host.stage(0.0)
     assert other is not None and tiers.host.stage(0.0) is None  # e.g. for a read from disk
     executor.step()
     tiers.poll()
-    assert tiers.usable(None, TOKENS)[1] == 40
+    assert tiers.usable(Prefix(None, TOKENS))[1] == 40
     assert tiers.host.stage(0.0) is not None
     assert tiers.host.published_blocks == 0
 
 
 def test_a_block_that_left_while_it_was_filed_frees_its_slot_afterwards() -> None:
     tiers, _, executor = build(LayerPlan(0, 0, 2), slots=3, device_slots=100)
-    tiers.capture.commit("r", None, TOKENS, torch.arange(40), final=False)
+    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=False)
     longer = pack_tokens([1] * 50)
-    tiers.capture.commit("r", None, longer, torch.arange(50), final=True)  # takes the tail's place
+    # It takes the tail's place.
+    tiers.capture.commit("r", Prefix(None, longer), torch.arange(50), final=True)
     assert tiers.host.published_blocks == 1 and tiers.host.free_slots == 1
-    while not tiers.usable(None, longer)[1]:
+    while not tiers.usable(Prefix(None, longer))[1]:
         executor.step()
         tiers.poll()
     assert tiers.host.free_slots == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build
 
@@ -33,7 +33,7 @@ def kept(tiers: Tiers, seed: int, count: int) -> int:
     """Tokens that can be served of a sequence; what is served is right."""
     tiers.drain()
     tiers.check_integrity()
-    nodes, usable = tiers.usable(None, tokens_of(seed, count))
+    nodes, usable = tiers.usable(Prefix(None, tokens_of(seed, count)))
     plan, pool = tiers.layout.plan, tiers.restorer.path.pool
     hidden = states(plan.hidden, seed, 0, count)
     for block, node in enumerate(nodes):
@@ -59,7 +59,7 @@ def passes(tiers: Tiers, rows: list[tuple[int, int, int]], tapped: int | None = 
     at = 0
     for seed, first, count in rows:
         if not tiers.capture.is_open(str(seed)):
-            tiers.capture.open(str(seed), None, tokens_of(seed, first))
+            tiers.capture.open(str(seed), Prefix(None, tokens_of(seed, first)))
         segments.append(Segment(str(seed), first, at, count))
         parts.append(states(tiers.layout.plan.hidden, seed, first, count))
         at += count
@@ -69,7 +69,7 @@ def passes(tiers: Tiers, rows: list[tuple[int, int, int]], tapped: int | None = 
 
 def commit(tiers: Tiers, seed: int, count: int, final: bool = True) -> None:
     slots = device_slots(seed, count)
-    tiers.capture.commit(str(seed), None, tokens_of(seed, count), slots, final=final)
+    tiers.capture.commit(str(seed), Prefix(None, tokens_of(seed, count)), slots, final=final)
 
 
 def fill_pool(pool: ToyPool) -> None:
@@ -173,7 +173,7 @@ def test_a_step_that_is_computed_again_overwrites_what_filing_has_yet_to_write(r
     tiers, _, _ = build(
         HIDDEN, slots=40, device_slots=3000, copy_stream=LateCopyStream(), ring=ring
     )
-    tiers.capture.open("1", None, b"")
+    tiers.capture.open("1", Prefix(None, b""))
     wrong = torch.zeros((2, 10, HIDDEN_BYTES), dtype=torch.uint8)
     tiers.capture.take([Segment("1", 0, 0, 10)], wrong)
     passes(tiers, [(1, 0, 100)])

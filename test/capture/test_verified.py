@@ -14,7 +14,7 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.capture.verified import PASSES, Held, VerifiedRows
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.tiers import HIDDEN_BYTES, build
 
 LAYERS = 2
@@ -73,7 +73,7 @@ def test_rejected_rows_are_in_no_block(story: Story) -> None:
     verified = VerifiedRows(taps, 16 * 3)
     committed = list(story.prompts)
     for request, prompt in enumerate(story.prompts):
-        tiers.capture.open(str(request), None, b"")
+        tiers.capture.open(str(request), Prefix(None, b""))
         rows = torch.stack([state(request, p) for p in range(prompt)], dim=1)
         tiers.capture.take([Segment(str(request), 0, 0, prompt)], rows)
     waiting: list[tuple[list[Verify], Held | None]] = []
@@ -115,9 +115,9 @@ def test_rejected_rows_are_in_no_block(story: Story) -> None:
     for request in requests:
         tokens = pack_tokens([1000 * request + p for p in range(committed[request])])
         slots = torch.zeros(committed[request], dtype=torch.int64)
-        tiers.capture.commit(str(request), None, tokens, slots, final=True)
+        tiers.capture.commit(str(request), Prefix(None, tokens), slots, final=True)
         tiers.drain()
-        nodes, usable = tiers.usable(None, tokens)
+        nodes, usable = tiers.usable(Prefix(None, tokens))
         assert usable == committed[request]
         for block, node in enumerate(nodes):
             low = block * BLOCK_TOKENS
@@ -137,7 +137,7 @@ def test_requests_without_room_are_left_out_and_counted(tapped: int, held: int, 
     taps = TapBuffer(LAYERS, tapped, HIDDEN_BYTES, torch.uint8, CPU)
     verified = VerifiedRows(taps, held)
     for request in range(3):
-        tiers.capture.open(str(request), None, b"")
+        tiers.capture.open(str(request), Prefix(None, b""))
     verified.hold(torch.tensor([[0, 1, 2], [4, 5, 6], [8, 9, 10]], dtype=torch.int32), 4)
     left = verified.take()
     assert left is not None and left.states.shape == (LAYERS, 3 * kept, HIDDEN_BYTES)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import Faults, FaultyBackend
 from support.meetings import (
@@ -62,7 +62,8 @@ class Disk:
 
     def __init__(self, core: Core, history: list[int]) -> None:
         self._threads = core.tree.tiers.disk._io
-        self.path = core.tree.tiers.host.tree.identities(None, pack_tokens(history))[:BLOCKS]
+        stored = Prefix(None, pack_tokens(history))
+        self.path = core.tree.tiers.host.tree.identities(stored)[:BLOCKS]
         self.asked: list[bytes] = []
         read = self._threads.read
 

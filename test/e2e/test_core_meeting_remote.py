@@ -13,7 +13,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote.envelope import storage_key
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.meetings import (
     BLOCKS,
@@ -89,7 +89,7 @@ def test_a_store_whose_speed_nobody_has_seen_is_read_whole(
 
 
 def blocks_of(core: Core, history: list[int]) -> list[bytes]:
-    names: list[bytes] = core.tree.tiers.host.tree.identities(None, pack_tokens(history))
+    names: list[bytes] = core.tree.tiers.host.tree.identities(Prefix(None, pack_tokens(history)))
     return names[:BLOCKS]
 
 

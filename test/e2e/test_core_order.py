@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import run_in_child
 from support.ordered_core import OrderedCore
 
@@ -42,7 +42,9 @@ def old_commit(core: OrderedCore) -> None:
         packed = pack_tokens(tokens[:length])
         with tree.compute_stream.entered():
             slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
-            tree.tiers.capture.commit(req.rid, req.extra_key, packed, slots.long(), final=final)
+            tree.tiers.capture.commit(
+                req.rid, Prefix(req.extra_key, packed), slots.long(), final=final
+            )
         return packed
 
     tree.commit = commit

@@ -6,7 +6,7 @@ import random
 import time
 from typing import Any
 
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, run_in_child
 
 FLAGS = (
@@ -37,7 +37,7 @@ def a_pin_and_its_end() -> tuple[Any, ...]:
     reply = ask_pinned(core, 600.0)
     pins = core.tree.tiers.retention.pinned(None)
     flood_host(core)
-    held = core.tree.tiers.usable(None, pack_tokens([*PROMPT, *reply]))[1]
+    held = core.tree.tiers.usable(Prefix(None, pack_tokens([*PROMPT, *reply])))[1]
     kept = core.ask([*PROMPT, *reply, 5], 4)
     core.tree.tiers.retention.pins.expire(time.monotonic() + 601)
     flood_host(core)

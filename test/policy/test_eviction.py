@@ -12,7 +12,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import host_tier, keep, tokens_of
 
 
@@ -31,7 +31,7 @@ class Host:
         self.now += 1
         packed = tokens_of(path[:-1]) + pack_tokens([ord(path[-1])] * tokens)
         keep(self.tier, packed, now=self.now)
-        self.named[path] = self.tier.tree.match(None, packed).nodes[-1]
+        self.named[path] = self.tier.tree.match(Prefix(None, packed)).nodes[-1]
         return self.named[path]
 
     def store_path(self, path: str) -> None:

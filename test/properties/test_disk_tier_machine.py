@@ -16,7 +16,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.fake_io import FakeIo
 
@@ -75,7 +75,7 @@ class DiskMachine(TiersMachine):
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
         self.count += 1
         rid = f"f{self.count}"
-        self.fetching[rid] = Waiting(salt, pack_tokens(tokens[:cut]), 0)
+        self.fetching[rid] = Waiting(Prefix(salt, pack_tokens(tokens[:cut])), 0)
         self.view.arrived(rid, rid, self.fetching.__getitem__)
         self.look()
         self.work(steps)

@@ -20,7 +20,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.fake_io import FakeIo
 from support.several_ranks import Group, Notes, together
@@ -100,7 +100,7 @@ class Rank(DiskMachine):
 
     def pin(self, old: int) -> None:
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
-        self.tiers.retention.pin_if_possible(salt, f"s{old}", pack_tokens(tokens), 0.5)
+        self.tiers.retention.pin_if_possible(Prefix(salt, pack_tokens(tokens)), f"s{old}", 0.5)
 
     def end(self) -> None:
         """Nothing runs or waits any more, and everything is given back."""

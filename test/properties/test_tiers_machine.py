@@ -24,7 +24,7 @@ from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.several_ranks import Notes
 from support.tiers import HIDDEN_BYTES, build, project
@@ -112,11 +112,11 @@ class TiersMachine(RuleBasedStateMachine):
             return None
         self.count += 1
         req = Running(f"r{self.count}", salt, tokens, 0, [self.free.pop() for _ in tokens])
-        nodes, usable = self.tiers.usable(salt, pack_tokens(tokens[:-1]))
+        nodes, usable = self.tiers.usable(Prefix(salt, pack_tokens(tokens[:-1])))
         if usable:
             self.restore(req, nodes, usable)
         self.running[req.rid] = req
-        self.tiers.capture.open(req.rid, salt, pack_tokens(tokens[: req.computed]))
+        self.tiers.capture.open(req.rid, Prefix(salt, pack_tokens(tokens[: req.computed])))
         return req
 
     @precondition(lambda self: self.tiers.host.published_blocks)
@@ -153,7 +153,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def waiting_of(self, rid: str) -> Waiting:
         salt, tokens, on_device = self.waiting[rid]
-        return Waiting(salt, pack_tokens(tokens), on_device)
+        return Waiting(Prefix(salt, pack_tokens(tokens)), on_device)
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5), abort=st.sampled_from([False, False, False, True]))
@@ -278,7 +278,7 @@ class TiersMachine(RuleBasedStateMachine):
     def commit(self, req: Running, length: int, final: bool) -> None:
         slots = torch.tensor(req.slots[:length], dtype=torch.int64)
         packed = pack_tokens(req.tokens[:length])
-        self.tiers.capture.commit(req.rid, req.salt, packed, slots, final=final)
+        self.tiers.capture.commit(req.rid, Prefix(req.salt, packed), slots, final=final)
         req.kept = max(req.kept, length)
 
     @rule(steps=st.integers(1, 6))
@@ -322,7 +322,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(node.pins == 0 for node in self.tiers.host.tree.nodes())
         # What is left is served, and right.
         for salt, tokens in self.spoken:
-            nodes, usable = self.tiers.usable(salt, pack_tokens(tokens))
+            nodes, usable = self.tiers.usable(Prefix(salt, pack_tokens(tokens)))
             if usable:
                 req = Running("last", salt, tokens, 0, list(range(len(tokens))))
                 self.restore(req, nodes, usable)

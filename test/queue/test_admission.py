@@ -13,6 +13,7 @@ from sglang_hc.queue.admission import ARRANGED, Admission
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import MAX_FETCHES
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.identity import Prefix
 from support.fake_io import FakeIo
 from support.host import host_queue, identities, keep, tokens_of
 from support.subjects import DISK_BLOCKS
@@ -38,7 +39,7 @@ class Loop:
         self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
 
     def of(self, rid: str) -> Waiting:
-        return Waiting(None, tokens_of(self.words[rid]), 0)
+        return Waiting(Prefix(None, tokens_of(self.words[rid])), 0)
 
     def arrive(self, word: str) -> None:
         rid = f"{len(self.arrivals)}:{word}"

@@ -9,6 +9,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.fetches import Missing, TurnEstimate
+from support.host import path_of
 from support.rates import ConstantRates
 
 DISK, REMOTE = SourceTier.DISK, SourceTier.REMOTE
@@ -16,15 +17,11 @@ RATES = ConstantRates(1.0, BLOCK_TOKENS)
 """A block a second, read or recomputed."""
 
 
-def ids(text: str) -> list[bytes]:
-    return [letter.encode() for letter in text]
-
-
 def test_what_a_fetch_saves_counts_from_what_is_there() -> None:
-    missing = Missing(ids("abcdef"), 2, [SourceTier.DISK] * 3, 0, 6 * BLOCK_TOKENS)
+    missing = Missing(path_of("abcdef"), 2, [SourceTier.DISK] * 3, 0)
     assert missing.saved(RATES, 2, 5) == 3.0
     assert missing.saved(RATES, 0, 5) == 5.0
-    on_device = Missing(ids("abcdef"), 2, [SourceTier.DISK] * 3, 4 * BLOCK_TOKENS, 6 * BLOCK_TOKENS)
+    on_device = Missing(path_of("abcdef"), 2, [SourceTier.DISK] * 3, 4 * BLOCK_TOKENS)
     assert on_device.saved(RATES, 2, 5) == 1.0, "four of them the device has"
     assert on_device.saved(RATES, 2, 4) == -math.inf
 
@@ -38,7 +35,7 @@ def test_blocks_come_in_time_by_where_they_lie() -> None:
 
     def in_time(sources: str, turn_in: float, busy: int = 0) -> tuple[int, float]:
         tiers = [{"d": DISK, "r": REMOTE, "h": SourceTier.HOST}[letter] for letter in sources]
-        missing = Missing(ids("abcdefghij"), 2, tiers, 0, 10 * BLOCK_TOKENS)
+        missing = Missing(path_of("abcdefghij"), 2, tiers, 0)
         busy_of = {DISK: busy}
         reading = lambda tier: busy_of.get(tier, 0)  # noqa: E731
         return missing.in_time(Rates(0.0, 1.0), reading, 2, 2 + len(tiers), turn_in)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.fake_io import FakeIo
 from support.host import host_queue, identities
 
@@ -19,11 +19,11 @@ def view(*, tell_disk: bool = True) -> tuple[QueueView, FakeIo]:
 def waiting(rid: str) -> Waiting:
     """Requests a1, a2 ... share their first block."""
     tokens = [ord(rid[0])] * 64 + [int(rid[1:])] * 64
-    return Waiting(None, pack_tokens(tokens), 0)
+    return Waiting(Prefix(None, pack_tokens(tokens)), 0)
 
 
 def ids(rid: str) -> list[bytes]:
-    return identities(waiting(rid).tokens)
+    return identities(waiting(rid).prompt.tokens)
 
 
 def test_the_disk_is_told_what_changed_and_only_then() -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
-from sglang_hc.queue.meeting import LEAST_TOKENS, Action, Meeting, Prompt
+from sglang_hc.queue.meeting import LEAST_TOKENS, Action, Meeting
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.disk_tier import READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.block_tree import BLOCK_BYTES
+from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion
 from support.fake_io import FakeIo
-from support.host import host_tier, keep, tokens_of
+from support.host import host_tier, identities, keep, tokens_of
 
 WORD = "abcdefghijkl"
 SPOKEN = tokens_of(WORD + "q")
@@ -36,8 +36,9 @@ class World:
         self.disk = DiskTier(
             self.io, self.host, lambda: 0.0, block_seconds=lambda tier: BLOCK_SECONDS
         )
-        self.path = self.host.tree.identities(None, tokens_of(WORD))
-        self.io.hold(self.path)
+        self.prompt = Prefix(None, SPOKEN)
+        self.path = BlockPath(self.prompt, identities(tokens_of(WORD)))
+        self.io.hold(self.path.block_ids)
         self.ends: Counter[bytes] = Counter()
         self.disk.coming.subscribe(self.ended, self.ended)
         self.share = share
@@ -46,7 +47,7 @@ class World:
             keep(self.host, tokens_of(WORD[:held]))
         self.head = held * BLOCK_TOKENS
         self.meeting = Meeting(
-            Prompt(None, SPOKEN), held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
+            self.prompt, held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
             self.disk.coming, self.read, self,
         )  # fmt: skip
 
@@ -54,7 +55,7 @@ class World:
         self.ends[block_id] += 1
 
     def read(self, low: int, high: int) -> list[Promotion]:
-        return self.disk.fetch_tail(None, SPOKEN, self.path, low, high)
+        return self.disk.fetch_tail(self.path, low, high)
 
     def split(self, history: History, decoding: int) -> Split | None:
         self.asked.append(history)
@@ -88,7 +89,7 @@ class World:
 def test_the_end_is_read_from_the_last_block_down() -> None:
     world = World()
     assert world.meeting.read_down_to(8) == 4
-    assert world.io.begun == list(reversed(world.path[8:]))
+    assert world.io.begun == list(reversed(world.path.block_ids[8:]))
     assert world.meeting.read_down_to(9) == 0, "these were asked for"
     world.settle()
 
@@ -112,7 +113,7 @@ def test_what_is_here_continues_what_was_computed() -> None:
     world.compute(8 * BLOCK_TOKENS - world.head)
     assert world.meeting.next(world.head, 0, 0.0).action is Action.RESTORE
     nodes = world.meeting.join(world.head, 0.0)
-    assert nodes is not None and [node.block_id for node in nodes] == world.path
+    assert nodes is not None and [node.block_id for node in nodes] == world.path.block_ids
     assert all(node.ready for node in nodes)
     world.settle()
 
@@ -120,9 +121,10 @@ def test_what_is_here_continues_what_was_computed() -> None:
 def test_a_lost_block_moves_the_meeting_behind_it() -> None:
     world = World(share=0.0)
     world.meeting.read_down_to(6)
-    for place in (0, 0, 0, 0, 0):
-        world.deliver(place, Outcome.DAMAGED if world.io.moves[0].block_id == world.path[9]
-                      else Outcome.OK)  # fmt: skip
+    damaged = world.path.block_ids[9]
+    for _ in range(5):
+        bad = world.io.moves[0].block_id == damaged
+        world.deliver(0, Outcome.DAMAGED if bad else Outcome.OK)
     step = world.meeting.next(world.head, 0, 0.0)
     assert step == (Action.COMPUTE, 10 * BLOCK_TOKENS)
     world.compute(step.tokens)
@@ -232,7 +234,7 @@ def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_bl
     for _ in range(40):
         world.meeting.wait(world.head, 0.0)
         world.deliver()
-    match = world.host.tree.match(None, SPOKEN)
+    match = world.host.tree.match(Prefix(None, SPOKEN))
     assert match.tokens == len(WORD) * BLOCK_TOKENS and all(node.ready for node in match.nodes)
     world.settle()
 
@@ -240,7 +242,7 @@ def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_bl
 def test_a_full_host_tier_shortens_what_is_read() -> None:
     world = World(slots=3)
     assert world.meeting.read_down_to(2) == 3
-    assert world.io.begun == list(reversed(world.path[9:]))
+    assert world.io.begun == list(reversed(world.path.block_ids[9:]))
     world.settle()
 
 
@@ -282,7 +284,7 @@ def test_any_order_of_events_ends_with_every_slot_in_one_hand(data: st.DataObjec
         if step.action is Action.RESTORE:
             nodes = world.meeting.join(world.head, now)
             if nodes is not None:
-                assert [node.block_id for node in nodes] == world.path
+                assert [node.block_id for node in nodes] == world.path.block_ids
                 assert all(node.ready for node in nodes[world.head // BLOCK_TOKENS :])
             break
         if step.action is Action.COMPUTE:

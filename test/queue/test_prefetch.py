@@ -21,6 +21,7 @@ from sglang_hc.queue.prefetch import (
     reserve_slots,
 )
 from sglang_hc.queue.windows import LookAhead
+from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from support.rates import ConstantRates
 
 SLOW_PREFILL = ConstantRates(1.0, BLOCK_TOKENS / 100)
@@ -45,10 +46,8 @@ class Tiers:
         self.slots = slots
         self.asking: set[str] = set()
         self.begun: list[tuple[str, str]] = []
-        self.staged: set[bytes] = set()
-        self.meets: set[str] = set()
-        self.looks = 0
-        self.kept_free = 0
+        self.staged, self.meets = set[bytes](), set[str]()
+        self.looks = self.kept_free = 0
 
     def path(self, request: str) -> list[bytes]:
         return [request[: end + 1].encode() for end in range(len(request))]
@@ -59,8 +58,9 @@ class Tiers:
             return None
         path = self.path(request)
         first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
+        prompt = Prefix(None, bytes(len(path) * BLOCK_BYTES))
         sources = [SourceTier.DISK] * (len(path) - first)
-        return Missing(path, first, sources, 0, len(path) * BLOCK_TOKENS)
+        return Missing(BlockPath(prompt, path), first, sources, 0)
 
     def reading(self, _: SourceTier) -> int:
         return len(self.staged)
@@ -76,10 +76,10 @@ class Tiers:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        assert not {*missing.path[first : first + count]} & self.staged, "fetched twice"
+        assert not {*missing.path.block_ids[first : first + count]} & self.staged, "fetched twice"
         done = 0
         while done < count and self.make_room(is_protected):
-            self.staged.add(missing.path[first + done])
+            self.staged.add(missing.path.block_ids[first + done])
             done += 1
         if done:
             self.begun.append((request, request[first : first + done]))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS, DraftLayers, LayerPlan
 from sglang_hc.restore.path import Restoration
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
 
 SLOTS = 2000
@@ -82,15 +82,15 @@ def test_what_comes_back_is_what_was_there(
     for index, tokens in enumerate(told):
         write(pool, plan, tokens, draft, at)
         if plan.hidden:
-            tiers.capture.open(str(index), None, b"")
+            tiers.capture.open(str(index), Prefix(None, b""))
             states = rows_of(0, tokens, 0, HIDDEN_BYTES)[None]
             tiers.capture.take([Segment(str(index), 0, 0, len(tokens))], states)
         slots = torch.arange(at, at + len(tokens))
-        tiers.capture.commit(str(index), None, pack_tokens(tokens), slots, final=True)
+        tiers.capture.commit(str(index), Prefix(None, pack_tokens(tokens)), slots, final=True)
         tiers.drain()
         at += len(tokens)
     tokens = data.draw(st.sampled_from(told))
-    nodes, usable = tiers.usable(None, pack_tokens(tokens))
+    nodes, usable = tiers.usable(Prefix(None, pack_tokens(tokens)))
     assert usable == len(tokens)
     stop = usable - lag
     start = data.draw(st.integers(0, max(0, stop - 1)))

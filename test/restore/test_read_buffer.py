@@ -15,7 +15,7 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.read_buffer import PIECES_PER_PASS, ReadBuffer
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COPIES, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU
@@ -42,7 +42,7 @@ class Bench:
     def wait(self, path: int, on_device: int = 0, length: int | None = None) -> str:
         rid = f"r{len(self.waiting)}"
         tokens = path_tokens(path, length or LENGTHS[path])
-        self.waiting[rid] = Waiting(None, pack_tokens(tokens), on_device)
+        self.waiting[rid] = Waiting(Prefix(None, pack_tokens(tokens)), on_device)
         return rid
 
     def look(self, *rids: str, passes: int = 20) -> None:
@@ -56,7 +56,7 @@ class Bench:
         return self.waiting[rid]
 
     def restoration(self, path: int, start: int, stop: int, at: int = 0) -> Restoration:
-        nodes = self.host.tree.match(None, pack_tokens(path_tokens(path, stop))).nodes
+        nodes = self.host.tree.match(Prefix(None, pack_tokens(path_tokens(path, stop)))).nodes
         return Restoration(nodes, start, stop, torch.arange(at, at + stop - start))
 
     def restore(self, restorations: Sequence[Restoration], beside: bool = False) -> None:
@@ -173,7 +173,7 @@ def test_blocks_are_pinned_while_their_copies_are_under_way_and_no_longer() -> N
     bench = Bench()
     rid = bench.wait(1)
     bench.look(rid, passes=1)
-    nodes = bench.host.tree.match(None, bench.waiting[rid].tokens).nodes
+    nodes = bench.host.tree.match(bench.waiting[rid].prompt).nodes
     assert all(node.pins for node in nodes)
     bench.device.run()
     bench.early.poll()
@@ -204,7 +204,7 @@ def test_a_changed_tail_is_not_found_and_the_blocks_before_it_are() -> None:
     bench = Bench()
     """Layers of hidden states have their blocks in pairs here, the tail in the second pair."""
     bench.look(bench.wait(2))
-    nodes = bench.host.tree.match(None, pack_tokens(path_tokens(2, 200))).nodes
+    nodes = bench.host.tree.match(Prefix(None, pack_tokens(path_tokens(2, 200)))).nodes
     longer = pack_tokens(path_tokens(2, 230)[192:])
     slot = bench.host.stage(0.0)
     assert slot is not None
@@ -230,7 +230,7 @@ def test_a_request_that_leaves_gives_its_frames_to_the_next() -> None:
 def test_blocks_that_are_not_in_place_are_left_alone() -> None:
     bench = Bench()
     rid = bench.wait(1)
-    nodes = bench.host.tree.match(None, bench.waiting[rid].tokens).nodes
+    nodes = bench.host.tree.match(bench.waiting[rid].prompt).nodes
     nodes[1].ready = False
     bench.look(rid)
     assert bench.copies == BLOCK_TOKENS * len(LAYERS)
@@ -251,7 +251,7 @@ def test_what_is_on_its_way_from_disk_is_waited_for() -> None:
 def test_scattered_blocks_are_copied_in_one_call() -> None:
     """As in a restoration: the thread's time does not grow with the number of blocks."""
     bench = Bench()
-    nodes = bench.host.tree.match(None, pack_tokens(path_tokens(0, 300))).nodes
+    nodes = bench.host.tree.match(Prefix(None, pack_tokens(path_tokens(0, 300)))).nodes
     slots = sorted(node.slot for node in nodes)
     for node, slot in zip(nodes, [slots[i] for i in (4, 2, 0, 3, 1)], strict=True):
         node.slot = slot

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import keep
 from support.tiers import NoScheduler, build
 
@@ -73,7 +73,7 @@ class Subject:
     def look(self, word: str, length: int, salt: str | None) -> tuple[Any, int]:
         """Match a request; returns it and the tokens the host tier can serve."""
         tokens = tokens_of(word, length)
-        _, usable = self.tiers.usable(salt, pack_tokens(tokens))
+        _, usable = self.tiers.usable(Prefix(salt, pack_tokens(tokens)))
         req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
         assert found.host_hit_length == max(usable - len(found.device_indices), 0)

@@ -9,7 +9,7 @@ from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier, ReadW
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.fake_io import FakeIo
-from support.host import host_tier, tokens_of
+from support.host import host_tier, path_of
 
 BLOCK_SECONDS = 3.0
 WORDS = ("ab", "cd", "ef", "gh")
@@ -36,11 +36,10 @@ class World:
 
     def fetch(self, words: tuple[str, ...]) -> None:
         for word in words:
-            tokens = tokens_of(word)
-            path = self.host.tree.identities(None, tokens)
-            self.io.hold(path)
-            self.io.far.update(path)
-            assert self.disk.fetch(None, tokens, path, 0, len(path)) == len(path)
+            path = path_of(word)
+            self.io.hold(path.block_ids)
+            self.io.far.update(path.block_ids)
+            assert self.disk.fetch(path, 0, len(word)) == len(word)
 
     def serve(self, seconds: float) -> tuple[int, int]:
         """Each block takes so long. Returns how many came, and how many were late."""

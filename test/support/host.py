@@ -19,9 +19,9 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier, OnRead
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, pack_tokens
 
 FINGERPRINT = b"f" * 16
 
@@ -56,7 +56,7 @@ def keep(
 
     Returns the new blocks, root first. ready: their bytes are said to be there.
     """
-    known = host.tree.match(namespace, tokens)
+    known = host.tree.match(Prefix(namespace, tokens))
     if known.tokens * TOKEN_BYTES == len(tokens):
         return []
     host.pin(known.nodes)
@@ -128,7 +128,12 @@ def queue_over(
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:
     """Identities of the whole blocks of a path of packed tokens, root first."""
-    return BlockTree(FINGERPRINT).identities(namespace, tokens)
+    return BlockTree(FINGERPRINT).identities(Prefix(namespace, tokens))
+
+
+def path_of(word: str) -> BlockPath:
+    tokens = tokens_of(word)
+    return BlockPath(Prefix(None, tokens), identities(tokens))
 
 
 def tokens_of(word: str) -> bytes:

@@ -16,6 +16,7 @@ from sglang_hc.queue.requests import WaitingTable
 from sglang_hc.store.disk_tier import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
+from sglang_hc.tree.identity import Prefix
 from support.fake_io import FakeIo
 from support.host import host_queue, identities, keep, tokens_of, words_in
 
@@ -105,7 +106,7 @@ class ServerSubject:
         self.now += 1
         tokens = tokens_of(word)
         self._words |= {name: word[:end] for end, name in enumerate(identities(tokens), 1)}
-        match = self.host.tree.match(None, tokens)
+        match = self.host.tree.match(Prefix(None, tokens))
         hit = match.tokens // BLOCK_TOKENS
         if hit:
             self.host.access(match.nodes, self.now)  # restored
@@ -119,7 +120,7 @@ class ServerSubject:
             self.disk.spill(node)
         self.disk.poll()
         self.host.unpin(match.nodes)
-        self.host.access(self.host.tree.match(None, tokens).nodes, self.now)
+        self.host.access(self.host.tree.match(Prefix(None, tokens)).nodes, self.now)
         self.queue.finished(word, len(word))
         return hit
 
@@ -160,7 +161,7 @@ class ServerSubject:
         return [self._words[block_id] for block_id in begun]
 
     def _waiting(self, word: str) -> Waiting:
-        return Waiting(None, tokens_of(word), self.on_device)
+        return Waiting(Prefix(None, tokens_of(word)), self.on_device)
 
 
 class SimulatorSubject:

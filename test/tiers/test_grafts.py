@@ -23,7 +23,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tiers.grafts import Grafts
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens
 from support.fake_io import FakeIo
 from support.host import FINGERPRINT, host_tier, identities, keep
 from support.tiers import StepExecutor
@@ -46,6 +46,11 @@ def kept(dropped: int, length: int) -> bytes:
 
 def space(dropped: int) -> str | None:
     return f"cut {dropped}" if dropped else None
+
+
+def prompt_behind(cut: Cut, length: int) -> Prefix:
+    """What a cut leaves of a prompt of `length` tokens."""
+    return Prefix(space(cut.dropped), kept(cut.dropped, length))
 
 
 def earlier(cut: Cut) -> EarlierCuts:
@@ -82,20 +87,21 @@ class World:
         if self.disk is not None:
             self.disk.poll()
 
-    def cut(self, length: int) -> tuple[Cut, list[bytes], tuple[EarlierPath, ...]]:
-        """The cut of a turn of `length` tokens, its blocks and where they were."""
-        cut, path = RULE.cut(length, None), kept(RULE.cut(length, None).dropped, length)
-        return cut, identities(path, space(cut.dropped)), earlier(cut).paths(FINGERPRINT, path)
+    def cut(self, length: int) -> tuple[Cut, BlockPath, tuple[EarlierPath, ...]]:
+        """The cut of a turn of `length` tokens, its path and where its blocks were."""
+        cut = RULE.cut(length, None)
+        prompt = prompt_behind(cut, length)
+        path = BlockPath(prompt, identities(prompt.tokens, prompt.namespace))
+        return cut, path, earlier(cut).paths(FINGERPRINT, prompt.tokens)
 
     def graft(self, length: int) -> int:
         """Begin to move what can be moved for a turn; returns how many blocks."""
-        cut, path, ways = self.cut(length)
-        name = space(cut.dropped)
-        first = next((i for i, b in enumerate(path) if b not in self.host), len(path))
+        _, path, ways = self.cut(length)
+        ids = path.block_ids
+        first = next((i for i, b in enumerate(ids) if b not in self.host), len(ids))
         found = self.grafts.find(path, ways, first)
         assert found is not None
-        tokens = kept(cut.dropped, length)
-        return self.grafts.fetch(name, tokens, path, ways, first, len(found), None)
+        return self.grafts.fetch(path, ways, first, len(found), None)
 
     def end(self) -> None:
         """Carry out what is under way."""
@@ -105,8 +111,8 @@ class World:
             self.disk.poll()
 
     def blocks(self, length: int) -> list[BlockNode]:
-        cut = RULE.cut(length, None)
-        return list(self.host.tree.match(space(cut.dropped), kept(cut.dropped, length)).nodes)
+        prompt = prompt_behind(RULE.cut(length, None), length)
+        return list(self.host.tree.match(prompt).nodes)
 
     def check(self) -> None:
         """Every block has the bytes it should, no slot is lost, nothing is pinned."""
@@ -148,7 +154,7 @@ def test_bytes_that_are_still_being_filed_are_waited_for() -> None:
     world = World(disk=False)
     world.compute(0, 440)
     cut, path, ways = world.cut(480)
-    last = world.host.tree.match(None, kept(0, 384)).nodes[-1]
+    last = world.host.tree.match(Prefix(None, kept(0, 384))).nodes[-1]
     last.ready = False
     assert world.grafts.find(path, ways, 0) is None
     world.host.mark_ready(last)
@@ -203,7 +209,7 @@ def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     if disk:
         world.host.clear()
     cut = RULE.cut(480, None)
-    waiting = Waiting(space(cut.dropped), kept(cut.dropped, 480), 0, earlier(cut))
+    waiting = Waiting(prompt_behind(cut, 480), 0, earlier(cut))
     view.arrived("r", None, lambda rid: waiting)
     view.on_schedule_step(["r"], lambda rid: waiting)
     whole = identities(kept(0, 440))

@@ -23,7 +23,7 @@ from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.recorded import replay_record
 from sglang_hc.tools.workloads.traces import TraceError
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
-from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
 from support.host import FINGERPRINT, keep
 
 SLOTS = 12
@@ -43,30 +43,31 @@ class Server:
         policy = make_policy(eviction, self.window, pinned=self.pins)
         self.tier = RecordingHostTier(self.recorder, blocks, SLOTS, policy, ttl)
         self.recorder.watch(self.pins)
-        self.waiting: dict[str, tuple[str | None, bytes]] = {}
+        self.waiting: dict[str, Prefix] = {}
         self.hits = 0
         self.names = 0
         self.now = 0.0
 
-    def prompt(self) -> bytes:
+    def prompt(self) -> Prefix:
         blocks = [[self.rng.randrange(2)] * BLOCK_TOKENS for _ in range(self.rng.randint(0, 3))]
         tail = [self.rng.randrange(2) for _ in range(self.rng.randint(1, BLOCK_TOKENS))]
-        return pack_tokens([token for block in [*blocks, tail] for token in block])
+        tokens = [token for block in [*blocks, tail] for token in block]
+        return Prefix(self.rng.choice([None, "tenant"]), pack_tokens(tokens))
 
     def arrive(self) -> None:
         rid = f"user-given name {self.names}"
         self.names += 1
-        self.waiting[rid] = self.rng.choice([None, "tenant"]), self.prompt()
-        self.recorder.arrived(rid, *self.waiting[rid])
+        self.waiting[rid] = self.prompt()
+        self.recorder.arrived(rid, self.waiting[rid])
 
     def look(self) -> None:
         order = list(self.waiting)
         if self.rng.random() < 0.3:
             self.rng.shuffle(order)
-        self.window.update(order, 4, lambda rid: self.ids(*self.waiting[rid]))
+        self.window.update(order, 4, lambda rid: self.ids(self.waiting[rid]))
 
-    def ids(self, namespace: str | None, tokens: bytes) -> list[bytes]:
-        nodes = self.tier.tree.match(namespace, tokens).nodes
+    def ids(self, prompt: Prefix) -> list[bytes]:
+        nodes = self.tier.tree.match(prompt).nodes
         return list(dict.fromkeys(node.block_id for node in nodes))
 
     def abort(self) -> None:
@@ -77,11 +78,11 @@ class Server:
 
     def serve(self) -> None:
         rid = next(iter(self.waiting))
-        namespace, tokens = self.waiting.pop(rid)
-        match = self.tier.tree.match(namespace, tokens)
+        prompt = self.waiting.pop(rid)
+        match = self.tier.tree.match(prompt)
         usable = match.tokens if all(node.ready for node in match.nodes) else 0
         if usable == match.tokens:
-            self.recorder.matched(rid, len(tokens) // TOKEN_BYTES, 0, usable)
+            self.recorder.matched(rid, prompt.num_tokens, 0, usable)
             self.recorder.admitted(rid, usable, 0)
             self.hits += usable
         rank = self.window.rank(rid)
@@ -91,17 +92,17 @@ class Server:
             return rank is not None and use is not None and use < rank
 
         self.tier.pin(match.nodes)
-        keep(self.tier, tokens, namespace, self.now, is_protected)
-        self.tier.access(self.tier.tree.match(namespace, tokens).nodes, self.now)
+        keep(self.tier, prompt.tokens, prompt.namespace, self.now, is_protected)
+        self.tier.access(self.tier.tree.match(prompt).nodes, self.now)
         self.tier.unpin(match.nodes)
-        self.recorder.finished(rid, namespace, tokens)
+        self.recorder.finished(rid, prompt)
 
     def pin(self) -> None:
         """A session keeps its blocks for a while."""
-        namespace, tokens = self.rng.choice([None, "tenant"]), self.prompt()
+        prompt = self.prompt()
         with contextlib.suppress(PinLimitError):
-            ids = self.ids(namespace, tokens)
-            self.pins.pin(namespace, f"s{self.rng.randrange(3)}", ids, 20.0, self.now)
+            ids = self.ids(prompt)
+            self.pins.pin(prompt.namespace, f"s{self.rng.randrange(3)}", ids, 20.0, self.now)
 
     def run(self, steps: int = 300) -> Server:
         for _ in range(steps):
@@ -170,7 +171,7 @@ def test_no_token_or_name_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, {}, FINGERPRINT)
     secret = pack_tokens(list(range(40_000, 40_000 + 100)))
-    recorder.arrived("mallory", "tenant-of-mallory", secret)
+    recorder.arrived("mallory", Prefix("tenant-of-mallory", secret))
     recorder.close()
     text = path.read_text()
     assert "mallory" not in text
@@ -278,7 +279,7 @@ def test_a_block_that_is_needed_before_it_came_by_can_still_be_stored(tmp_path: 
     path = tmp_path / "t.jsonl"
     server = Server(path, 1)
     tokens = pack_tokens([1] * BLOCK_TOKENS)
-    identity = server.tier.tree.identities(None, tokens)[0]
+    identity = server.tier.tree.identities(Prefix(None, tokens))[0]
     server.window.update(["early"], 4, lambda rid: [identity])
     slot = server.tier.stage(0.0)
     assert slot is not None

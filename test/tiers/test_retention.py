@@ -13,7 +13,7 @@ from sglang_hc.policy.eviction import POLICIES, make_policy
 from sglang_hc.policy.pins import PinLimitError, RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.retention import Retention
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import host_tier, keep
 
 SLOTS = 16
@@ -38,12 +38,12 @@ class World:
         """A turn ends: its missing blocks come in, by evicting what must leave."""
         tokens = self.tokens(conversation, blocks)
         keep(self.host, tokens, namespace, self.now)
-        path = self.host.tree.match(namespace, tokens)
+        path = self.host.tree.match(Prefix(namespace, tokens))
         assert path.tokens == 64 * blocks, "pins have filled the tier"
         self.host.access(path.nodes, self.now)
 
     def blocks(self, conversation: int) -> int:
-        return len(self.host.tree.match(None, self.tokens(conversation, 9)).nodes)
+        return len(self.host.tree.match(Prefix(None, self.tokens(conversation, 9))).nodes)
 
 
 steps = st.lists(
@@ -68,7 +68,7 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
         elif action == "pin":
             try:
                 count = world.retention.pin(
-                    None, str(conversation), world.tokens(conversation, blocks), seconds
+                    Prefix(None, world.tokens(conversation, blocks)), str(conversation), seconds
                 )
             except PinLimitError:
                 count = 0
@@ -95,29 +95,29 @@ def test_pins_never_fill_the_tier(tenants: int, share: float) -> None:
         world.keep(conversation, 4, tenant)
         with contextlib.suppress(PinLimitError):
             tokens = world.tokens(conversation, 4)
-            world.retention.pin(tenant, str(conversation), tokens, 10)
+            world.retention.pin(Prefix(tenant, tokens), str(conversation), 10)
     assert world.retention.pins.total_blocks == share * SLOTS
     world.keep(99, 4)
 
 
 def test_nothing_of_the_tokens_is_there() -> None:
     world = World("queue")
-    assert world.retention.pin(None, "s", world.tokens(1, 2), 10) == 0
-    world.retention.pin_if_possible(None, "s", world.tokens(1, 2), 10)
+    assert world.retention.pin(Prefix(None, world.tokens(1, 2)), "s", 10) == 0
+    world.retention.pin_if_possible(Prefix(None, world.tokens(1, 2)), "s", 10)
     assert world.retention.counters["pins_refused"] == 1
     world.keep(1, 2)
-    world.retention.pin_if_possible(None, "s", world.tokens(1, 2), 10)
+    world.retention.pin_if_possible(Prefix(None, world.tokens(1, 2)), "s", 10)
     assert world.retention.counters["pins_refused"] == 1
     with pytest.raises(PinLimitError, match="at most 3600 s"):
-        world.retention.pin(None, "s", world.tokens(1, 2), 4000)
+        world.retention.pin(Prefix(None, world.tokens(1, 2)), "s", 4000)
 
 
 def test_what_nobody_uses_leaves_but_not_what_is_waited_for_or_pinned() -> None:
     world = World("queue")
     for conversation in range(4):
         world.keep(conversation, 2)
-    world.retention.pin(None, "s", world.tokens(1, 2), 500)
-    needs = world.host.tree.identities(None, world.tokens(2, 2))
+    world.retention.pin(Prefix(None, world.tokens(1, 2)), "s", 500)
+    needs = world.host.tree.identities(Prefix(None, world.tokens(2, 2)))
     world.window.update(["r"], 9, lambda _: needs)
     world.now = 60.0
     world.keep(3, 2)

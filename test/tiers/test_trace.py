@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms
-from sglang_hc.tree.block_tree import BLOCK_BYTES, common_tokens
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.block_tree import common_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, pack_tokens
 
 
 def disguise(names: Pseudonyms, tokens: list[int], namespace: str | None = None) -> bytes:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, common_tokens
-from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.tree.block_tree import BlockNode, BlockTree, common_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, Prefix, pack_tokens
 from support.host import FINGERPRINT
 
 NAMESPACES = st.sampled_from([None, "", "a"])
@@ -43,7 +43,7 @@ def test_matching_finds_the_longest_prefix_of_any_path_in_its_namespace(
     for name, path in inserted:
         insert_path(tree, name, path)
         tree.check_integrity()
-    match = tree.match(namespace, pack_tokens(asked))
+    match = tree.match(Prefix(namespace, pack_tokens(asked)))
     own = [path for name, path in inserted if name == namespace]
     assert match.tokens == max((shared(path, asked) for path in own), default=0)
     assert len(match.nodes) == -(-match.tokens // BLOCK_TOKENS)
@@ -63,7 +63,7 @@ def test_every_path_that_went_in_is_found_whole_and_twice_changes_nothing(
     blocks = {id(node) for node in tree.nodes()}
     for name, path in inserted:
         insert_path(tree, name, path)
-        assert tree.match(name, pack_tokens(path)).tokens == len(path)
+        assert tree.match(Prefix(name, pack_tokens(path))).tokens == len(path)
     assert {id(node) for node in tree.nodes()} == blocks
     assert tree.num_blocks == len(blocks)
 
@@ -78,7 +78,9 @@ def test_leaves_can_leave_in_any_order_until_nothing_is_left(inserted, rng) -> N
         tree.remove(rng.choice(leaves))
         tree.check_integrity()
     assert tree.num_blocks == 0
-    assert all(tree.match(name, b"").root is None for name, _ in inserted), "no empty namespaces"
+    assert all(tree.match(Prefix(name, b"")).root is None for name, _ in inserted), (
+        "no empty namespaces"
+    )
 
 
 @given(

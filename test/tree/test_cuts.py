@@ -12,10 +12,10 @@ from sglang_hc.policy.overflow import OverflowRule
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.retention import Retention
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
+from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.cuts import SEPARATOR, EarlierCuts, base_namespace, cut_namespace
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
 
 RULE = OverflowRule(window=512, keep_first=64, drop=0.4, reserve=64)
 FINGERPRINT = b"f" * 16
@@ -74,7 +74,7 @@ def test_state_behind_a_cut_is_found_by_nobody_else(
         cut = RULE.cut(len(tokens), None)
         left_out = tuple(tokens[: cut.head + cut.dropped]) if cut.dropped else ()
         parent = tree.root(space)
-        for index, block_id in enumerate(tree.path_ids(space, kept)[1]):
+        for index, block_id in enumerate(tree.path(Prefix(space, kept))[1].block_ids):
             end = (index + 1) * BLOCK_BYTES
             anonymous = cut.dropped and key is None
             state = (named(key, lora), anonymous, cut.dropped, left_out, kept[:end])
@@ -106,7 +106,7 @@ def test_a_pin_behind_a_cut_is_its_clients() -> None:
         slot = host.stage(clock)
         assert slot is not None
         host.publish(host.tree.root(space), kept[:BLOCK_BYTES], slot, clock)
-        assert retention.pin(space, "session", kept, 5.0) == 1
+        assert retention.pin(Prefix(space, kept), "session", 5.0) == 1
     (pinned,) = retention.pinned("tenant")
     assert pinned.blocks == 1, "the session's new pin takes the place of the old one"
     assert retention.pinned(None) == [] and len(pins.pinned_blocks("tenant")) == 1
@@ -130,17 +130,15 @@ def test_blocks_are_where_the_earlier_paths_say(length: int, turns: int) -> None
     paths = earlier.paths(FINGERPRINT, kept)
     tree = BlockTree(FINGERPRINT)
     for (before, space), path in zip(cuts, paths, strict=True):
-        assert path.namespace == space
         there = pack_tokens(tokens[: cut.head] + tokens[cut.head + before :])
         if cut.dropped - before > RULE.window:
             there = there[: cut.head * 4]  # too long ago: only the head is of use
-        assert path.tokens == there
-        assert list(path.block_ids) == tree.path_ids(space, there)[1]
+        assert path.path == tree.path(Prefix(space, there))[1]
         for block in range(len(kept) // BLOCK_BYTES):
             place = path.place(block)
             mine = kept[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             assert path.shift_of(block) == (place - block) * BLOCK_TOKENS
-            if place < len(path.block_ids):
+            if place < len(path.path.block_ids):
                 assert there[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES] == mine
 
 

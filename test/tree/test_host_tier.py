@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.host import host_tier, keep
 
 
@@ -126,17 +126,17 @@ def test_the_least_recently_used_path_leaves_from_its_end() -> None:
     tier = host_tier(4)
     keep(tier, pack_tokens([1] * 128), now=1.0)
     keep(tier, pack_tokens([2] * 128), now=2.0)
-    tier.access(tier.tree.match(None, pack_tokens([1] * 128)).nodes, 3.0)
+    tier.access(tier.tree.match(Prefix(None, pack_tokens([1] * 128))).nodes, 3.0)
     keep(tier, pack_tokens([3] * 64), now=4.0)
-    assert tier.tree.match(None, pack_tokens([2] * 128)).tokens == 64
-    assert tier.tree.match(None, pack_tokens([1] * 128)).tokens == 128
+    assert tier.tree.match(Prefix(None, pack_tokens([2] * 128))).tokens == 64
+    assert tier.tree.match(Prefix(None, pack_tokens([1] * 128))).tokens == 128
     assert tier.evicted_blocks == 1
 
 
 def test_room_is_never_made_by_taking_what_is_pinned() -> None:
     tier = host_tier(2)
     keep(tier, pack_tokens([1] * 128))
-    nodes = tier.tree.match(None, pack_tokens([1] * 128)).nodes
+    nodes = tier.tree.match(Prefix(None, pack_tokens([1] * 128))).nodes
     tier.pin(nodes)
     assert tier.stage(0.0) is None
     tier.unpin(nodes)
@@ -150,7 +150,7 @@ def test_a_block_that_left_while_in_use_keeps_its_slot_until_the_last_user_goes(
     (node,) = tier.tree.nodes()
     tier.pin([node, node])
     tier.clear()
-    assert tier.tree.match(None, pack_tokens([1])).tokens == 0
+    assert tier.tree.match(Prefix(None, pack_tokens([1]))).tokens == 0
     for free in (0, 1):
         assert tier.free_slots == 0
         tier.unpin([node])

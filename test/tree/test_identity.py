@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import FEW, TOKEN_BYTES, block_id, block_ids, pack_tokens, root_id
+from sglang_hc.tree.identity import (
+    BLOCK_BYTES,
+    FEW,
+    TOKEN_BYTES,
+    Prefix,
+    block_id,
+    block_ids,
+    pack_tokens,
+    root_id,
+)
 
 KEY = bytes(range(16))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -85,3 +93,14 @@ def test_namespaces_have_different_roots(a: str, b: str) -> None:
 
 def test_a_namespace_named_like_the_absent_one_is_another() -> None:
     assert len({root_id(KEY, name) for name in (None, "", "none", "None", "\ud800")}) == 5
+
+
+@given(st.integers(0, 200))
+def test_a_prefix_is_its_blocks(length: int) -> None:
+    prefix = Prefix("tenant", pack_tokens(range(length)))
+    count = -(-length * TOKEN_BYTES // BLOCK_BYTES)
+    assert prefix.num_tokens == length
+    assert b"".join(prefix.block(index) for index in range(count)) == prefix.tokens
+    assert prefix.block(count) == b""
+    assert prefix.up_to(count) == prefix and prefix.up_to(0).tokens == b""
+    assert prefix.up_to(1).tokens == prefix.block(0)

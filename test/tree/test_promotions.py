@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.identity import BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 from support.host import host_tier, keep, tokens_of, words_in
 
@@ -21,8 +22,8 @@ class World:
         self.lost: list[bytes] = []
         self.coming.subscribe(self.published.append, self.lost.append)
 
-    def path(self, word: str) -> list[bytes]:
-        return self.host.tree.identities(None, tokens_of(word))
+    def path(self, word: str) -> BlockPath:
+        return self.host.tree.path(Prefix(None, tokens_of(word)))[1]
 
     def begin(
         self,
@@ -32,8 +33,7 @@ class World:
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         count = len(word) - first if count is None else count
-        tokens, path = tokens_of(word), self.path(word)
-        return self.coming.begin(None, tokens, path, first, count, 0.0, is_protected)
+        return self.coming.begin(self.path(word), first, count, 0.0, is_protected)
 
     def complete(self, promotions: Sequence[Promotion]) -> None:
         self.coming.complete(promotions, 1.0)
@@ -51,7 +51,7 @@ def test_blocks_join_when_their_parents_have() -> None:
     world.complete([b])
     world.complete([a])
     assert world.words() == {"a", "ab", "abc"}
-    assert world.published == world.path("abc") and not len(world.coming)
+    assert world.published == world.path("abc").block_ids and not len(world.coming)
 
 
 def test_one_path_goes_on_where_another_is_still_coming() -> None:
@@ -67,7 +67,7 @@ def test_what_lies_below_a_failure_is_lost_and_its_slots_come_back_with_its_byte
     a, b, c = world.begin("abc")
     world.complete([c])
     world.coming.fail(a)
-    assert world.lost == [world.path("abc")[0], world.path("abc")[2]]
+    assert world.lost == [world.path("abc").block_ids[0], world.path("abc").block_ids[2]]
     assert world.host.staged_slots == 1, "b is still being written"
     assert world.begin("abx", first=2) == [], "no place below what is lost"
     world.complete([b])
@@ -140,7 +140,7 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
     for action, number in history:
         if action == "begin":
             word = WORDS[number % len(WORDS)]
-            path = world.path(word)
+            path = world.path(word).block_ids
             coming = [identity in world.coming for identity in path]
             first = next(
                 (i for i, b in enumerate(path) if b not in world.host and not coming[i]), len(path)

@@ -31,7 +31,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES
+from sglang_hc.tree.identity import TOKEN_BYTES, Prefix
 
 
 class Segment(NamedTuple):
@@ -51,7 +51,6 @@ class _Stage:
     this position were already counted as kept or as not kept.
     """
 
-    namespace: str | None
     start: int
     end: int
     slots: dict[int, int] = field(default_factory=dict)
@@ -97,16 +96,16 @@ class Capture:
         """Whether the request was opened and not dropped since. It need not be kept."""
         return rid in self._stages
 
-    def open(self, rid: str, namespace: str | None, prefix: bytes) -> None:
+    def open(self, rid: str, prefix: Prefix) -> None:
         """A request starts to compute behind `prefix`, whose state is on the device already.
 
         If the prefix ends inside a block, the rows of that block are copied from the host tier.
         """
         self.drop(rid)
-        start = len(prefix) // TOKEN_BYTES
+        start = prefix.num_tokens
         base = start % BLOCK_TOKENS
-        stage = self._stages[rid] = _Stage(namespace, start - base, start, cut=True)
-        match = self._tier.tree.match(namespace, prefix)
+        stage = self._stages[rid] = _Stage(start - base, start, cut=True)
+        match = self._tier.tree.match(prefix)
         if match.tokens < start:
             self.counters["hole"] += 1
             stage.end = 0
@@ -170,22 +169,19 @@ class Capture:
         spans = self._place(stage, segment.position, segment.row, room)
         rows.add(segment.row, count, spans, rewritten)
 
-    def commit(
-        self, rid: str, namespace: str | None, tokens: bytes, slots: torch.Tensor, final: bool
-    ) -> None:
-        """The radix tree keeps `tokens` of this request: make the blocks that the host tier lacks.
+    def commit(self, rid: str, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
+        """The radix tree keeps so much of this request: make the blocks that the host tier lacks.
 
-        slots: (len(tokens),) int64 device slots of the sequence. final: the request is over, and
-        its stage ends. Until then the partial last block is kept as a copy, because the request
-        goes on writing to its own slot.
+        slots: (tokens,) int64 device slots of what is kept. final: the request is over, and its
+        stage ends. Until then the partial last block is kept as a copy, because the request goes on
+        writing to its own slot.
         """
-        length = len(tokens) // TOKEN_BYTES
-        match = self._tier.tree.match(namespace, tokens)
-        if match.tokens < length:
+        match = self._tier.tree.match(kept)
+        if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
-            self._publish(rid, namespace, match, tokens, slots, final)
+            self._publish(rid, kept, match, slots, final)
             self._tier.unpin(match.nodes)
-            match = self._tier.tree.match(namespace, tokens)
+            match = self._tier.tree.match(kept)
         self._tier.access(match.nodes, self._clock())
         if final:
             self.drop(rid)
@@ -243,15 +239,14 @@ class Capture:
     def _publish(
         self,
         rid: str,
-        namespace: str | None,
+        kept: Prefix,
         known: PathMatch,
-        tokens: bytes,
         device_slots: torch.Tensor,
         final: bool,
     ) -> None:
         first_block = known.tokens // BLOCK_TOKENS
         stage = self._stages.get(rid)
-        length = self._staged_length(stage, len(tokens) // TOKEN_BYTES, known.tokens)
+        length = self._staged_length(stage, kept.num_tokens, known.tokens)
         blocks: list[tuple[int, int]] = []  # (block, slot), before anything is published
         for block in range(first_block, -(-length // BLOCK_TOKENS)):
             slot = self._slot_for(stage, block, min((block + 1) * BLOCK_TOKENS, length), final)
@@ -262,11 +257,11 @@ class Capture:
             self._gather_kv(self.kv, blocks, device_slots, length)
         self.flush()
         # Looked up only now: an empty namespace's root goes when making room empties it.
-        parent = known.nodes[first_block - 1] if first_block else self._tier.tree.root(namespace)
+        above = known.nodes[first_block - 1] if first_block else None
+        parent = above or self._tier.tree.root(kept.namespace)
         for block, slot in blocks:
-            low = block * BLOCK_TOKENS
-            high = min(low + BLOCK_TOKENS, length)
-            piece = tokens[low * TOKEN_BYTES : high * TOKEN_BYTES]
+            rows = min(BLOCK_TOKENS, length - block * BLOCK_TOKENS)
+            piece = kept.block(block)[: rows * TOKEN_BYTES]
             outcome = self._tier.publish(parent, piece, slot, self._clock())
             parent = outcome.node
             if stage is not None and stage.slots.get(block) == slot:
@@ -274,7 +269,7 @@ class Capture:
             if not outcome.created:
                 self._discard([slot])
                 continue
-            self.counters["kept_tokens"] += high - low
+            self.counters["kept_tokens"] += rows
             self._when_filed(slot, parent)
 
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:

@@ -16,6 +16,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.windows import RunningMean
+from sglang_hc.tree.identity import BlockPath
 
 
 class FetchCosts(Protocol):
@@ -80,16 +81,15 @@ class UnknownCosts:
 class Missing:
     """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
 
-    path: identities of the whole blocks of its prompt. first: blocks of it in host memory, without
-    a gap. sources: where each of those behind them lies, without a gap; empty when the device has
-    their tokens. on_device: tokens that the device has. tokens: of the prompt.
+    path: of its prompt. first: blocks of it in host memory, without a gap. sources: where each of
+    those behind them lies, without a gap; empty when the device has their tokens. on_device: tokens
+    that the device has.
     """
 
-    path: Sequence[bytes]
+    path: BlockPath
     first: int
     sources: Sequence[SourceTier]
     on_device: int
-    tokens: int
 
     @property
     def count(self) -> int:
@@ -102,7 +102,7 @@ class Missing:
         held = end * BLOCK_TOKENS
         if held <= known:
             return -math.inf
-        new = max(1, self.tokens - held)
+        new = max(1, self.path.prefix.num_tokens - held)
         return costs.saved_seconds(known - self.on_device, held - known, self.on_device, new)
 
     def in_time(
@@ -133,7 +133,8 @@ class Missing:
     def try_seconds(self, costs: FetchCosts) -> float:
         """Longest that the request waits for a fetch that is a try; it counts as one that would
         have to compute all that the device lacks."""
-        return costs.try_seconds(self.on_device, max(1, self.tokens - self.on_device))
+        new = max(1, self.path.prefix.num_tokens - self.on_device)
+        return costs.try_seconds(self.on_device, new)
 
 
 class TurnEstimate:

@@ -19,24 +19,23 @@ from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
-from sglang_hc.queue.meeting import Meetings, Prompt
+from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES
+from sglang_hc.tree.identity import BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 
 class Waiting(NamedTuple):
-    """A waiting request: its packed prompt, and how many tokens of it the device has now.
+    """A waiting request: its prompt, and how many tokens of it the device has now.
 
     earlier: what a cut prompt was cut to before, where its state may move; None for any other.
     """
 
-    namespace: str | None
-    tokens: bytes
+    prompt: Prefix
     on_device: int
     earlier: EarlierCuts | None = None
 
@@ -53,14 +52,12 @@ class Mover(Protocol):
     def coming(self) -> Promotions: ...
 
     def find(
-        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int
+        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
     ) -> Sequence[SourceTier] | None: ...
 
     def fetch(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         earlier: Sequence[EarlierPath],
         first: int,
         count: int,
@@ -175,7 +172,7 @@ class QueueView:
         ready = self._prefetcher.ready(rid, self._now())
         if self.meetings.of(rid) is not None:
             waiting = self._of(rid)
-            known = self._host.tree.match(waiting.namespace, waiting.tokens).tokens
+            known = self._host.tree.match(waiting.prompt).tokens
             self.meetings.wait(rid, max(known, waiting.on_device))
         return ready
 
@@ -209,13 +206,11 @@ class QueueView:
         disk = self._disk
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
-        waiting = self._of(request)
-        prompt = Prompt(waiting.namespace, waiting.tokens)
 
         def read(low: int, high: int) -> list[Promotion]:
-            return disk.fetch_tail(*prompt, missing.path, low, high, is_protected)
+            return disk.fetch_tail(missing.path, low, high, is_protected)
 
-        return self.meetings.begin(request, prompt, missing, end, disk.coming, read)
+        return self.meetings.begin(request, missing, end, disk.coming, read)
 
     # -- ends of requests ------------------------------------------------------------------------
 
@@ -236,17 +231,14 @@ class QueueView:
     def missing(self, request: str) -> Missing | None:
         """Blocks that can be had and are not in host memory; see `policy.prefetch.Below`."""
         path = self._path_of(request)
-        first = sum(1 for _ in takewhile(self.in_host, path))
+        first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
         sources = self._find(request, path, first)
         if sources is None:
             return None
-        on_device = length = 0
-        if sources:
-            waiting = self._of(request)
-            on_device, length = waiting.on_device, len(waiting.tokens) // TOKEN_BYTES
-            if (first + len(sources)) * BLOCK_TOKENS <= on_device:
-                sources = ()
-        return Missing(path, first, sources, on_device, length)
+        on_device = self._of(request).on_device if sources else 0
+        if (first + len(sources)) * BLOCK_TOKENS <= on_device:
+            sources = ()
+        return Missing(path, first, sources, on_device)
 
     def in_host(self, block_id: bytes) -> bool:
         """Whether the host tier has this block; its bytes may still be on their way."""
@@ -265,15 +257,12 @@ class QueueView:
         is_protected: IsProtected[Block] | None,
     ) -> int:
         """Read blocks from disk, or move them, into staged slots; see `policy.prefetch.Below`."""
-        namespace, tokens = self._of(request)[:2]
-        earlier = self.requests[request].earlier
+        path, earlier = missing.path, self.requests[request].earlier
         if self._mover is not None and earlier:
-            started = self._mover.fetch(
-                namespace, tokens, missing.path, earlier, first, count, is_protected
-            )
+            started = self._mover.fetch(path, earlier, first, count, is_protected)
         else:
             assert self._disk is not None
-            started = self._disk.fetch(namespace, tokens, missing.path, first, count, is_protected)
+            started = self._disk.fetch(path, first, count, is_protected)
         if started:
             self.requests[request].restore_seconds = None
         return started
@@ -305,21 +294,24 @@ class QueueView:
         """Blocks that the request can use, wherever they are; worked out once per request."""
         record = self.requests[rid]
         if record.needs is None:
-            namespace, tokens, _, earlier = self._of(rid)
-            record.needs, record.path = self._host.tree.path_ids(namespace, tokens)
+            prompt, _, earlier = self._of(rid)
+            record.needs, record.path = self._host.tree.path(prompt)
             if earlier is not None and self._mover is not None:
-                record.earlier = earlier.paths(self._host.tree.fingerprint, tokens)
-                record.needs = [*record.needs, *self._to_move(record.path, record.earlier)]
+                record.earlier = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
+                moving = self._to_move(record.path.block_ids, record.earlier)
+                record.needs = [*record.needs, *moving]
         return record.needs
 
-    def _to_move(self, path: Sequence[bytes], earlier: Sequence[EarlierPath]) -> Iterator[bytes]:
-        """Blocks of earlier paths that this one can use, as far as host memory lacks its own."""
-        first = sum(1 for _ in takewhile(self.in_host, path))
+    def _to_move(self, own: Sequence[bytes], earlier: Sequence[EarlierPath]) -> Iterator[bytes]:
+        """Blocks of earlier paths that a path of `own` blocks can use, as far as host memory lacks
+        these."""
+        first = sum(1 for _ in takewhile(self.in_host, own))
         for way in earlier:
-            places = (way.place(block) for block in range(first, len(path)))
-            yield from (way.block_ids[place] for place in places if place < len(way.block_ids))
+            ids = way.path.block_ids
+            places = (way.place(block) for block in range(first, len(own)))
+            yield from (ids[place] for place in places if place < len(ids))
 
-    def _find(self, rid: str, path: Sequence[bytes], first: int) -> Sequence[SourceTier] | None:
+    def _find(self, rid: str, path: BlockPath, first: int) -> Sequence[SourceTier] | None:
         """Where the blocks from `first` on that can be brought to host memory lie; None: not known
         yet."""
         earlier = self.requests[rid].earlier
@@ -327,21 +319,24 @@ class QueueView:
             return self._mover.find(path, earlier, first)
         if self._disk is None:
             return ()
-        count = self._disk.find(path[first:])
-        return None if count is None else self._disk.sources(path[first : first + count])
+        wanted = path.block_ids[first:]
+        count = self._disk.find(wanted)
+        return None if count is None else self._disk.sources(wanted[:count])
 
-    def _path_of(self, rid: str) -> Sequence[bytes]:
+    def _path_of(self, rid: str) -> BlockPath:
         self._needs_of(rid)
-        return self.requests[rid].path
+        path = self.requests[rid].path
+        assert path is not None
+        return path
 
     def _restore_cost(self, rid: str) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
         waiting = self._of(rid)
-        match = self._host.tree.match(waiting.namespace, waiting.tokens)
+        match = self._host.tree.match(waiting.prompt)
         known = max(match.tokens, waiting.on_device)
         cost = self._costs.token_seconds(SourceTier.HOST) * (known - waiting.on_device)
         if self._disk is not None:
-            beyond = self._path_of(rid)[known // BLOCK_TOKENS :]
+            beyond = self._path_of(rid).block_ids[known // BLOCK_TOKENS :]
             below = Counter(self._disk.sources(list(takewhile(self._disk.holds, beyond))))
             for tier, blocks in below.items():
                 cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS

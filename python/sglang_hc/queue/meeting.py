@@ -25,8 +25,8 @@ from sglang_hc.policy.restore_plan import Reason, Span
 from sglang_hc.queue.fetches import Missing
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.requests import WaitingTable
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree
-from sglang_hc.tree.identity import TOKEN_BYTES
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 LEAST_TOKENS = BLOCK_TOKENS
@@ -62,13 +62,6 @@ class Step(NamedTuple):
     tokens: int = 0
 
 
-class Prompt(NamedTuple):
-    """A request's packed prompt."""
-
-    namespace: str | None
-    tokens: bytes
-
-
 ReadTail = Callable[[int, int], list[Promotion]]
 """Begins to read blocks [low, high) of the prompt, the last one first; those that found a slot."""
 
@@ -81,7 +74,7 @@ class Meeting:
 
     def __init__(
         self,
-        prompt: Prompt,
+        prompt: Prefix,
         first: int,
         sources: Sequence[SourceTier],
         tree: BlockTree,
@@ -112,7 +105,7 @@ class Meeting:
     @property
     def new(self) -> int:
         """Tokens of the prompt behind that, at least the one whose logits are wanted."""
-        return max(1, len(self._prompt.tokens) // TOKEN_BYTES - self.stop)
+        return max(1, self._prompt.num_tokens - self.stop)
 
     def read_down_to(self, low: int) -> int:
         """Ask for the blocks from `low` on that were not asked for yet. Returns how many found a
@@ -181,13 +174,13 @@ class Meeting:
     def join(self, head: int, now: float) -> Sequence[BlockNode] | None:
         """The blocks of the path, those behind `head` tokens ready to be restored. None when they
         are not, because the blocks before them did not get into host memory."""
-        namespace, tokens = self._prompt
-        block, tree = head // BLOCK_TOKENS, self._tree
-        above = tree.match(namespace, tokens[: block * BLOCK_BYTES]).nodes if block else ()
+        prompt, tree = self._prompt, self._tree
+        block = head // BLOCK_TOKENS
+        above = tree.match(prompt.up_to(block)).nodes if block else ()
         if len(above) < block:
             return None
-        self._coming.join(above[-1] if above else tree.root(namespace), now)
-        nodes = tree.match(namespace, tokens[: self.end * BLOCK_BYTES]).nodes
+        self._coming.join(above[-1] if above else tree.root(prompt.namespace), now)
+        nodes = tree.match(prompt.up_to(self.end)).nodes
         if len(nodes) < self.end or not all(node.ready for node in nodes[block:]):
             return None
         return nodes
@@ -262,7 +255,6 @@ class Meetings(Generic[K]):
     def begin(
         self,
         name: K,
-        prompt: Prompt,
         missing: Missing,
         end: int,
         coming: Promotions,
@@ -282,7 +274,8 @@ class Meetings(Generic[K]):
             return begun
 
         sources = missing.sources[first - missing.first : end - missing.first]
-        meeting = Meeting(prompt, first, sources, self._tree, coming, begin_reads, self._costs)
+        prompt, tree = missing.path.prefix, self._tree
+        meeting = Meeting(prompt, first, sources, tree, coming, begin_reads, self._costs)
         history = meeting.history(known, end)
         split = self._costs.split(history, self.decoding)
         if split is None or not 0 < split.head < meeting.stop - known:

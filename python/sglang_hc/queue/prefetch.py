@@ -297,13 +297,13 @@ class Prefetcher(Generic[K]):
     def _start(self, request: K, missing: Missing, turn_in: float, *, at_turn: bool) -> int:
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns the blocks that were wanted, and are waited for, besides those under way."""
-        path, first, end = missing.path, missing.first, missing.first + missing.count
+        ids, first, end = missing.path.block_ids, missing.first, missing.first + missing.count
         under_way = self.requests.under_way
-        while first < end and path[first] in under_way:
-            self.requests.wait(request, path[first : first + 1])
+        while first < end and ids[first] in under_way:
+            self.requests.wait(request, ids[first : first + 1])
             first += 1
         # A later block of the path may still be on its way for a request that has left.
-        end = next((i for i in range(first, end) if path[i] in under_way), end)
+        end = next((i for i in range(first, end) if ids[i] in under_way), end)
         if at_turn and missing.first == first < end and self._meet(request, missing, end):
             return 0
         wanted = self._worth(missing, first, end, turn_in)
@@ -336,7 +336,7 @@ class Prefetcher(Generic[K]):
         """Fetch `count` blocks, or as many as find room; the request waits for them."""
         is_protected = self._sooner_than(request)
         started = self._below.start(request, missing, first, count, is_protected)
-        self.requests.wait(request, missing.path[first : first + started])
+        self.requests.wait(request, missing.path.block_ids[first : first + started])
         return started
 
     def _try(self, request: K, missing: Missing, first: int, end: int) -> int:
@@ -366,7 +366,7 @@ class Prefetcher(Generic[K]):
 
     def _reached(self, request: K, missing: Missing, end: int) -> None:
         """Host memory has, or gets, the first `end` blocks of the path."""
-        self.requests[request].last_block = missing.path[end - 1] if end else None
+        self.requests[request].last_block = missing.path.block_ids[end - 1] if end else None
 
     def _is_needed(self, block: Block) -> bool:
         return self.window.next_use(block.block_id) is not None

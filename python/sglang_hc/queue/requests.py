@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from sglang_hc.tree.cuts import EarlierPath
+from sglang_hc.tree.identity import BlockPath
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
@@ -32,7 +33,7 @@ class WaitingRequest:
     arrival: its place in the order of arrival, from 1 on; 0 for one that was never queued here.
     source: the scheduler's own object for the request, for whoever looks at its prompt.
     needs: identities of the blocks it can use; None until it enters the look-ahead window.
-    path: identities of the whole blocks of its prompt; known when `needs` are.
+    path: of its prompt; None until `needs` are known.
     earlier: where the blocks of a cut prompt were before, if they may move from there.
     rank: grows along the queue; None outside the look-ahead window.
     awaits: blocks on their way to host memory that it waits for.
@@ -50,7 +51,7 @@ class WaitingRequest:
     arrival: int = 0
     source: Any = None
     needs: Sequence[bytes] | None = None
-    path: Sequence[bytes] = ()
+    path: BlockPath | None = None
     earlier: Sequence[EarlierPath] = ()
     rank: float | None = None
     awaits: set[bytes] = field(default_factory=set)

@@ -41,7 +41,6 @@ from sglang_hc.restore.staging import (
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES
 
 FRAME_BYTES = 8 << 20
 """Bytes of a frame: 1,024 hidden states of a 7B model, enough rows for an efficient projection."""
@@ -203,12 +202,12 @@ class ReadBuffer:
         self, rid: str, waiting_of: WaitingOf
     ) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request. Ends if one of its blocks leaves."""
-        namespace, tokens, on_device, _ = waiting_of(rid)
-        match = self._host.tree.match(namespace, tokens)
+        prompt, on_device, _ = waiting_of(rid)
+        match = self._host.tree.match(prompt)
         ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
         nodes = match.nodes[on_device // BLOCK_TOKENS : ready]
         usable = min(match.tokens, ready * BLOCK_TOKENS)
-        left = self._worth(len(nodes), usable - on_device, on_device, len(tokens) // TOKEN_BYTES)
+        left = self._worth(len(nodes), usable - on_device, on_device, prompt.num_tokens)
         for layer in self._layout.stored_layers:
             blocks = self._frames.rows(sum(self._source.widths(layer))) // BLOCK_TOKENS
             for first in range(0, len(nodes), blocks):

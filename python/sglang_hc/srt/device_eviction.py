@@ -18,8 +18,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from sglang_hc.policy.eviction import NextUse
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import block_id, block_ids, pack_tokens, root_id
+from sglang_hc.tree.identity import BLOCK_BYTES, block_id, block_ids, pack_tokens, root_id
 
 NOTE = "hc_blocks"
 """Attribute of a device node that holds its `NodeBlocks`."""

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 NOTE = "hc_block"
 """Attribute of a device node: the last whole block, or root, of its path that the host tier was
@@ -78,8 +78,8 @@ class HostMatch:
         if found is not None and found.req is req and tokens <= found.tokens and found.last.ready:
             nodes: Sequence[BlockNode] = found.last.path()
         else:
-            prompt = pack_tokens(req.full_untruncated_fill_ids[:tokens])
-            nodes, usable = self._tiers.usable(req.extra_key, prompt)
+            packed = pack_tokens(req.full_untruncated_fill_ids[:tokens])
+            nodes, usable = self._tiers.usable(Prefix(req.extra_key, packed))
             if usable < tokens:
                 return None
         return nodes[: -(-tokens // BLOCK_TOKENS)]

@@ -24,7 +24,7 @@ from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.tiers.retention import Retention
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ def answer(retention: Retention | None, method: str, body: dict[str, Any]) -> di
             if not retention.pins.unpin(namespace, session):
                 return _error(404, f"session {session!r} has no pin in this namespace")
             return {"status": 200, "session": session}
-        blocks = retention.pin(namespace, session, pack_tokens(body["tokens"]), body["ttl_s"])
+        prefix = Prefix(namespace, pack_tokens(body["tokens"]))
+        blocks = retention.pin(prefix, session, body["ttl_s"])
     except PinLimitError as error:
         return _error(409, str(error))
     except Exception:

@@ -15,7 +15,7 @@ from sglang_hc.srt.replicas import place_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
 class RecordedRadixCache(HcRadixCache):
@@ -38,8 +38,8 @@ class RecordedRadixCache(HcRadixCache):
     def prefetch_from_storage(self, rid: str, *args: Any) -> None:
         req = self.waiting.last_matched
         if req is not None and req.rid == rid:
-            tokens = pack_tokens(req.full_untruncated_fill_ids)
-            self.recorder.arrived(rid, req.extra_key, tokens)
+            packed = pack_tokens(req.full_untruncated_fill_ids)
+            self.recorder.arrived(rid, Prefix(req.extra_key, packed))
         super().prefetch_from_storage(rid, *args)
 
     def check_prefetch_progress(self, rid: str) -> bool:
@@ -61,9 +61,9 @@ class RecordedRadixCache(HcRadixCache):
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        tokens = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
+        packed = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        self.recorder.finished(req.rid, req.extra_key, tokens)
+        self.recorder.finished(req.rid, Prefix(req.extra_key, packed))
 
     def stats(self) -> dict[str, object]:
         return {**super().stats(), **self.recorder.stats()}

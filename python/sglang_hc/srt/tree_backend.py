@@ -37,7 +37,7 @@ from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
 class HostPoolFacade:
@@ -297,8 +297,8 @@ class HcRadixCache(RadixCache):
             else:
                 position, count = lengths[index] - 1, 1
             if not tiers.capture.is_open(req.rid) and extends and _keeps(req):
-                prefix = pack_tokens(req.full_untruncated_fill_ids[:position])
-                tiers.capture.open(req.rid, req.extra_key, prefix)
+                before = pack_tokens(req.full_untruncated_fill_ids[:position])
+                tiers.capture.open(req.rid, Prefix(req.extra_key, before))
             segments.append(Segment(req.rid, position, row, count))
             row += count
         tiers.after_pass(segments, row)
@@ -332,24 +332,24 @@ class HcRadixCache(RadixCache):
         self.waiting.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
-    def _leave(self, req: Any, tokens: bytes) -> None:
-        """A request is over; packed `tokens` are what it leaves behind."""
+    def _leave(self, req: Any, left: Prefix) -> None:
+        """A request is over; `left` is what it leaves behind."""
         tiers = self.tiers
-        tiers.used(req.extra_key, tokens)
+        tiers.used(left)
         pin = pin_request_of(req)
         if pin is not None:
             session = pin.session or str(req.rid)
-            tiers.retention.pin_if_possible(req.extra_key, session, tokens, pin.ttl_s)
+            tiers.retention.pin_if_possible(left, session, pin.ttl_s)
 
-    def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> bytes:
-        packed = pack_tokens(tokens[:length])
+    def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
+        kept = Prefix(req.extra_key, pack_tokens(tokens[:length]))
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
         # SGLang gives the row to another request while the forward stream is still busy.
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
         with self.compute_stream.entered():
-            self.tiers.capture.commit(req.rid, req.extra_key, packed, slots, final=final)
-        return packed
+            self.tiers.capture.commit(req.rid, kept, slots, final=final)
+        return kept
 
     # -- upkeep ----------------------------------------------------------------------------------
 

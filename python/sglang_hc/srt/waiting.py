@@ -17,7 +17,7 @@ from sglang_hc.queue.lookahead import QueueView, Waiting
 from sglang_hc.queue.requests import departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.overflow import dropped_of, earlier_of
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
 class WaitingRequests:
@@ -129,5 +129,5 @@ class WaitingRequests:
     def _waiting_of(self, rid: str) -> Waiting:
         req = self._view.requests[rid].source
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
-        tokens, on_device = pack_tokens(key.token_ids), self._on_device(key)
-        return Waiting(req.extra_key, tokens, on_device, earlier_of(req))
+        prompt = Prefix(req.extra_key, pack_tokens(key.token_ids))
+        return Waiting(prompt, self._on_device(key), earlier_of(req))

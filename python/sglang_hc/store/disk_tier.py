@@ -26,6 +26,7 @@ from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import BlockPath
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 logger = logging.getLogger(__name__)
@@ -150,37 +151,33 @@ class DiskTier:
 
     # -- fetch -----------------------------------------------------------------------------------
 
-    def find(self, path: Sequence[bytes]) -> int | None:
+    def find(self, block_ids: Sequence[bytes]) -> int | None:
         """How many of the first identities are below the host tier, without a gap; None when that
         is not known yet, but soon."""
-        if not self._usable or not path:
+        if not self._usable or not block_ids:
             return 0
-        return None if self._io.ask(path) else self._io.contains(path)
+        return None if self._io.ask(block_ids) else self._io.contains(block_ids)
 
     def fetch(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         first: int,
         count: int,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> int:
-        """Start reading blocks [first, first + count) of the path of packed `tokens`: as many
-        leading ones as find a slot without evicting what `is_protected` protects. Returns how many.
+        """Start reading blocks [first, first + count) of a path: as many leading ones as find a
+        slot without evicting what `is_protected` protects. Returns how many.
 
-        path: identities of its whole blocks. None of these may be on its way.
+        None of these may be on its way.
         """
         now = self.now()
-        promotions = self.coming.begin(namespace, tokens, path, first, count, now, is_protected)
+        promotions = self.coming.begin(path, first, count, now, is_protected)
         self.read([(promotion, promotion.block_id) for promotion in promotions])
         return len(promotions)
 
     def fetch_tail(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         low: int,
         high: int,
         is_protected: IsProtected[BlockNode] | None = None,
@@ -190,7 +187,7 @@ class DiskTier:
         if not self._usable:
             return []
         now = self.now()
-        promotions = self.coming.begin_tail(namespace, tokens, path, low, high, now, is_protected)
+        promotions = self.coming.begin_tail(path, low, high, now, is_protected)
         self.read([(promotion, promotion.block_id) for promotion in promotions])
         return promotions
 

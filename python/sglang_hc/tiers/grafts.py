@@ -28,6 +28,7 @@ from sglang_hc.store.executor import CopySlot
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import BlockPath
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 
@@ -65,14 +66,11 @@ class Grafts:
         self._copied: set[bytes] = set()
 
     def find(
-        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int
+        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
     ) -> Sequence[SourceTier] | None:
         """Where the blocks of a cut path come from that can be brought to host memory, from block
-        `first` on without a gap; None when that is not known yet, but soon.
-
-        path: identities of its whole blocks.
-        """
-        sources = self._sources(path, earlier, first, len(path))
+        `first` on without a gap; None when that is not known yet, but soon."""
+        sources = self._sources(path, earlier, first, len(path.block_ids))
         if sources is None:
             return None
         return [
@@ -82,16 +80,14 @@ class Grafts:
 
     def fetch(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         earlier: Sequence[EarlierPath],
         first: int,
         count: int,
         is_protected: IsProtected[BlockNode] | None,
     ) -> int:
-        """Begin to bring blocks [first, first + count) of the path of packed `tokens`: as many
-        leading ones as find a slot without evicting what `is_protected` protects. Returns how many.
+        """Begin to bring blocks [first, first + count) of a path to host memory: as many leading
+        ones as find a slot without evicting what `is_protected` protects. Returns how many.
 
         None of these may be on its way.
         """
@@ -99,9 +95,7 @@ class Grafts:
         nodes = [source.node for source in sources if source.node is not None]
         self._host.pin(nodes)  # making room must not take what is to be copied
         now = self._clock()
-        promotions = self.coming.begin(
-            namespace, tokens, path, first, len(sources), now, is_protected
-        )
+        promotions = self.coming.begin(path, first, len(sources), now, is_protected)
         reads = []
         for promotion, source in zip(promotions, sources, strict=False):
             promotion.moved = source.moved
@@ -139,7 +133,7 @@ class Grafts:
             self.coming.complete([promotion], self._clock())
 
     def _sources(
-        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int, stop: int
+        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int, stop: int
     ) -> list[_Source] | None:
         """Of blocks [first, stop), up to the first one that is nowhere. None: not known yet."""
         found: list[_Source] = []
@@ -153,15 +147,16 @@ class Grafts:
         return found
 
     def _run(
-        self, path: Sequence[bytes], earlier: Sequence[EarlierPath], first: int, stop: int
+        self, path: BlockPath, earlier: Sequence[EarlierPath], first: int, stop: int
     ) -> list[_Source] | None:
         """The next blocks that lie one behind the other in one place: their own, else the latest
         earlier path that has any."""
-        own = self._below(path[first:stop])
+        ids = path.block_ids[first:stop]
+        own = self._below(ids)
         if own is None:
             return None
         if own:
-            return [_Source(block_id, None, None) for block_id in path[first : first + own]]
+            return [_Source(block_id, None, None) for block_id in ids[:own]]
         for way in earlier:
             end = min(stop, way.head) if first < way.head else stop
             run = self._on(way, way.place(first), way.place(end - 1) + 1, way.shift_of(first))
@@ -171,14 +166,14 @@ class Grafts:
 
     def _on(self, way: EarlierPath, first: int, stop: int, shift: int) -> list[_Source] | None:
         """Leading blocks [first, stop) of an earlier path that host memory or a tier below has."""
-        match = self._host.tree.match(way.namespace, way.up_to(stop))
+        match = self._host.tree.match(way.path.prefix.up_to(stop))
         whole = match.nodes[first : match.tokens // BLOCK_TOKENS]
         ready = list(takewhile(lambda node: node.ready, whole))
         if ready:
             return [_Source(node.block_id, node, _moved(node, shift)) for node in ready]
         if whole:  # its bytes are being filed
             return None
-        known = way.block_ids[first:stop]
+        known = way.path.block_ids[first:stop]
         count = self._below(known)
         if count is None:
             return None

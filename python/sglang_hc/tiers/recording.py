@@ -23,6 +23,7 @@ from sglang_hc.queue.windows import LookAhead, WindowChange
 from sglang_hc.tiers.trace_writer import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import Prefix
 
 QUEUE_EVENTS = 200_000
 """Events that may wait to be written; beyond it they are left out and counted."""
@@ -75,9 +76,9 @@ class Recorder:
 
     # Requests
 
-    def arrived(self, rid: str, namespace: str | None, tokens: bytes) -> None:
-        """A request with this packed prompt was queued, or queued again."""
-        self.note("arrive", t=self.now(), req=rid, path=(namespace, tokens))
+    def arrived(self, rid: str, prompt: Prefix) -> None:
+        """A request with this prompt was queued, or queued again."""
+        self.note("arrive", t=self.now(), req=rid, path=prompt)
 
     def matched(self, rid: str, limit: int, on_device: int, hit: int) -> None:
         """The first `limit` tokens were looked up: `hit` in the tiers beyond those on the device.
@@ -106,10 +107,10 @@ class Recorder:
         self._passed.discard(rid)
         self.note("gone", t=self.now(), req=rid)
 
-    def finished(self, rid: str, namespace: str | None, tokens: bytes) -> None:
-        """The request is over; packed prompt and answer, as far as computed."""
+    def finished(self, rid: str, computed: Prefix) -> None:
+        """The request is over; `computed` is what was computed of prompt and answer."""
         self._matched.pop(rid, None)
-        self.note("finish", t=self.now(), req=rid, path=(namespace, tokens))
+        self.note("finish", t=self.now(), req=rid, path=computed)
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""

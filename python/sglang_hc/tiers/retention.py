@@ -16,6 +16,7 @@ from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import Prefix
 
 
 class Retention:
@@ -47,23 +48,22 @@ class Retention:
             return True
         return self._disk is not None and self._disk.holds(block_id)
 
-    def pin(self, namespace: str | None, session: str, tokens: bytes, seconds: float) -> int:
-        """Hold what the tiers have of packed `tokens`, in place of what the session held before.
+    def pin(self, prefix: Prefix, session: str, seconds: float) -> int:
+        """Hold what the tiers have of a prefix, in place of what the session held before.
         State behind a cut counts in its client's own namespace.
 
         Returns the number of blocks; for 0 nothing changes. Raises PinLimitError.
         """
-        blocks = [b for b in self._host.tree.identities(namespace, tokens) if self.keeps(b)]
+        blocks = [b for b in self._host.tree.identities(prefix) if self.keeps(b)]
         if blocks:
-            self.pins.pin(base_namespace(namespace), session, blocks, seconds, self._clock())
+            owner = base_namespace(prefix.namespace)
+            self.pins.pin(owner, session, blocks, seconds, self._clock())
         return len(blocks)
 
-    def pin_if_possible(
-        self, namespace: str | None, session: str, tokens: bytes, seconds: float
-    ) -> None:
+    def pin_if_possible(self, prefix: Prefix, session: str, seconds: float) -> None:
         """For a request that asked for a pin and is over: what cannot be pinned is counted."""
         try:
-            pinned = self.pin(namespace, session, tokens, seconds)
+            pinned = self.pin(prefix, session, seconds)
         except PinLimitError:
             pinned = 0
         self.counters["pins_refused"] += pinned == 0

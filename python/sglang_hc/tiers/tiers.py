@@ -21,6 +21,7 @@ from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import Prefix
 
 
 class _Numbers(Protocol):
@@ -47,21 +48,21 @@ class Tiers:
 
     # -- look up ---------------------------------------------------------------------------------
 
-    def usable(self, namespace: str | None, tokens: bytes) -> tuple[tuple[BlockNode, ...], int]:
-        """Blocks of the longest servable prefix of packed `tokens`, and its length in tokens."""
-        match = self.host.tree.match(namespace, tokens)
+    def usable(self, prefix: Prefix) -> tuple[tuple[BlockNode, ...], int]:
+        """Blocks of the longest part of a prefix that can be served, and its length in tokens."""
+        match = self.host.tree.match(prefix)
         for index, node in enumerate(match.nodes):
             if not node.ready:
                 return match.nodes[:index], index * BLOCK_TOKENS
         return match.nodes, match.tokens
 
-    def used(self, namespace: str | None, tokens: bytes) -> None:
-        """A request over packed `tokens` is over: its path was used, wherever it came from."""
+    def used(self, prefix: Prefix) -> None:
+        """A request is over: the path of its tokens was used, wherever it came from."""
         if self.disk is not None:
             tree = self.host.tree
-            nodes = tree.match(namespace, tokens).nodes
+            nodes = tree.match(prefix).nodes
             origins = [node.moved.origin for node in nodes if node.moved is not None]
-            self.disk.touch([*tree.identities(namespace, tokens), *origins])
+            self.disk.touch([*tree.identities(prefix), *origins])
 
     # -- upkeep ----------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import msgspec
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tiers.trace import TRACE_VERSION, Pseudonyms
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import block_id, root_id
+from sglang_hc.tree.identity import Prefix, block_id, root_id
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class TraceWriter:
     become numbers:
 
         req     a request id                      order   request ids
-        path    namespace and packed tokens of a sequence: its last block
+        path    a `Prefix`: its last block
         block   a block's identity, or the namespace, parent's identity and packed tokens of one
         needs   block identities by request id
     """
@@ -53,7 +52,7 @@ class TraceWriter:
         self._numbers: dict[str, Callable[[Any], object]] = {
             "req": self._request,
             "order": lambda rids: [self._request(rid) for rid in rids],
-            "path": lambda path: self._path(*path),
+            "path": self._path,
             "block": lambda one: self._known(one) if isinstance(one, bytes) else self._child(*one),
             "needs": self._needs,
         }
@@ -90,11 +89,11 @@ class TraceWriter:
 
     # Numbers
 
-    def _path(self, namespace: str | None, tokens: bytes) -> int:
+    def _path(self, prefix: Prefix) -> int:
         """Number of the block that ends a sequence; of the root for an empty one."""
-        parent, above = root_id(self._fingerprint, namespace), self._root(namespace)
-        for start in range(0, len(tokens), BLOCK_BYTES):
-            piece = tokens[start : start + BLOCK_BYTES]
+        parent, above = root_id(self._fingerprint, prefix.namespace), self._root(prefix.namespace)
+        for index in range(-(-prefix.num_tokens // BLOCK_TOKENS)):
+            piece = prefix.block(index)
             above = self._block(parent, above, piece)
             parent = block_id(self._fingerprint, parent, piece)
         return above[0]

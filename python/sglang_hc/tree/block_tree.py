@@ -19,9 +19,16 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tree.identity import TOKEN_BYTES, block_id, block_ids, root_id
+from sglang_hc.tree.identity import (
+    BLOCK_BYTES,
+    TOKEN_BYTES,
+    BlockPath,
+    Prefix,
+    block_id,
+    block_ids,
+    root_id,
+)
 
-BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 _tokens_of = attrgetter("tokens")
 
 
@@ -171,12 +178,12 @@ class BlockTree:
         root = self._roots.get(namespace)
         return root if root is not None and root.children else None
 
-    def match(self, namespace: str | None, tokens: bytes) -> PathMatch:
-        """Longest prefix of packed `tokens` in this namespace, ready or not. Changes nothing."""
-        root = self._roots.get(namespace)
+    def match(self, prefix: Prefix) -> PathMatch:
+        """The longest part of a prefix that is known, ready or not. Changes nothing."""
+        root = self._roots.get(prefix.namespace)
         if root is None:
             return PathMatch(None, (), 0)
-        nodes, count = self.below(root, tokens)
+        nodes, count = self.below(root, prefix.tokens)
         return PathMatch(root, tuple(nodes), count)
 
     def below(self, node: BlockNode, tokens: bytes) -> tuple[list[BlockNode], int]:
@@ -200,24 +207,25 @@ class BlockTree:
             node = child
         return nodes, start // TOKEN_BYTES
 
-    def identities(self, namespace: str | None, tokens: bytes) -> list[bytes]:
-        """Every block that computing packed `tokens` could use, in path order, in the tree or not.
+    def identities(self, prefix: Prefix) -> list[bytes]:
+        """Every block that computing a prefix could use, in path order, in the tree or not.
 
         The whole blocks of the path, and a known block that shares only its first rows. Hashes
         what the tree does not know, under a microsecond per block.
         """
-        return self.path_ids(namespace, tokens)[0]
+        return self.path(prefix)[0]
 
-    def path_ids(self, namespace: str | None, tokens: bytes) -> tuple[list[bytes], list[bytes]]:
-        """`identities` of packed `tokens`, and the same with the whole blocks of the path alone."""
-        match = self.match(namespace, tokens)
+    def path(self, prefix: Prefix) -> tuple[list[bytes], BlockPath]:
+        """`identities` of a prefix, and its path, which has its whole blocks alone."""
+        match = self.match(prefix)
         whole = match.tokens // BLOCK_TOKENS
-        path = [node.block_id for node in match.nodes[:whole]]
-        parent = path[-1] if path else root_id(self.fingerprint, namespace)
-        path += block_ids(self.fingerprint, parent, tokens[whole * BLOCK_BYTES :])
+        ids = [node.block_id for node in match.nodes[:whole]]
+        parent = ids[-1] if ids else root_id(self.fingerprint, prefix.namespace)
+        ids += block_ids(self.fingerprint, parent, prefix.tokens[whole * BLOCK_BYTES :])
+        path = BlockPath(prefix, ids)
         if len(match.nodes) == whole:
-            return path, path
-        return [*path[:whole], match.nodes[whole].block_id, *path[whole:]], path
+            return ids, path
+        return [*ids[:whole], match.nodes[whole].block_id, *ids[whole:]], path
 
     def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
         """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.

@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import BLOCK_ID_BYTES, TOKEN_BYTES, block_ids, root_id
+from sglang_hc.tree.identity import (
+    BLOCK_ID_BYTES,
+    TOKEN_BYTES,
+    BlockPath,
+    Prefix,
+    block_ids,
+    root_id,
+)
 
 SEPARATOR = "\x1f"
 """Only namespaces of cut paths have it; clients' keys with it are refused."""
@@ -78,20 +83,19 @@ class EarlierCuts:
             before = len(self.left_out) - shift * TOKEN_BYTES
             path = head + self.left_out[before:] + rest if before >= 0 else head
             ids = block_ids(fingerprint, root_id(fingerprint, namespace), path)
-            found.append(EarlierPath(namespace, path, ids, self.head // BLOCK_TOKENS, shift))
+            block_path = BlockPath(Prefix(namespace, path), ids)
+            found.append(EarlierPath(block_path, self.head // BLOCK_TOKENS, shift))
         return tuple(found)
 
 
 class EarlierPath(NamedTuple):
     """One path that had the blocks of a cut prompt at other places.
 
-    tokens: packed. block_ids: of its whole blocks. head: blocks that are at their place. shift:
-    tokens by which the others were further from the start.
+    head: blocks that are at their place. shift: tokens by which the others were further from the
+    start.
     """
 
-    namespace: str | None
-    tokens: bytes
-    block_ids: Sequence[bytes]
+    path: BlockPath
     head: int
     shift: int
 
@@ -102,7 +106,3 @@ class EarlierPath(NamedTuple):
     def shift_of(self, block: int) -> int:
         """Tokens by which the block was further from the start."""
         return 0 if block < self.head else self.shift
-
-    def up_to(self, place: int) -> bytes:
-        """Packed tokens of the first blocks of the path."""
-        return self.tokens[: place * BLOCK_BYTES]

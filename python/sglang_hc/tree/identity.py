@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,39 @@ import numpy.typing as npt
 from sglang_hc.forms import BLOCK_TOKENS
 
 TOKEN_BYTES = 4
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 BLOCK_ID_BYTES = 16
 
 FEW = 1024
 """Up to so many tokens are packed without numpy."""
 
 OUT_OF_RANGE = "token ids must lie in [0, 2**31)"
+
+
+class Prefix(NamedTuple):
+    """A sequence from its first token on: packed token ids, in a namespace."""
+
+    namespace: str | None
+    tokens: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    def block(self, index: int) -> bytes:
+        """Packed tokens of one block; fewer than BLOCK_TOKENS at the end of the sequence."""
+        return self.tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+    def up_to(self, block: int) -> Prefix:
+        """The part before this block."""
+        return Prefix(self.namespace, self.tokens[: block * BLOCK_BYTES])
+
+
+class BlockPath(NamedTuple):
+    """A prefix whose whole blocks have names. block_ids: their identities."""
+
+    prefix: Prefix
+    block_ids: Sequence[bytes]
 
 
 def pack_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
@@ -77,7 +104,7 @@ def block_id(fingerprint: bytes, parent: bytes, tokens: bytes) -> bytes:
 
 def block_ids(fingerprint: bytes, parent: bytes, tokens: bytes) -> list[bytes]:
     """Identities of the whole blocks of packed `tokens`, one below the other, below `parent`."""
-    fresh, size = _keyed(fingerprint).copy, BLOCK_TOKENS * TOKEN_BYTES
+    fresh, size = _keyed(fingerprint).copy, BLOCK_BYTES
     found = []
     for end in range(size, len(tokens) + 1, size):
         state = fresh()

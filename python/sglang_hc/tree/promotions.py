@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import IsProtected
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, Moved
+from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import BlockPath
 
 
 @dataclass(eq=False, slots=True)
@@ -35,8 +36,8 @@ class Promotion:
     tokens: bytes
     namespace: str | None
     slot: int
-    above: Promotion | None
-    parent: BlockNode | None
+    above: Promotion | None = None
+    parent: BlockNode | None = None
     below: list[Promotion] = field(default_factory=list)
     waits_for: bytes | None = None
     here: bool = False
@@ -76,27 +77,25 @@ class Promotions:
 
     def begin(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         first: int,
         count: int,
         now: float,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
-        """Slots for blocks [first, first + count) of the path of packed `tokens`: for as many
-        leading ones as find room without evicting what `is_protected` protects.
+        """Slots for blocks [first, first + count) of a path: for as many leading ones as find room
+        without evicting what `is_protected` protects.
 
-        path: identities of the whole blocks. None of these may be on its way. Empty when the block
-        before them is neither in the tree nor on its way to it.
+        None of these may be on its way. Empty when the block before them is neither in the tree nor
+        on its way to it.
         """
         above = parent = None
         if first:
-            above = self._coming.get(path[first - 1])
+            above = self._coming.get(path.block_ids[first - 1])
             if above is not None and above.lost:
                 return []
             if above is None:
-                match = self._host.tree.match(namespace, tokens[: first * BLOCK_BYTES])
+                match = self._host.tree.match(path.prefix.up_to(first))
                 if match.tokens < first * BLOCK_TOKENS:
                     return []
                 parent = match.nodes[-1]
@@ -107,12 +106,11 @@ class Promotions:
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
-            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            promotion = Promotion(path[index], piece, namespace, slot, above, parent)
+            promotion = self._coming_to(slot, path, index)
+            promotion.above, promotion.parent = above, parent
             if above is not None:
                 above.below.append(promotion)
-            self._coming[promotion.block_id] = above = promotion
-            parent = None
+            above, parent = promotion, None
             promotions.append(promotion)
         if parent is not None:
             self._host.unpin((parent,))
@@ -120,28 +118,25 @@ class Promotions:
 
     def begin_tail(
         self,
-        namespace: str | None,
-        tokens: bytes,
-        path: Sequence[bytes],
+        path: BlockPath,
         low: int,
         high: int,
         now: float,
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
-        """Slots for blocks [low, high) of the path of packed `tokens`, the last one first: for as
-        many as find room without evicting what `is_protected` protects. They need no parent yet.
+        """Slots for blocks [low, high) of a path, the last one first: for as many as find room
+        without evicting what `is_protected` protects. They need no parent yet.
 
-        path: identities of the whole blocks. None of these may be on its way.
+        None of these may be on its way.
         """
         promotions: list[Promotion] = []
         for index in reversed(range(low, high)):
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
-            piece = tokens[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            before = path[index - 1] if index else self._host.tree.root(namespace).block_id
-            promotion = Promotion(path[index], piece, namespace, slot, None, None, waits_for=before)
-            self._coming[promotion.block_id] = promotion
+            promotion = self._coming_to(slot, path, index)
+            before = path.block_ids[index - 1] if index else self._root_of(promotion).block_id
+            promotion.waits_for = before
             self._orphans.setdefault(before, []).append(promotion)
             promotions.append(promotion)
         return promotions
@@ -184,12 +179,22 @@ class Promotions:
         else:
             self._lose(promotion)
 
+    def _coming_to(self, slot: int, path: BlockPath, index: int) -> Promotion:
+        """A block of a path is on its way to a slot from now on."""
+        prefix = path.prefix
+        promotion = Promotion(path.block_ids[index], prefix.block(index), prefix.namespace, slot)
+        self._coming[promotion.block_id] = promotion
+        return promotion
+
+    def _root_of(self, promotion: Promotion) -> BlockNode:
+        return self._host.tree.root(promotion.namespace)
+
     def _publish(self, promotion: Promotion, tips: dict[BlockNode, None], now: float) -> None:
         """A block whose parent is in the tree joins it, and those below it that are here too."""
         ready = [promotion]
         while ready:
             item = ready.pop()
-            parent = item.parent or self._host.tree.root(item.namespace)
+            parent = item.parent or self._root_of(item)
             if parent.parent is None and not parent.is_root:  # dropped in spite of its pin
                 self._lose(item)
                 continue

@@ -7,8 +7,7 @@ import pytest
 from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
 from support.clock import Clock
 from support.host import host_queue, keep
 from support.remote import SLOTS, FakeStore, make_blocks, make_pool, until
@@ -17,7 +16,7 @@ TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
 
 
 def waiting(rid: str) -> Waiting:
-    return Waiting(None, TOKENS, 0)
+    return Waiting(Prefix(None, TOKENS), 0)
 
 
 class Server:
@@ -62,10 +61,10 @@ def test_the_first_look_asks_and_a_later_one_reads(shared: FakeStore, clock: Clo
         lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"], waiting)),
     )
     server.admit("a")
-    assert server.host.tree.match(None, TOKENS).tokens == 128
+    assert server.host.tree.match(Prefix(None, TOKENS)).tokens == 128
     assert server.queue.take_loaded("a") == 128
     assert [
-        int(server.pool.slot(n.slot)[0]) for n in server.host.tree.match(None, TOKENS).nodes
+        int(server.pool.slot(n.slot)[0]) for n in server.host.tree.match(Prefix(None, TOKENS)).nodes
     ] == [1, 2]
     server.disk.close()
 
@@ -109,7 +108,10 @@ def test_a_hung_lookup_holds_a_request_for_a_bounded_time(store: FakeStore, cloc
 def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> None:
     server = Server(shared, clock)
     server.queue.on_schedule_step(["a"], waiting)
-    until(lambda: not server.io.ask(server.host.tree.identities(None, TOKENS)), server.disk.poll)
+    until(
+        lambda: not server.io.ask(server.host.tree.identities(Prefix(None, TOKENS))),
+        server.disk.poll,
+    )
     shared.open.clear()
     shared.entered.clear()
     assert not server.queue.ready("a", waiting)

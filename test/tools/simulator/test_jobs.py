@@ -18,8 +18,8 @@ from sglang_hc.tools.simulator.jobs import (
     tail_identity,
 )
 from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span, Turn
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockTree
-from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.identity import BLOCK_BYTES, pack_tokens
 
 
 def test_spans_pack_like_token_ids():

@@ -13,7 +13,7 @@ from sglang_hc.tools.simulator.jobs import pack_span
 from sglang_hc.tools.simulator.traces import Timing, read_trace
 from sglang_hc.tools.simulator.workloads import Turn
 from sglang_hc.tree.block_tree import common_tokens
-from sglang_hc.tree.identity import TOKEN_BYTES, pack_tokens
+from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens
 
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=150)
 talks = st.lists(
@@ -38,8 +38,8 @@ def test_prompts_share_what_they_shared(tmp_path: Path, many: list) -> None:
     path.unlink(missing_ok=True)
     recorder = Recorder(path, {}, b"f" * 16)
     for number, (namespace, prompt, answer) in enumerate(many):
-        recorder.arrived(f"r{number}", namespace, pack_tokens(prompt))
-        recorder.finished(f"r{number}", namespace, pack_tokens(prompt + answer))
+        recorder.arrived(f"r{number}", Prefix(namespace, pack_tokens(prompt)))
+        recorder.finished(f"r{number}", Prefix(namespace, pack_tokens(prompt + answer)))
     recorder.close()
     turns = [session.turns[0] for session in read_trace(path, Timing()).sessions]
     assert len(turns) == len(many)
@@ -54,12 +54,12 @@ def test_a_second_turn_continues_the_first_answer(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, {}, b"f" * 16)
     first, answer = list(range(100)), list(range(500, 560))
-    recorder.arrived("one", None, pack_tokens(first))
-    recorder.finished("one", None, pack_tokens(first + answer))
-    recorder.arrived("two", None, pack_tokens([*first, *answer, 7, 8]))
-    recorder.arrived("aborted", None, pack_tokens([1]))
+    recorder.arrived("one", Prefix(None, pack_tokens(first)))
+    recorder.finished("one", Prefix(None, pack_tokens(first + answer)))
+    recorder.arrived("two", Prefix(None, pack_tokens([*first, *answer, 7, 8])))
+    recorder.arrived("aborted", Prefix(None, pack_tokens([1])))
     recorder.gone("aborted")
-    recorder.finished("two", None, pack_tokens([*first, *answer, 7, 8, 9]))
+    recorder.finished("two", Prefix(None, pack_tokens([*first, *answer, 7, 8, 9])))
     recorder.close()
     with path.open("a") as file:
         file.write('{"op":"arr')  # the server was ended while it wrote

@@ -9,8 +9,7 @@ import numpy as np
 from sglang_hc.config import FLAGS, HcConfig
 from sglang_hc.policy.overflow import CannotCut, OverflowRule
 from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span
-from sglang_hc.tree.block_tree import BLOCK_BYTES
-from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, block_id, root_id
 
 FINGERPRINT = b"sglang-hc simulator"[:16]
 ROOT = root_id(FINGERPRINT, None)
@@ -42,6 +41,10 @@ class Job:
     output: bytes
     arrived: float = 0.0
     known_tokens: int = 0
+
+    @property
+    def path(self) -> BlockPath:
+        return BlockPath(Prefix(None, self.prompt), self.chain)
 
     @property
     def prompt_tokens(self) -> int:

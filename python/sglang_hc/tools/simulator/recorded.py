@@ -20,7 +20,7 @@ from sglang_hc.tiers.trace import TRACE_VERSION
 from sglang_hc.tools.workloads.traces import TraceError, json_object
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import TOKEN_BYTES, block_id, root_id
+from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, block_id, root_id
 
 FINGERPRINT = b"sglang-hc replay"
 
@@ -140,13 +140,13 @@ class Replay:
         above = b"" if parent is None else self._blocks[parent][2]
         self._blocks[number] = (parent, tokens, block_id(FINGERPRINT, above, tokens))
 
-    def _path(self, number: int) -> tuple[str, bytes]:
-        """(namespace, packed tokens) of the path that ends in a block."""
+    def _path(self, number: int) -> Prefix:
+        """What ends in a block."""
         pieces: list[bytes] = []
         while True:
             before, tokens, _ = self._blocks[number]
             if before is None:
-                return str(number), b"".join(reversed(pieces))
+                return Prefix(str(number), b"".join(reversed(pieces)))
             pieces.append(tokens)
             number = before
 
@@ -171,7 +171,8 @@ class Replay:
 
     def _admit(self, event: dict[str, Any]) -> None:
         namespace, tokens = self._path(self._paths[event["req"]])
-        match = self._tier.tree.match(namespace, tokens[: event["limit"] * TOKEN_BYTES])
+        looked_up = Prefix(namespace, tokens[: event["limit"] * TOKEN_BYTES])
+        match = self._tier.tree.match(looked_up)
         usable = match.tokens
         for index, node in enumerate(match.nodes):
             if not node.ready:

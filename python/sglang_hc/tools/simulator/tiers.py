@@ -10,13 +10,14 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import Meetings, Prompt, Step
+from sglang_hc.queue.meeting import Meetings, Step
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
-from sglang_hc.tree.block_tree import BLOCK_BYTES, BlockNode, BlockTree, PathMatch
+from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 NOTHING = PathMatch(None, (), 0)
@@ -142,9 +143,9 @@ class TieredCache:
         self._now = now
         ready = self.prefetcher.ready(number, now)
         if self.meetings.of(number) is not None:
-            prompt = self.jobs[number].prompt
+            prompt = self.jobs[number].path.prefix
             tiers = [tier for tier in (self.device, self.host) if tier is not None]
-            self.meetings.wait(number, max(t.tree.match(None, prompt).tokens for t in tiers))
+            self.meetings.wait(number, max(t.tree.match(prompt).tokens for t in tiers))
         return ready
 
     def take_started(self) -> list[Transfer]:
@@ -167,17 +168,16 @@ class TieredCache:
     def missing(self, request: int) -> Missing:
         assert self.disk is not None
         job, disk, now = self.jobs[request], self.disk, self._now
-        path = job.chain
-        first = sum(1 for _ in takewhile(self._host_policy.__contains__, path))
-        below = islice(path, first, None)
+        path = job.path
+        first = sum(1 for _ in takewhile(self._host_policy.__contains__, path.block_ids))
+        below = islice(path.block_ids, first, None)
         count = sum(1 for _ in takewhile(lambda block_id: disk.readable(block_id, now), below))
         on_device = 0
         if count and self.device is not None:
-            on_device = self.device.tree.match(None, job.prompt).tokens
+            on_device = self.device.tree.match(path.prefix).tokens
             if (first + count) * BLOCK_TOKENS <= on_device:
                 count = 0
-        sources = [SourceTier.DISK] * count
-        return Missing(path, first, sources, on_device, job.prompt_tokens)
+        return Missing(path, first, [SourceTier.DISK] * count, on_device)
 
     def in_host(self, block_id: bytes) -> bool:
         return block_id in self._host_policy
@@ -190,12 +190,9 @@ class TieredCache:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        job = self.jobs[request]
-        promotions = self._coming.begin(
-            None, job.prompt, missing.path, first, count, self._now, is_protected
-        )
+        promotions = self._coming.begin(missing.path, first, count, self._now, is_protected)
         if promotions:
-            self._started.append(Transfer(job, promotions))
+            self._started.append(Transfer(self.jobs[request], promotions))
         return len(promotions)
 
     def reading(self, tier: SourceTier) -> int:
@@ -207,14 +204,11 @@ class TieredCache:
         job = self.jobs[request]
 
         def read(low: int, high: int) -> list[Promotion]:
-            begun = self._coming.begin_tail(
-                None, job.prompt, missing.path, low, high, self._now, is_protected
-            )
+            begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
             self._started += [Transfer(job, [promotion]) for promotion in begun]
             return begun
 
-        prompt = Prompt(None, job.prompt)
-        return self.meetings.begin(request, prompt, missing, end, self._coming, read)
+        return self.meetings.begin(request, missing, end, self._coming, read)
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
@@ -236,8 +230,9 @@ class TieredCache:
 
     def find(self, job: Job, now: float) -> Found:
         """Longest known prefix of the prompt over all tiers. Changes nothing."""
-        on_device = self.device.tree.match(None, job.prompt) if self.device else NOTHING
-        in_host = self.host.tree.match(None, job.prompt) if self.host else NOTHING
+        prompt = job.path.prefix
+        on_device = self.device.tree.match(prompt) if self.device else NOTHING
+        in_host = self.host.tree.match(prompt) if self.host else NOTHING
         device, known = on_device.tokens, max(on_device.tokens, in_host.tokens)
         blocks: list[bytes] = []
         if self.disk is not None:
@@ -312,7 +307,7 @@ def _store(tier: HostTier, tokens: bytes, now: float) -> None:
 
     The path is pinned meanwhile: a block must not push out its own parent.
     """
-    match = tier.tree.match(None, tokens)
+    match = tier.tree.match(Prefix(None, tokens))
     tier.pin(match.nodes)
     start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
     offsets = range(start, len(tokens), BLOCK_BYTES)
