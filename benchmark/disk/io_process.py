@@ -32,7 +32,7 @@ from compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec
-from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
+from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process.messages import DiskSpec
@@ -182,7 +182,7 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
         "write": lambda index: io.blocks.write(next(TICKETS), blocks[index], index, end),
         "read": lambda index: io.blocks.read(next(TICKETS), names[index], 64 + index, end),
         "touch_16": lambda index: io.blocks.touch(names[:16]),
-        "file_16_rows": lambda index: io.executor.submit(next(TICKETS), FileRows(0, SPANS)),
+        "file_16_rows": lambda index: io.executor.submit(next(TICKETS), ScatterRows(0, SPANS)),
         "copy_rows": lambda index: io.executor.submit(next(TICKETS), CopyRows(96, 97, 1)),
     }
     passes = Passes(io, names, busy)

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.saving import WayOut
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -58,12 +58,12 @@ def tiers_of(
     below = DiskTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)
     buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
-    filing = Filing(ThreadExecutor(pool, buffers), host.damaged_slots)
+    scatters = ScatterQueue(ThreadExecutor(pool, buffers), host.damaged_slots)
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    source = WayOut(pool, copy_stream, filing).device_state(device, taps, buffers, [])
-    capture = Capture(layout, host, filing, source, on_ready=lambda node: None)
+    source = WayOut(pool, copy_stream, scatters).device_state(device, taps, buffers, [])
+    capture = Capture(layout, host, scatters, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
     planner = RestoreChoice(None, plan, False, counters)
     path = RestorePath(pool, device, StagingRing.sized_for(layout.shape, CPU, copy_stream))

@@ -37,7 +37,7 @@ FIRST, ADDED, REPLY = 1900, 64, 8
 """Tokens of the first turn, of what the second adds, and of the first answer."""
 
 PAUSE_S = 1.5
-"""Between the turns: what the first has computed is filed meanwhile."""
+"""Between the turns: what the first has computed gets into its slots meanwhile."""
 
 FLAGS = (
     # SGLang keeps two tokens of the context for itself.

@@ -264,7 +264,7 @@ class SourceServer:
             rid = self.core.submit(prompt, 1, salt)
             self.core.run()
         reply = self.core.reply(rid)
-        self.forget()  # the new tokens' blocks are filed meanwhile, and not written either
+        self.forget()  # the new tokens' blocks are saved meanwhile, and not written either
         planner._always, disk._io.wants = False, wants
         assert len(prompt) - reply.cached >= NEW, "the new tokens were stored"
         assert arm != "serial" or len(prompt) - reply.cached == NEW, "not everything was read"

@@ -11,7 +11,7 @@ from support.tiers import build
 TOKENS = pack_tokens([1] * 40)
 
 
-def test_a_block_that_is_still_being_filed_does_not_make_room() -> None:
+def test_a_block_that_is_not_ready_does_not_make_room() -> None:
     tiers, _, executor = build(LayerPlan(0, 0, 2), slots=2, device_slots=100)
     tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=True)
     assert tiers.host.published_blocks == 1 and not tiers.usable(Prefix(None, TOKENS))[1]
@@ -24,7 +24,7 @@ def test_a_block_that_is_still_being_filed_does_not_make_room() -> None:
     assert tiers.host.published_blocks == 0
 
 
-def test_a_block_that_left_while_it_was_filed_frees_its_slot_afterwards() -> None:
+def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() -> None:
     tiers, _, executor = build(LayerPlan(0, 0, 2), slots=3, device_slots=100)
     tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=False)
     longer = pack_tokens([1] * 50)

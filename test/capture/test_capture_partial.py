@@ -102,8 +102,8 @@ def test_two_such_prompts_in_one_pass_are_kept_whole(plan: LayerPlan) -> None:
 
 
 @pytest.mark.parametrize(("steps", "lost"), [(8, 0), (9, 1)])
-def test_decode_steps_that_find_filing_behind_are_cut_off(steps: int, lost: int) -> None:
-    """One row a step, room for 8 while nothing is filed. The ninth and what follows is not kept."""
+def test_decode_steps_that_find_scattering_behind_are_cut_off(steps: int, lost: int) -> None:
+    """One row a step, room for 8 while nothing is scattered. What follows them is not kept."""
     tiers, _, executor = build(HIDDEN, slots=40, device_slots=3000, rows=4, buffers=2)
     passes(tiers, [(1, 0, 120)])
     for step in range(steps):
@@ -167,7 +167,9 @@ def test_a_step_that_is_computed_again_closes_the_gap() -> None:
 
 
 @pytest.mark.parametrize("ring", [0, 4096])
-def test_a_step_that_is_computed_again_overwrites_what_filing_has_yet_to_write(ring: int) -> None:
+def test_a_step_that_is_computed_again_overwrites_what_a_scatter_has_yet_to_write(
+    ring: int,
+) -> None:
     """Ten rows wait in a snapshot. The same positions come again with many more behind them, which
     on their own would go straight; the last writer wins."""
     tiers, _, _ = build(

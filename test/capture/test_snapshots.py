@@ -1,15 +1,15 @@
-"""Snapshots and filing: rows on their way to slots, with an executor and a device that are late."""
+"""Rows on their way to slots, with an executor and a device that are late."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_hc.capture.snapshots import Filing, Snapshots
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.executor import CopyRows, FileRows, RowSpan
+from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
 from support.streams import BACK, COMPUTE, COPIES, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, StepExecutor
@@ -29,11 +29,11 @@ class Bench:
         self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
         self.executor = StepExecutor(self.pool, self.buffers)
         self.damaged: set[int] = set()
-        self.filing = Filing(self.executor, self.damaged)
+        self.scatters = ScatterQueue(self.executor, self.damaged)
         used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
         twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
-        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.filing)
+        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.scatters)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
         """`rows` rows of value, value + 1, ... to a slot."""
@@ -53,15 +53,15 @@ class Bench:
 def test_rows_of_several_passes_share_a_copy_and_a_pass_may_span_buffers() -> None:
     bench = Bench()
     bench.add(10, 3, slot=0)
-    assert len(bench.filing) == 0, "nothing is worth a copy yet"
+    assert len(bench.scatters) == 0, "nothing is worth a copy yet"
     bench.add(20, 4, slot=1)  # one row fills the first buffer, three go to the second
     bench.snapshots.flush()
-    bench.filing.drain()
+    bench.scatters.drain()
     assert [bench.row(0, i) for i in range(3)] == [10, 11, 12]
     assert [bench.row(1, i) for i in range(4)] == [20, 21, 22, 23]
 
 
-def test_room_shrinks_with_what_is_on_its_way_and_comes_back_when_it_is_filed() -> None:
+def test_room_shrinks_with_what_is_on_its_way_and_comes_back_when_it_is_there() -> None:
     bench = Bench()
     assert bench.snapshots.room == 8
     bench.add(1, 5, slot=0)
@@ -70,9 +70,9 @@ def test_room_shrinks_with_what_is_on_its_way_and_comes_back_when_it_is_filed() 
     assert bench.snapshots.room == 0
     bench.executor.step()
     assert bench.snapshots.room == 0, "completions are taken in by poll alone"
-    bench.filing.poll()
+    bench.scatters.poll()
     assert bench.snapshots.room == 4
-    bench.filing.drain()
+    bench.scatters.drain()
     assert bench.snapshots.room == 8
 
 
@@ -82,7 +82,7 @@ def test_flushing_nothing_returns_the_progress_of_what_was_sent_before() -> None
     bench.add(1, 4, slot=0)
     sent = bench.snapshots.flush()
     assert sent is bench.snapshots.flush() and not sent.done
-    bench.filing.drain()
+    bench.scatters.drain()
     assert sent.done
 
 
@@ -100,9 +100,9 @@ def test_a_snapshot_that_waits_for_the_forward_pass_holds_no_restoration_back() 
     event = copy_stream.record()
     assert device.run_only(COPIES) and event.done() and bool(target.all())
     assert not device.run_only(BACK)
-    bench.filing.poll()
+    bench.scatters.poll()
     bench.executor.step()
-    assert len(bench.filing) == 1
+    assert len(bench.scatters) == 1
 
 
 def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> None:
@@ -110,28 +110,28 @@ def test_an_operation_waits_for_its_mark_and_what_follows_waits_with_it() -> Non
     bench = Bench(device=device)
     copy_stream = SimulatedCopyStream(device)
     copy_stream.copy(torch.zeros(1), torch.ones(1))
-    first = bench.filing.submit(CopyRows(0, 1, 4), after=copy_stream.record())
-    second = bench.filing.submit(CopyRows(1, 2, 4))
+    first = bench.scatters.submit(CopyRows(0, 1, 4), after=copy_stream.record())
+    second = bench.scatters.submit(CopyRows(1, 2, 4))
     for _ in range(3):
         bench.executor.step()
-        bench.filing.poll()
-    assert not first.done and not second.done and len(bench.filing) == 2
+        bench.scatters.poll()
+    assert not first.done and not second.done and len(bench.scatters) == 2
     device.run()
-    bench.filing.poll()
+    bench.scatters.poll()
     bench.executor.step()
-    bench.filing.poll()
+    bench.scatters.poll()
     assert first.done and not second.done
-    bench.filing.drain()
-    assert second.done and bench.filing.last() is second and len(bench.filing) == 0
+    bench.scatters.drain()
+    assert second.done and bench.scatters.last() is second and len(bench.scatters) == 0
 
 
 def test_a_slot_that_was_not_written_is_bad_and_so_is_its_copy() -> None:
     bench = Bench()
     bench.executor.fail_next = 1
-    bench.filing.submit(FileRows(0, (RowSpan(0, 3, 0, 2), RowSpan(2, 4, 0, 1))))
-    bench.filing.submit(CopyRows(4, 5, 1))
-    bench.filing.submit(CopyRows(6, 7, 1))
-    bench.filing.drain()
+    bench.scatters.submit(ScatterRows(0, (RowSpan(0, 3, 0, 2), RowSpan(2, 4, 0, 1))))
+    bench.scatters.submit(CopyRows(4, 5, 1))
+    bench.scatters.submit(CopyRows(6, 7, 1))
+    bench.scatters.drain()
     assert bench.damaged == {3, 4, 5}
 
 
@@ -139,19 +139,19 @@ def test_callbacks_run_once_when_their_operation_is_over() -> None:
     bench = Bench()
     told: list[str] = []
     for name in ("a", "b"):
-        bench.filing.submit(CopyRows(0, 1, 1)).on_done.append(lambda n=name: told.append(n))
+        bench.scatters.submit(CopyRows(0, 1, 1)).on_done.append(lambda n=name: told.append(n))
     bench.executor.step()
-    bench.filing.poll()
+    bench.scatters.poll()
     assert told == ["a"]
-    bench.filing.drain()
-    bench.filing.poll()
+    bench.scatters.drain()
+    bench.scatters.poll()
     assert told == ["a", "b"]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> None:
     """Steps overwrite the same tap buffer while no copy to the host moves at all, as in a replayed
-    decode graph. All are computed; when the copies move, every step's own rows are filed."""
+    decode graph. All are computed; when the copies move, every step's own rows are scattered."""
     steps, device = 6, StreamDevice(seed)
     bench = Bench(rows=2, buffers=4, device=device)
     taps = TapBuffer(LAYERS, 1, WIDTH, torch.uint8, CPU)
@@ -169,7 +169,7 @@ def test_the_next_step_never_waits_for_what_the_last_one_tapped(seed: int) -> No
     device.run()
     bench.snapshots.flush()
     device.run()
-    bench.filing.drain()
+    bench.scatters.drain()
     assert [bench.row(step, 0) for step in range(steps)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -180,7 +180,7 @@ def test_a_device_buffer_is_not_refilled_before_its_copy_is_over(seed: int) -> N
     for step in range(4):
         while not bench.snapshots.room:
             bench.executor.step()
-            bench.filing.poll()
+            bench.scatters.poll()
             if not bench.snapshots.room:
                 device.step()
 
@@ -191,5 +191,5 @@ def test_a_device_buffer_is_not_refilled_before_its_copy_is_over(seed: int) -> N
 
         bench.snapshots.add(1, fill, [RowSpan(0, step, 0, 1)])
     device.run()
-    bench.filing.drain()
+    bench.scatters.drain()
     assert [bench.row(step, 0) for step in range(4)] == [1, 2, 3, 4]

@@ -91,7 +91,7 @@ def test_rejected_rows_are_in_no_block(story: Story) -> None:
         tiers.capture.flush()
         while executor.waiting:
             executor.step()
-        tiers.capture.filing.poll()
+        tiers.capture.scatters.poll()
 
     launched = list(story.prompts)
     for parts, late in zip(story.passes, story.late, strict=True):

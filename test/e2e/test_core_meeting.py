@@ -250,7 +250,7 @@ def test_exactness_lets_a_computed_front_in_only_where_it_was_proven(
 
 
 def pid_of(core: Core) -> int:
-    return core.tree.tiers.capture.filing.executor.supervisor.pid
+    return core.tree.tiers.capture.scatters.executor.supervisor.pid
 
 
 def killed(folder: str, profile: str, when: int) -> tuple[Reply, list[bool], dict[str, int]]:

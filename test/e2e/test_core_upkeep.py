@@ -142,6 +142,6 @@ def test_a_failed_write_costs_a_recomputation_and_no_token(models: None, form: s
     wanted, replies, failures, stats = run_in_child(failing, form)
     assert failures
     assert [reply.tokens for reply in replies] == [wanted] * 3
-    assert stats["file_failed"] >= 1
+    assert stats["scatter_failed"] >= 1
     assert [reply.cached for reply in replies] == [0, 0, 199]
     assert stats["host_staged_slots"] == 0

@@ -54,14 +54,14 @@ class Late:
         return getattr(self._inner, name)
 
 
-def run(rank: int, port: int, folder: str, filing: float, disk: float, loses: bool) -> tuple:
+def run(rank: int, port: int, folder: str, scatter: float, disk: float, loses: bool) -> tuple:
     core = RankedCore(
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
         "--hc-trace", f"{folder}/t.jsonl",
     )  # fmt: skip
     ranks = core.tree.tiers.ranks
     if rank == LATE:
-        ranks._executor._inner = Late(ranks._executor._inner, filing)
+        ranks._executor._inner = Late(ranks._executor._inner, scatter)
         ranks._blocks._inner = Late(ranks._blocks._inner, disk, loses=loses)
 
     def forget(turn: int) -> None:
@@ -85,7 +85,7 @@ def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("filing", "disk", "loses"),
+    ("scatter", "disk", "loses"),
     [
         pytest.param(0.0, 2.0, False, marks=pytest.mark.slow),
         pytest.param(2.0, 0.0, False, marks=pytest.mark.slow),
@@ -93,16 +93,16 @@ def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
     ],
 )
 def test_one_late_rank(
-    models: None, tmp_path: Path, filing: float, disk: float, loses: bool
+    models: None, tmp_path: Path, scatter: float, disk: float, loses: bool
 ) -> None:
     tokens = []
-    for name, (late_filing, late_disk, lost) in {
+    for name, (late_scatters, late_disk, lost) in {
         "in-time": (0.0, 0.0, False),
-        "late": (filing, disk, loses),
+        "late": (scatter, disk, loses),
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        (said, counts), (same, others) = run_ranks(run, str(folder), late_filing, late_disk, lost)
+        (said, counts), (same, others) = run_ranks(run, str(folder), late_scatters, late_disk, lost)
         tokens.append(said)
         assert said == same
         trace = decisions(folder, 0)
@@ -185,7 +185,7 @@ def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[s
 
 
 def test_a_quiet_pass_has_no_collective_more_than_sglangs_own(models: None) -> None:
-    """Of passes in tens: those in which a snapshot's filing ended have one broadcast more each."""
+    """Of passes in tens: those in which a snapshot's scatter ended have one broadcast more each."""
     plain, _ = run_ranks(count_collectives, "--hc-disable")[0]
     ours, _ = run_ranks(count_collectives, "--hc-forms", "hidden:2,kv:2")[0]
     assert len({tuple(sorted(some.items())) for some in plain}) == 1

@@ -30,7 +30,7 @@ def start(directory: str) -> Core:
 
 
 def pid_of(core: Core) -> int:
-    return core.tree.tiers.capture.filing.executor.supervisor.pid
+    return core.tree.tiers.capture.scatters.executor.supervisor.pid
 
 
 def wait_for(core: Core, what: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def test_killed_while_it_saves(models: None, tmp_path: Path, write: bool, wanted
     assert lost["io_lost_operations"] > 0
     if write:
         assert lost["disk_write_lost"] > 0
-        assert third.host > 0, "what was filed is in memory still"
+        assert third.host > 0, "what was scattered is in memory still"
     else:
-        assert lost["file_failed"] > 0
+        assert lost["scatter_failed"] > 0
         assert last.storage > 0, "saved again once it was back"
 
 

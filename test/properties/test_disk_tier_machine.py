@@ -58,7 +58,7 @@ class DiskMachine(TiersMachine):
         self.back()
         while forget and self.running:
             self.finish(0, drop=False)
-        self.turn(salt, 0, 0, (4 * more)[:220], chunk=250, reply=0, filed=40, again=False)
+        self.turn(salt, 0, 0, (4 * more)[:220], chunk=250, reply=0, scattered=40, again=False)
         self.work(6)
         if forget:
             self.forget_memory()
@@ -129,7 +129,7 @@ class DiskMachine(TiersMachine):
     @rule()
     def forget_memory(self) -> None:
         """Only the disk has it from now on."""
-        self.file(20)
+        self.scatter(20)
         self.work(20)
         self.tiers.clear()
 

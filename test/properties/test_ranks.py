@@ -109,7 +109,7 @@ class Rank(DiskMachine):
         for rid in list(self.running):
             self.tiers.capture.drop(rid)
         self.tiers.drain()
-        self.tiers.drain()  # what was filed just now has gone to disk
+        self.tiers.drain()  # what was saved just now has gone to disk
         early = self.tiers.restorer.path.read_buffer
         assert early is not None
         early.on_schedule_step([], self.waiting_of)

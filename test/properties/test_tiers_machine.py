@@ -171,14 +171,14 @@ class TiersMachine(RuleBasedStateMachine):
         more=st.lists(st.integers(0, 2), min_size=1, max_size=90),
         chunk=st.sampled_from([30, 64, 250]),
         reply=st.integers(0, 30),
-        filed=st.sampled_from([40, 40, 3, 0]),
+        scattered=st.sampled_from([40, 40, 3, 0]),
         again=st.booleans(),
     )
     def turn(
         self, salt: str | None, old: int, cut: int, more: list[int], chunk: int, reply: int,
-        filed: int, again: bool,
+        scattered: int, again: bool,
     ) -> None:  # fmt: skip
-        """A whole request: prefill in chunks, decode, finish; then some filing, a next turn."""
+        """A whole request: prefill in chunks, decode, finish; then some scatters, a next turn."""
         req = self.begin(salt, old, cut, more)
         if req is None:
             return
@@ -188,7 +188,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.keep(which, req.computed < len(req.tokens))
         self.decode(which, reply)
         self.finish(which, False)
-        self.file(filed)
+        self.scatter(scattered)
         if again:
             self.queue(0, 250, [1], 0, 1, True)
 
@@ -282,7 +282,7 @@ class TiersMachine(RuleBasedStateMachine):
         req.kept = max(req.kept, length)
 
     @rule(steps=st.integers(1, 6))
-    def file(self, steps: int) -> None:
+    def scatter(self, steps: int) -> None:
         """The executor gets some work done."""
         for _ in range(steps):
             self.executor.step()

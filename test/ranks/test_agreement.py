@@ -51,11 +51,11 @@ class Pair:
         self.executors = [HeldExecutor(), HeldExecutor()]
         self.disks = [FakeIo(writes_wait=True), FakeIo(writes_wait=True)]
         self.blocks: list[AgreedBlocks] = []
-        self.filing = []
+        self.scatters = []
         for agreement, executor, disk in zip(
             self.group.agreements, self.executors, self.disks, strict=True
         ):
-            self.filing.append(agreement.executor(executor))
+            self.scatters.append(agreement.executor(executor))
             blocks, _ = agreement.blocks(disk, 9)
             assert isinstance(blocks, AgreedBlocks)
             self.blocks.append(blocks)
@@ -101,14 +101,14 @@ def test_a_quiet_pass_tells_nothing() -> None:
 
 def test_what_ended_waits_for_company_unless_there_is_much() -> None:
     pair = Pair()
-    for filing, executor in zip(pair.filing, pair.executors, strict=True):
+    for scatters, executor in zip(pair.scatters, pair.executors, strict=True):
         for ticket in (1, 2, 3):
-            filing.submit(ticket, Point())
+            scatters.submit(ticket, Point())
         executor.end()
     assert not pair.told()
     pair.group.now += TOGETHER_S
     assert pair.told()
-    assert [filing.poll() for filing in pair.filing] == [[Completion(1, True)]] * 2
+    assert [scatters.poll() for scatters in pair.scatters] == [[Completion(1, True)]] * 2
     pair.executors[0].end()
     pair.executors[0].end()
     pair.executors[1].end()
@@ -116,18 +116,18 @@ def test_what_ended_waits_for_company_unless_there_is_much() -> None:
     pair.executors[1].end(ok=False)
     assert pair.told()  # two: snapshot buffers wait for them
     expected = [Completion(2, True), Completion(3, False)]
-    assert [filing.poll() for filing in pair.filing] == [expected] * 2
-    assert pair.group.agreements[0].counts() == {"rank1_file_io_error": 1}
+    assert [scatters.poll() for scatters in pair.scatters] == [expected] * 2
+    assert pair.group.agreements[0].counts() == {"rank1_scatter_io_error": 1}
 
 
 def test_nobody_acts_on_a_poll_of_its_own() -> None:
     pair = Pair()
-    for filing, executor in zip(pair.filing, pair.executors, strict=True):
-        filing.submit(1, Point())
+    for scatters, executor in zip(pair.scatters, pair.executors, strict=True):
+        scatters.submit(1, Point())
         executor.end()
-        assert filing.poll() == []
+        assert scatters.poll() == []
     pair.a_pass()
-    assert [filing.poll() for filing in pair.filing] == [[Completion(1, True)]] * 2
+    assert [scatters.poll() for scatters in pair.scatters] == [[Completion(1, True)]] * 2
 
 
 def test_a_block_is_there_when_all_ranks_have_it() -> None:

@@ -19,7 +19,7 @@ from sglang_hc.store.outcome import Outcome
 def ballots(count: int = 2) -> list[Ballot]:
     first = VoteBoard.create(count)
     others = [VoteBoard.attach(first.name, rank, count) for rank in range(1, count)]
-    return [Ballot(board, Kind.FILE) for board in (first, *others)]
+    return [Ballot(board, Kind.SCATTER) for board in (first, *others)]
 
 
 def begin(ballot: Ballot, *tickets: int) -> list[int]:
@@ -146,5 +146,5 @@ def test_another_process_sees_the_votes() -> None:
     assert one.votes(Kind.BLOCK, 70000) is None
     subprocess.run([sys.executable, "-c", text, one.name], check=True, env=dict(os.environ))
     assert one.votes(Kind.BLOCK, 70000) == [Outcome.OK, Outcome.DAMAGED]
-    assert one.votes(Kind.FILE, 70000) is None
+    assert one.votes(Kind.SCATTER, 70000) is None
     assert one.votes(Kind.BLOCK, 70000 - PLACES) is None

@@ -38,7 +38,7 @@ def test_a_pass_of_the_defaults_fits_on_every_card(entries: list[Entry]) -> None
     for e in entries:
         if e.taps:
             assert e.rows >= e.chunk, e
-            # One step that is computed, one that is copied, one that is filed.
+            # One step that is computed, one that is copied, one that is scattered.
             assert SNAPSHOT_BUFFERS * e.snapshot_rows >= 3 * e.graphs, e
         assert e.ring >= min(0.05 * e.gpu, e.taps), e
 

@@ -29,7 +29,7 @@ lengths = st.integers(1, COUNT) | st.sampled_from(range(BLOCK_TOKENS, COUNT + 1,
 salts = st.sampled_from([None, "s"])
 steps = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["device", "host", "filing"]), prompts, lengths, salts),
+        st.tuples(st.sampled_from(["device", "host", "scatters"]), prompts, lengths, salts),
         st.tuples(st.sampled_from(["look", "admit"]), prompts, lengths, salts),
         st.tuples(st.sampled_from(["device_evicts", "host_evicts"]), st.integers(1, 3)),
         st.just(("host_clears",)),

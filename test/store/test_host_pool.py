@@ -14,8 +14,8 @@ from sglang_hc.store import executor as executor_module
 from sglang_hc.store.executor import (
     Completion,
     CopyRows,
-    FileRows,
     RowSpan,
+    ScatterRows,
     ThreadExecutor,
     perform,
     shares,
@@ -66,7 +66,7 @@ def test_the_executor_files_rows_in_order_and_says_when() -> None:
     buffers[0].hidden[:] = np.arange(8, dtype=np.uint8)[None, :, None]
     executor = ThreadExecutor(pool, buffers)
     spans = (RowSpan(2, 0, 60, 4), RowSpan(6, 1, 0, 2))
-    executor.submit(70, FileRows(0, spans))
+    executor.submit(70, ScatterRows(0, spans))
     executor.submit(7, CopyRows(0, 1, BLOCK_TOKENS))
     assert executor.drain() == [Completion(70, True), Completion(7, True)]
     for slot in (0, 1):  # the copy came after the second span, and covers it
@@ -105,10 +105,10 @@ def test_threads_that_share_a_snapshot_leave_what_one_leaves(
     for array in (buffers[0].hidden, *buffers[0].kv):
         array[:] = np.random.default_rng(3).integers(0, 256, array.shape, dtype=np.uint8)
     alone, shared = HostPool(LAYOUT, 5), HostPool(LAYOUT, 5)
-    perform(FileRows(0, cut), alone, buffers)
+    perform(ScatterRows(0, cut), alone, buffers)
     with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
         executor = ThreadExecutor(shared, buffers, threads=threads)
-        executor.submit(1, FileRows(0, cut))
+        executor.submit(1, ScatterRows(0, cut))
         assert executor.drain() == [Completion(1, True)]
         executor.close()
     assert np.array_equal(shared.bytes, alone.bytes)
@@ -122,7 +122,7 @@ def test_a_share_that_fails_fails_the_operation_after_all_are_over(
     buffers = [SnapshotBuffer(LAYOUT, 8, hidden=True, kv=False)]
     with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
         executor = ThreadExecutor(HostPool(LAYOUT, 2), buffers, threads=2)
-        executor.submit(1, FileRows(0, (RowSpan(0, 0, 0, 4), RowSpan(4, 99, 0, 4))))
+        executor.submit(1, ScatterRows(0, (RowSpan(0, 0, 0, 4), RowSpan(4, 99, 0, 4))))
         executor.submit(2, CopyRows(0, 1, 1))
         assert executor.drain() == [Completion(1, False), Completion(2, True)]
         executor.close()

@@ -251,7 +251,7 @@ class Core:
             done += length
 
     def settle(self) -> None:
-        """Wait for what is being filed, then check every invariant."""
+        """Wait for what is being saved, then check every invariant."""
         tiers = self.tree.tiers
         if tiers is not None:
             tiers.drain()

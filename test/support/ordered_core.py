@@ -22,7 +22,7 @@ from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.srt import build, build_device, capture_memory, model_state
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream
-from sglang_hc.store.executor import CopyRows, FileRows, Operation
+from sglang_hc.store.executor import CopyRows, Operation, ScatterRows
 from support.copy_streams import FakeCopyStream
 from support.core import Core
 from support.happens_before import Clocks, Event, Stream
@@ -147,7 +147,7 @@ class OrderedCore(Core):
                     watch.region(f"snapshot {staging.index}.{number} on the device", twin)
         for frame in tiers.restorer.path.staging.free:
             watch.region("frame", frame)
-        executor = tiers.capture.filing.executor
+        executor = tiers.capture.scatters.executor
         executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, buffers)
 
 
@@ -186,7 +186,7 @@ def _noting(
     kv = [torch.from_numpy(part) for part in pool.kv]
 
     def noting(ticket: int, operation: Operation) -> None:
-        if isinstance(operation, FileRows):
+        if isinstance(operation, ScatterRows):
             kind, snapshot = buffers[operation.buffer]
             for part in snapshot:
                 watch.on_host("file rows", part, write=False)

@@ -12,7 +12,7 @@ import torch
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.saving import WayOut
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
@@ -155,8 +155,8 @@ def build(
     kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
     executor = StepExecutor(pool, hidden_buffers + kv_buffers)
     several = ranks.count > 1
-    filing = Filing(ranks.executor(executor), host.damaged_slots, points_too=several)
-    out = WayOut(pool, copy_stream.opposite(), filing, DeviceRing(ring, CPU) if ring else None)
+    scatters = ScatterQueue(ranks.executor(executor), host.damaged_slots, points_too=several)
+    out = WayOut(pool, copy_stream.opposite(), scatters, DeviceRing(ring, CPU) if ring else None)
     size = buffers * rows * plan.hidden * HIDDEN_BYTES
     twins = torch.empty(size, dtype=torch.uint8) if ring else None
     source = out.device_state(device, None, hidden_buffers, [] if ring else kv_buffers, twins)
@@ -178,7 +178,7 @@ def build(
     tiers = Tiers(
         host,
         below,
-        Capture(layout, host, filing, source, on_ready, clock=lambda: 0.0),
+        Capture(layout, host, scatters, source, on_ready, clock=lambda: 0.0),
         Restorer(host, path, planner, None, counters, ranks),
         queue_over(host, below, window, QueueRules("on-arrival")),
         Retention(host, below, pins, RetentionPriority(window, pins), clock),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
@@ -70,9 +70,9 @@ class World:
         self.io = FakeIo(self.pool)
         self.disk = DiskTier(self.io, self.host, lambda: 0.0) if disk else None
         self.executor = StepExecutor(self.pool, [])
-        self.filing = Filing(self.executor, self.host.damaged_slots)
+        self.scatters = ScatterQueue(self.executor, self.host.damaged_slots)
         self.counters: Counter[str] = Counter()
-        self.grafts = Grafts(self.host, self.disk, self.filing, self.counters, lambda: 0.0)
+        self.grafts = Grafts(self.host, self.disk, self.scatters, self.counters, lambda: 0.0)
         self.places: dict[bytes, int] = {}
         """Of each state that was computed: which block of its path it is."""
 
@@ -105,7 +105,7 @@ class World:
 
     def end(self) -> None:
         """Carry out what is under way."""
-        self.filing.drain()
+        self.scatters.drain()
         self.io.end_all()
         if self.disk is not None:
             self.disk.poll()
@@ -150,7 +150,7 @@ def test_what_has_moved_moves_again_with_its_first_origin() -> None:
     world.check()
 
 
-def test_bytes_that_are_still_being_filed_are_waited_for() -> None:
+def test_bytes_that_are_not_in_place_are_waited_for() -> None:
     world = World(disk=False)
     world.compute(0, 440)
     cut, path, ways = world.cut(480)
@@ -168,7 +168,7 @@ def test_a_copy_that_fails_is_not_served() -> None:
     world.executor.fail_next = 2
     assert world.graft(480) == 4
     world.end()
-    assert world.blocks(480) == [] and world.counters["file_failed"] >= 1
+    assert world.blocks(480) == [] and world.counters["scatter_failed"] >= 1
     world.check()
     assert world.graft(480) == 4, "it may be tried again"
     world.end()
@@ -235,7 +235,7 @@ def test_any_turns_under_any_losses(data: st.DataObject) -> None:
         if cut.dropped:
             world.executor.fail_next = data.draw(st.integers(0, 2))
             world.graft(length)
-            world.filing.drain()
+            world.scatters.drain()
             for _ in range(data.draw(st.integers(0, 2))):
                 world.io.step(data.draw(st.sampled_from([Outcome.IO_ERROR, Outcome.TIMED_OUT])))
             world.executor.fail_next = 0

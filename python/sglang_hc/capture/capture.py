@@ -1,7 +1,7 @@
 """Capture: what a running request computes becomes blocks of the host tier when the tree commits.
 
     tap        the forward pass leaves the hidden states of its rows in a static buffer
-    stage      rows are filed into slots that the request owns, found by (request, position)
+    stage      rows are scattered into slots that the request owns, found by (request, position)
     commit     the radix tree keeps the tokens: slots become blocks, the partial last one too
     drop       the request was aborted, retracted or rejected: its slots are free again
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_hc.capture.saving import DeviceState, PassRows, SavePath, kv_rows
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.executor import CopyRows, RowSpan
@@ -69,7 +69,7 @@ class Capture:
         self,
         layout: BlockLayout,
         tier: HostTier,
-        filing: Filing,
+        scatters: ScatterQueue,
         device: DeviceState,
         on_ready: Callable[[BlockNode], None],
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +77,7 @@ class Capture:
         """on_ready: told of every block whose bytes are in place."""
         self._layout = layout
         self._tier = tier
-        self.filing = filing
+        self.scatters = scatters
         self.taps = device.taps
         self.verified = device.verified
         self.hidden = device.hidden
@@ -195,17 +195,17 @@ class Capture:
             self._discard(list(stage.slots.values()))
 
     def flush(self) -> None:
-        """Hand every staged row over to filing."""
+        """Have every staged row scattered."""
         for path in (self.hidden, self.kv):
             if path is not None:
                 path.flush()
 
     def clear(self) -> None:
-        """Forget every stage and every block. Waits until filing is done."""
+        """Forget every stage and every block. Waits until every row is in its slot."""
         for rid in list(self._stages):
             self.drop(rid)
         self.flush()
-        self.filing.drain()
+        self.scatters.drain()
         self._tier.clear()
 
     def staged_slots(self) -> int:
@@ -270,7 +270,7 @@ class Capture:
                 self._discard([slot])
                 continue
             self.counters["kept_tokens"] += rows
-            self._when_filed(slot, parent)
+            self._when_scattered(slot, parent)
 
     def _staged_length(self, stage: _Stage | None, length: int, known: int) -> int:
         """How many of the first `length` tokens can be published: all of them, or the whole blocks
@@ -298,7 +298,7 @@ class Capture:
         copy = self._new_slot()
         if copy is not None:
             self.hidden.flush()  # the rows must be on their way before the copy is
-            self.filing.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
+            self.scatters.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
         return copy
 
     def _gather_kv(
@@ -316,13 +316,13 @@ class Capture:
         taken.add(0, rows, spans, rewritten=False)
         taken.end()
 
-    def _when_filed(self, slot: int, node: BlockNode) -> None:
+    def _when_scattered(self, slot: int, node: BlockNode) -> None:
         """Serve the block once everything submitted so far, its rows included, is in place.
 
         The block is pinned until then, because a slot must not get a new owner while rows are on
-        their way to it. Later filing would wait for them, but a read from disk would not.
+        their way to it. A later scatter would wait for them, but a read from disk would not.
         """
-        filed = self.filing.last()
+        progress = self.scatters.last()
         self._tier.pin([node])
 
         def settle() -> None:
@@ -330,16 +330,16 @@ class Capture:
             if node.parent is None or node.slot != slot:  # left the tier meanwhile
                 return
             if slot in self._tier.damaged_slots:
-                self.counters["file_failed"] += 1
+                self.counters["scatter_failed"] += 1
                 self._tier.drop_branch(node)
             else:
                 self._tier.mark_ready(node)
                 self._on_ready(node)
 
-        if filed.done:
+        if progress.done:
             settle()
         else:
-            filed.on_done.append(settle)
+            progress.on_done.append(settle)
 
     def _release_published(self, rid: str, full_blocks: int) -> None:
         """Free the slots of blocks that the tree has by now, from this request or another one."""
@@ -352,8 +352,8 @@ class Capture:
 
     def _copy(self, source: BlockNode, target: int, rows: int) -> None:
         self._tier.pin([source])
-        filed = self.filing.submit(CopyRows(source.slot, target, rows))
-        filed.on_done.append(lambda: self._tier.unpin([source]))
+        progress = self.scatters.submit(CopyRows(source.slot, target, rows))
+        progress.on_done.append(lambda: self._tier.unpin([source]))
 
     def _new_slot(self) -> int | None:
         return self._tier.stage(self._clock())
@@ -375,8 +375,8 @@ class Capture:
             for slot in slots:
                 self._tier.unstage(slot)
 
-        filed = self.filing.last()
-        if filed.done:
+        progress = self.scatters.last()
+        if progress.done:
             unstage()
         else:
-            filed.on_done.append(unstage)
+            progress.on_done.append(unstage)

@@ -1,4 +1,4 @@
-"""Rows that go straight from the device into their slots, without a snapshot and without filing.
+"""Rows that go straight from the device into their slots, without a snapshot.
 
 A slot keeps the rows of a layer in the order of their positions, as a pass leaves them. So one
 strided copy moves the rows of one block in all layers. That is worth it for the many rows of a
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.snapshots import Filing, shifted
+from sglang_hc.capture.snapshots import ScatterQueue, shifted
 from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes
@@ -80,7 +80,7 @@ class DeviceRing:
 class DirectRows:
     """Rows of one kind (hidden states, or KV) on their way into the slots of a host pool.
 
-    Takes any number of rows at any time. Rows may go this way only while no filing that is under
+    Takes any number of rows at any time. Rows may go this way only while no scatter that is under
     way writes the same places.
     """
 
@@ -88,14 +88,14 @@ class DirectRows:
         self,
         slots: Sequence[Bytes],
         copy_stream: CopyStream,
-        filing: Filing,
+        scatters: ScatterQueue,
         ring: DeviceRing | None,
     ) -> None:
         """slots: `HostPool.hidden`, or the parts of `HostPool.kv`. ring: None where the device has
         no memory of its own."""
         self._slots = [torch.from_numpy(array) for array in slots]
         self._copy_stream = copy_stream
-        self._filing = filing
+        self._scatters = scatters
         self.ring = ring
         self._piece = 0
         if ring is not None:
@@ -117,7 +117,7 @@ class DirectRows:
             for span in shifted(spans, first, first + count, -first):
                 self._copy(staged, span)
             self.ring.give(self._copy_stream.record())
-        self._filing.pass_point(self._copy_stream.record())
+        self._scatters.pass_point(self._copy_stream.record())
 
     def _copy(self, staged: list[torch.Tensor], span: RowSpan) -> None:
         source, slot, row, count = span

@@ -3,7 +3,7 @@
 Decode steps have few rows of each request, so many steps share one snapshot and one copy. A prefill
 has many rows of one request. They go straight into their slots if the device has memory of its own,
 because a copy engine then does all the work, and otherwise if snapshots have no room for them. So a
-prefill of any size is saved; only a decode step's row can find no room, while filing is behind.
+prefill of any size is saved; only a decode step's row can find no room, while scattering is behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_hc.capture.direct import DeviceRing, DirectRows, Fill
-from sglang_hc.capture.snapshots import Filing, Snapshots, shifted
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots, shifted
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.capture.verified import VerifiedRows
 from sglang_hc.device.copy_stream import CopyStream
@@ -37,7 +37,7 @@ class SavePath:
 
     snapshots: Snapshots | None
     direct: DirectRows
-    filing: Filing
+    scatters: ScatterQueue
     own_memory: bool
     least: int
 
@@ -46,7 +46,7 @@ class SavePath:
         return PassRows(self, fill)
 
     def flush(self) -> None:
-        """Hand what the snapshots hold over to filing."""
+        """Have what the snapshots hold scattered."""
         if self.snapshots is not None:
             self.snapshots.flush()
 
@@ -82,11 +82,11 @@ class PassRows:
         """How many of the rows [row, row + rows) of one request can be taken, counted from the
         first.
 
-        rewritten: their places were written before, so filing must write them after the old rows.
+        rewritten: their places were written before. A scatter must write them after the old rows.
         """
         if self._snapshots is not None and not self._asked and self._gathered_room(row) < rows:
             self._asked = True
-            self._path.filing.poll()
+            self._path.scatters.poll()
         if self._straight(row, rows, rewritten):
             return rows
         return max(0, min(rows, self._gathered_room(row)))
@@ -143,7 +143,7 @@ class WayOut:
 
     pool: HostPool
     copy_stream: CopyStream
-    filing: Filing
+    scatters: ScatterQueue
     ring: DeviceRing | None = None
 
     def device_state(
@@ -168,19 +168,19 @@ class WayOut:
         )
 
     def _hidden(self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None) -> SavePath:
-        snapshots = Snapshots(buffers, 0, "hidden", twins, self.copy_stream, self.filing)
+        snapshots = Snapshots(buffers, 0, "hidden", twins, self.copy_stream, self.scatters)
         # A decode step has one row of each of many requests: too few for copies of their own.
         return self._path(snapshots, [self.pool.hidden], least=2)
 
     def _kv(self, buffers: Sequence[SnapshotBuffer], first_index: int) -> SavePath:
         snapshots = None
         if buffers:
-            snapshots = Snapshots(buffers, first_index, "kv", None, self.copy_stream, self.filing)
+            snapshots = Snapshots(buffers, first_index, "kv", None, self.copy_stream, self.scatters)
         return self._path(snapshots, self.pool.kv, least=1)
 
     def _path(self, snapshots: Snapshots | None, slots: Sequence[Bytes], least: int) -> SavePath:
-        direct = DirectRows(slots, self.copy_stream, self.filing, self.ring)
-        return SavePath(snapshots, direct, self.filing, self.ring is not None, least)
+        direct = DirectRows(slots, self.copy_stream, self.scatters, self.ring)
+        return SavePath(snapshots, direct, self.scatters, self.ring is not None, least)
 
 
 def kv_rows(

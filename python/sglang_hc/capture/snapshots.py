@@ -2,8 +2,8 @@
 process scatters them into slots.
 
 `Snapshots` gathers the rows of many passes in one staging buffer on the device and copies it to the
-host at once. `Filing` hands the host copy to the I/O executor, which scatters the rows into slots,
-and knows when all bytes of a slot are in place.
+host at once. `ScatterQueue` hands the host copy to the I/O executor, which scatters the rows into
+slots, and knows when all bytes of a slot are in place.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sglang_hc.store.executor import (
     CopyRows,
     CopySlot,
     Executor,
-    FileRows,
     Operation,
     Point,
     RowSpan,
+    ScatterRows,
 )
 from sglang_hc.store.host_pool import SnapshotBuffer
 
 
 @dataclass(eq=False)
-class Filed:
+class Progress:
     """Progress of one operation."""
 
     done: bool = False
     on_done: list[Callable[[], None]] = field(default_factory=list)
 
 
-class Filing:
+class ScatterQueue:
     """Operations on their way to the executor, in order. Belongs to the scheduler thread.
 
     damaged: gets the slots that an operation failed to write (see `HostTier.damaged_slots`).
@@ -51,35 +51,35 @@ class Filing:
         self._points_too = points_too
         self._damaged = damaged
         self._tickets = itertools.count(1)
-        self._waiting: deque[tuple[Event | None, Operation | None, Filed]] = deque()
-        self._running: dict[int, tuple[Operation, Filed]] = {}
-        self._passed: list[Filed] = []
+        self._waiting: deque[tuple[Event | None, Operation | None, Progress]] = deque()
+        self._running: dict[int, tuple[Operation, Progress]] = {}
+        self._passed: list[Progress] = []
         """Points that everything has passed, until the next poll says so."""
-        self._last = Filed(done=True)
+        self._last = Progress(done=True)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._passed)
 
-    def submit(self, operation: Operation, after: Event | None = None) -> Filed:
+    def submit(self, operation: Operation, after: Event | None = None) -> Progress:
         """Queue an operation that may start once `after` is done."""
-        self._last = Filed()
+        self._last = Progress()
         self._waiting.append((after, operation, self._last))
         self._feed()
         return self._last
 
-    def pass_point(self, after: Event) -> Filed:
+    def pass_point(self, after: Event) -> Progress:
         """A point in the order of operations, for bytes that reach their slots without an
         operation. It is done when `after` and all earlier operations are done; later operations
         wait for it.
         """
         if self._points_too:
             return self.submit(Point(), after)
-        self._last = Filed()
+        self._last = Progress()
         self._waiting.append((after, None, self._last))
         self._feed()
         return self._last
 
-    def last(self) -> Filed:
+    def last(self) -> Progress:
         """Progress of the operation submitted last. When it is done, all earlier ones are."""
         return self._last
 
@@ -104,43 +104,43 @@ class Filing:
 
     def _feed(self) -> None:
         while self._waiting:
-            event, operation, filed = self._waiting[0]
+            event, operation, progress = self._waiting[0]
             if event is not None and not event.done():
                 return
             self._waiting.popleft()
             if operation is not None:
                 ticket = next(self._tickets)
-                self._running[ticket] = (operation, filed)
+                self._running[ticket] = (operation, progress)
                 self.executor.submit(ticket, operation)
             elif self._running:
                 _, before = next(reversed(self._running.values()))
-                before.on_done.append(partial(_finish, filed))
+                before.on_done.append(partial(_finish, progress))
             else:
-                self._passed.append(filed)
+                self._passed.append(progress)
 
     def _take_in(self, completions: list[Completion]) -> None:
         passed, self._passed = self._passed, []
-        for filed in passed:
-            _finish(filed)
+        for progress in passed:
+            _finish(progress)
         for ticket, ok in completions:
             self._complete(ticket, ok)
 
     def _complete(self, ticket: int, ok: bool) -> None:
-        operation, filed = self._running.pop(ticket)
+        operation, progress = self._running.pop(ticket)
         bad = isinstance(operation, (CopyRows, CopySlot)) and operation.source in self._damaged
         if bad or not ok:
             self._damaged.update(_targets(operation))
-        _finish(filed)
+        _finish(progress)
 
 
-def _finish(filed: Filed) -> None:
-    filed.done = True
-    for callback in filed.on_done:
+def _finish(progress: Progress) -> None:
+    progress.done = True
+    for callback in progress.on_done:
         callback()
 
 
 def _targets(operation: Operation) -> list[int]:
-    if isinstance(operation, FileRows):
+    if isinstance(operation, ScatterRows):
         return [span.slot for span in operation.spans]
     return [operation.target] if isinstance(operation, (CopyRows, CopySlot)) else []
 
@@ -168,7 +168,7 @@ class Snapshots:
         kind: str,
         twins: torch.Tensor | None,
         copy_stream: CopyStream,
-        filing: Filing,
+        scatters: ScatterQueue,
     ) -> None:
         """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor.
 
@@ -176,7 +176,7 @@ class Snapshots:
         device has no memory of its own.
         """
         self._copy_stream = copy_stream
-        self._filing = filing
+        self._scatters = scatters
         self.capacity = buffers[0].capacity
         self.free: list[_Staging] = []
         for index, buffer in enumerate(buffers, start=first_index):
@@ -193,7 +193,7 @@ class Snapshots:
         self._current: _Staging | None = None
         self._rows = 0
         self._spans: list[RowSpan] = []
-        self._filed = Filed(done=True)
+        self._progress = Progress(done=True)
 
     @property
     def room(self) -> int:
@@ -224,22 +224,22 @@ class Snapshots:
             if self._rows == self.capacity:
                 self.flush()
 
-    def flush(self) -> Filed:
-        """Hand what was gathered over to filing. Returns the progress of all rows added so far."""
-        filed, staging = self._filed, self._current
+    def flush(self) -> Progress:
+        """Have what was gathered scattered. Returns the progress of all rows added so far."""
+        progress, staging = self._progress, self._current
         if staging is None:
-            return filed
+            return progress
         self._current = None
         if staging.device is not staging.host:
             self._copy_stream.after(self._copy_stream.computed())
             for host, device in zip(staging.host, staging.device, strict=True):
                 width = self._rows * host.shape[2]
                 self._copy_stream.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
-        operation = FileRows(staging.index, tuple(self._spans))
+        operation = ScatterRows(staging.index, tuple(self._spans))
         self._spans = []
-        self._filed = self._filing.submit(operation, after=self._copy_stream.record())
-        self._filed.on_done.append(lambda: self.free.append(staging))
-        return self._filed
+        self._progress = self._scatters.submit(operation, after=self._copy_stream.record())
+        self._progress.on_done.append(lambda: self.free.append(staging))
+        return self._progress
 
 
 def shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:

@@ -31,8 +31,8 @@ from sglang_hc.store.executor import Executor
 TOGETHER_S = 0.05
 """What has ended may wait so long for a pass that sends something anyway."""
 
-FILED = 2
-"""So many ended filings are told at once: each holds a snapshot buffer."""
+ENDED_SCATTERS = 2
+"""So many ended scatters are told at once: each holds a snapshot buffer."""
 
 MARK_PASSES = 2
 """Passes after which a point on the device is taken to be reached."""
@@ -51,7 +51,7 @@ class Verdicts:
     `time.monotonic`. news: see `OwnDisk.changes`."""
 
     now: float
-    filed: list[Verdict] = field(default_factory=list)
+    scattered: list[Verdict] = field(default_factory=list)
     blocks: list[Verdict] = field(default_factory=list)
     news: dict[bytes, bool] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class Ranks(Protocol):
         """Seconds, for whatever decides."""
 
     def executor(self, inner: Executor) -> Executor:
-        """`inner` for filing; called once."""
+        """`inner` for scatters and copies; called once."""
 
     def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
         """`inner` for blocks below the host tier, and what to call over and over while nothing can
@@ -78,7 +78,7 @@ class Ranks(Protocol):
         """`event` for a decision that depends on whether it is done."""
 
     def counts(self) -> dict[str, int]:
-        """What failed, by rank: `rank1_file_io_error` and so on."""
+        """What failed, by rank: `rank1_scatter_io_error` and so on."""
 
     def leave(self) -> None:
         """The server stops: nothing is decided in common any more."""
@@ -163,7 +163,7 @@ class Agreement:
     # -- Ranks -----------------------------------------------------------------------------------
 
     def executor(self, inner: Executor) -> Executor:
-        self._executor = AgreedExecutor(inner, self._ballots[Kind.FILE])
+        self._executor = AgreedExecutor(inner, self._ballots[Kind.SCATTER])
         return self._executor
 
     def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
@@ -200,20 +200,20 @@ class Agreement:
         patience: seconds for which the clock of decisions may stand still. requests: there are
         some, so that telling costs no message.
         """
-        filed, done = (self._ballots[kind].settled() for kind in Kind)
+        scattered, done = (self._ballots[kind].settled() for kind in Kind)
         news = self._blocks is not None and self._blocks.watch()
         now = self._own_clock()
-        if filed or done or news:
+        if scattered or done or news:
             patience = min(patience, TOGETHER_S)
-        if not (requests or len(filed) >= FILED or now >= self._told + patience):
+        if not (requests or len(scattered) >= ENDED_SCATTERS or now >= self._told + patience):
             return None
         self._told = now
         told = self._blocks.take_news() if self._blocks is not None else {}
-        return Verdicts(now, list(filed), list(done), told)
+        return Verdicts(now, list(scattered), list(done), told)
 
     def apply(self, verdicts: Verdicts) -> None:
         """Every rank, in the same pass: these are the inputs of its decisions."""
         self.clock.now = verdicts.now
-        self._ballots[Kind.FILE].decide(verdicts.filed)
+        self._ballots[Kind.SCATTER].decide(verdicts.scattered)
         if self._blocks is not None:
             self._blocks.decide(verdicts.blocks, verdicts.news)

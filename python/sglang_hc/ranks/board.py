@@ -28,7 +28,7 @@ _OUTCOMES = {code: outcome for outcome, code in _CODES.items()}
 class Kind(enum.IntEnum):
     """Operations that are counted on their own."""
 
-    FILE = 0
+    SCATTER = 0
     BLOCK = 1
 
 

@@ -1,4 +1,4 @@
-"""Filing on several ranks: each files its own rows, and a row is in place when it is on all."""
+"""Scatters on several ranks: each writes its own rows, and a row is in place when it is on all."""
 
 from __future__ import annotations
 

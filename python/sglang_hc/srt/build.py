@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.saving import WayOut
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
@@ -208,7 +208,10 @@ def _tiers(
     disk = _disk(model, sizes, io, host, watch, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
-    filing = Filing(executor, host.damaged_slots, points_too=ranks.count > 1)
+    scatters = ScatterQueue(executor, host.damaged_slots, points_too=ranks.count > 1)
+    mover = None
+    if device.rotation is not None:
+        mover = Grafts(host, disk, scatters, counters, ranks.clock)
     queue = QueueView(
         host,
         disk,
@@ -216,7 +219,7 @@ def _tiers(
         QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device)),
         priority if config.eviction == "queue" else None,
         planner,
-        Grafts(host, disk, filing, counters, ranks.clock) if device.rotation is not None else None,
+        mover,
     )
     path = RestorePath(
         io.memory.pool,
@@ -232,7 +235,7 @@ def _tiers(
     return Tiers(
         host,
         disk,
-        _capture(model, device, io, host, disk, filing, ranks),
+        _capture(model, device, io, host, disk, scatters, ranks),
         Restorer(host, path, planner, watch, counters, ranks),
         queue,
         Retention(host, disk, pins, priority, ranks.clock),
@@ -279,16 +282,16 @@ def _capture(
     io: Io,
     host: HostTier,
     disk: DiskTier | None,
-    filing: Filing,
+    scatters: ScatterQueue,
     ranks: Ranks,
 ) -> Capture:
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, memory = model.state.memory, io.memory
-    out = WayOut(memory.pool, device.copy_stream.opposite(), filing, taken.ring)
+    out = WayOut(memory.pool, device.copy_stream.opposite(), scatters, taken.ring)
     buffers = memory.hidden_buffers, memory.kv_buffers
     state = out.device_state(device.pool, taken.taps, *buffers, taken.twins, taken.verified)
     on_ready = disk.spill if disk is not None else lambda node: None
-    return Capture(memory.pool.layout, host, filing, state, on_ready, ranks.clock)
+    return Capture(memory.pool.layout, host, scatters, state, on_ready, ranks.clock)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

@@ -99,7 +99,7 @@ def capture_sizes(
     if device_bytes is None:
         return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0, verified)
     ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
-    # Three decode steps of all requests: one computed, one copied, one filed.
+    # Three decode steps of all requests: one computed, one copied, one scattered.
     snapshot = min(512, max(128, step * 3 // SNAPSHOT_BUFFERS))
     twins = SNAPSHOT_BUFFERS * snapshot * hidden
     return CaptureSizes(rows, rows * hidden, ring, snapshot, twins, verified)
@@ -121,7 +121,7 @@ def decode_rows(args: Any) -> int:
 
 def running(args: Any) -> int:
     """Requests that run at once: what the options say, or twice what SGLang's decode graphs are for
-    on this device. More of them cost saves while filing is behind, nothing else."""
+    on this device. More of them cost saves while scattering is behind, nothing else."""
     return int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
 
 

@@ -31,7 +31,7 @@ class RowSpan(NamedTuple):
     rows: int
 
 
-class FileRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class ScatterRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Scatter the rows of a snapshot buffer into slots, in all layers that the buffer holds."""
 
     buffer: int
@@ -57,7 +57,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nothing to do: a point in the order of operations."""
 
 
-Operation = FileRows | CopyRows | CopySlot | Point
+Operation = ScatterRows | CopyRows | CopySlot | Point
 
 
 class Completion(NamedTuple):
@@ -101,7 +101,7 @@ def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer])
         pool.copy_rows(operation.source, operation.target, operation.rows)
     elif isinstance(operation, CopySlot):
         pool.bytes[operation.target] = pool.bytes[operation.source]
-    elif isinstance(operation, FileRows):
+    elif isinstance(operation, ScatterRows):
         _scatter(operation.spans, buffers[operation.buffer], pool)
 
 
@@ -189,7 +189,7 @@ class ThreadExecutor:
             self._on_done()
 
     def _perform(self, operation: Operation) -> None:
-        if self._helpers is None or not isinstance(operation, FileRows):
+        if self._helpers is None or not isinstance(operation, ScatterRows):
             perform(operation, self._pool, self._buffers)
             return
         buffer = self._buffers[operation.buffer]

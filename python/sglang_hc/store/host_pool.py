@@ -69,8 +69,8 @@ class SnapshotBuffer:
     """Rows of one or several forward passes on their way into slots (HCache section 4.2.2).
 
     hidden: (hidden layers, capacity, hidden_bytes) uint8. kv: one (KV layers, capacity, part bytes)
-    array per part. Each array starts on a page of its own. Rows are filed token by token into slots
-    by `FileRows`.
+    array per part. Each array starts on a page of its own. `ScatterRows` writes rows token by token
+    into slots.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from sglang_hc.capture.snapshots import Filing
+from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
@@ -53,13 +53,13 @@ class Grafts:
         self,
         host: HostTier,
         disk: DiskTier | None,
-        filing: Filing,
+        scatters: ScatterQueue,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._disk = disk
-        self._filing = filing
+        self._scatters = scatters
         self._clock = clock
         self.coming = disk.coming if disk is not None else Promotions(host)
         self._counters = counters
@@ -121,13 +121,13 @@ class Grafts:
         """Copy a block's bytes to the slot of a promotion; both are held until they are there."""
         self._host.pin([node])
         self._copied.add(promotion.block_id)
-        filed = self._filing.submit(CopySlot(node.slot, promotion.slot))
-        filed.on_done.append(partial(self._end_copy, node, promotion))
+        progress = self._scatters.submit(CopySlot(node.slot, promotion.slot))
+        progress.on_done.append(partial(self._end_copy, node, promotion))
 
     def _end_copy(self, node: BlockNode, promotion: Promotion) -> None:
         self._host.unpin([node])
         if promotion.slot in self._host.damaged_slots:
-            self._counters["file_failed"] += 1
+            self._counters["scatter_failed"] += 1
             self.coming.fail(promotion)
         else:
             self.coming.complete([promotion], self._clock())
@@ -171,7 +171,7 @@ class Grafts:
         ready = list(takewhile(lambda node: node.ready, whole))
         if ready:
             return [_Source(node.block_id, node, _moved(node, shift)) for node in ready]
-        if whole:  # its bytes are being filed
+        if whole:  # its rows are still being scattered
             return None
         known = way.path.block_ids[first:stop]
         count = self._below(known)

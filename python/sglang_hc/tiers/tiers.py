@@ -74,7 +74,7 @@ class Tiers:
 
     def poll(self) -> None:
         """Take in completions. Called in every scheduling pass; never waits."""
-        self.capture.filing.poll()
+        self.capture.scatters.poll()
         if self.disk is not None:
             self.disk.poll()
         self.retention.upkeep()
@@ -83,7 +83,7 @@ class Tiers:
     def drain(self) -> None:
         """Wait until everything saved so far can be served; for tests and orderly stops."""
         self.capture.flush()
-        self.capture.filing.drain()
+        self.capture.scatters.drain()
         if self.disk is not None:
             self.disk.drain()
         self.poll()
@@ -103,7 +103,7 @@ class Tiers:
         self.drain()
         if self.disk is not None:
             self.disk.close()
-        self.capture.filing.close()
+        self.capture.scatters.close()
         self.restorer.path.copy_stream.close()
 
     def check_integrity(self) -> None:
@@ -132,7 +132,7 @@ class Tiers:
         }
         watch = self.restorer.watch
         parts: tuple[_Numbers | None, ...] = (
-            self.capture.filing.executor,
+            self.capture.scatters.executor,
             self.disk,
             watch.costs if watch is not None else None,
         )

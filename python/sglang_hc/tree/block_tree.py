@@ -49,8 +49,8 @@ class BlockNode:
     tokens: packed token ids, at most BLOCK_TOKENS; empty for a namespace's root.
     slot: index of the block's slot in the host pool; -1 only for roots and detached nodes.
     parent: None for a root, and for a block that has left the tier.
-    ready: the slot's bytes are complete; a block that is still being filed is not served. Ends when
-        the block leaves the tree.
+    ready: the slot's bytes are complete; a block is not served before. Ends when the block leaves
+        the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
     moved: its state was taken over from another place; None for state computed on this path.
     hits: uses of the block, for eviction policies.

@@ -40,7 +40,7 @@ class HostTier:
         self._staged: set[int] = set()
         self._detached: set[BlockNode] = set()
         self.damaged_slots: set[int] = set()
-        """Slots whose bytes could not be filed: they are not served until they are staged anew."""
+        """Slots whose bytes could not be written: not served until they are staged anew."""
         self.evicted_blocks = 0
         self.expired_blocks = 0
 
@@ -85,7 +85,7 @@ class HostTier:
     def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
         """Make a staged slot a block of the tree. The slot stays staged if nothing was created.
 
-        The new block is not `ready`; whoever files its bytes calls `mark_ready`.
+        The new block is not `ready`; whoever writes its bytes calls `mark_ready`.
         """
         outcome = self.tree.insert(parent, tokens)
         if outcome.superseded is not None:

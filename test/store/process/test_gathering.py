@@ -56,14 +56,14 @@ class FakeLink:
 
     def answer(self, count: int) -> None:
         """Do the oldest operations."""
-        filed, blocks = [], []
+        scattered, blocks = [], []
         for _ in range(min(count, len(self._unanswered))):
             request = self._unanswered.popleft()
             if isinstance(request, wire.Execute):
-                filed.append(Completion(request.ticket, True))
+                scattered.append(Completion(request.ticket, True))
             elif isinstance(request, (Read, Write)):
                 blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
-        self.replies.append(wire.Answers(filed, blocks, [], False, 1, {}))
+        self.replies.append(wire.Answers(scattered, blocks, [], False, 1, {}))
 
 
 class Run:

@@ -19,7 +19,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk import Block, DirectoryError
-from sglang_hc.store.executor import Completion, CopyRows, FileRows, Point, RowSpan
+from sglang_hc.store.executor import Completion, CopyRows, Point, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import memory_file
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
@@ -78,8 +78,8 @@ def test_rows_are_filed_in_order(io: Io) -> None:
     memory = io.memory
     memory.buffers[0].hidden[:] = np.arange(BLOCK_TOKENS, dtype=np.uint8)[None, :, None]
     memory.buffers[2].kv[1][:] = 9
-    io.executor.submit(9, FileRows(0, (RowSpan(2, 0, 60, 4),)))
-    io.executor.submit(8, FileRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),)))
+    io.executor.submit(9, ScatterRows(0, (RowSpan(2, 0, 60, 4),)))
+    io.executor.submit(8, ScatterRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),)))
     io.executor.submit(7, CopyRows(0, 1, BLOCK_TOKENS))
     io.executor.submit(6, Point())
     assert io.executor.drain() == [Completion(ticket, True) for ticket in (9, 8, 7, 6)]
@@ -89,7 +89,7 @@ def test_rows_are_filed_in_order(io: Io) -> None:
 
 
 def test_a_failed_operation_is_an_answer(io: Io) -> None:
-    io.executor.submit(1, FileRows(99, (RowSpan(0, 0, 0, 1),)))
+    io.executor.submit(1, ScatterRows(99, (RowSpan(0, 0, 0, 1),)))
     io.executor.submit(2, CopyRows(0, 1, 4))
     assert [done.ok for done in io.executor.drain()] == [False, True]
 

@@ -96,7 +96,7 @@ def test_an_operation_far_behind_its_deadline_counts_as_a_hang(
     until(lambda: io.counts["io_losses"] == 1, io)
 
 
-def test_filing_goes_on_without_the_process(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattering_goes_on_without_the_process(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor(io), "_backoff", 1000.0)
     os.kill(pid_of(io), signal.SIGKILL)
     until(lambda: supervisor(io).state is State.DOWN, io)

@@ -1,7 +1,7 @@
-"""The I/O process as an executor for filing and as a holder of blocks.
+"""The I/O process as an executor of scatters and as a holder of blocks.
 
-Both keep working without the process. Filing falls back to a thread of the scheduler process, and
-only the disk tier is missing: no block is found on it, and none is written.
+Both keep working without the process. A thread of the scheduler process scatters then, and only the
+disk tier is missing: no block is found on it, and none is written.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
 from sglang_hc.store.process.supervisor import IoSupervisor, State
 
-FILE_DEADLINE_S = 10.0
-"""Filing only moves memory; the deadline is there to notice a process that hangs."""
+SCATTER_DEADLINE_S = 10.0
+"""A scatter only moves memory; the deadline is there to notice a process that hangs."""
 
 
 class ProcessExecutor:
@@ -74,7 +74,7 @@ class ProcessExecutor:
 
     def answered(self, reply: wire.Known | wire.Answers) -> None:
         if isinstance(reply, wire.Answers):
-            for done in reply.filed:
+            for done in reply.scattered:
                 if self._sent.pop(done.ticket, None) is not None:
                     self._done.append(done)
 
@@ -98,7 +98,7 @@ class ProcessExecutor:
                 if self._standing_in:
                     return
                 self.supervisor.send(wire.Execute(ticket, operation))
-                self._sent[ticket] = time.monotonic() + FILE_DEADLINE_S
+                self._sent[ticket] = time.monotonic() + SCATTER_DEADLINE_S
             elif self._sent:
                 return
             else:

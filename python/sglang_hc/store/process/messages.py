@@ -48,7 +48,7 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class Setup(_Message):
-    """What the process needs to know. disk: None for filing only."""
+    """What the process needs to know. disk: None for scatters only."""
 
     memory: MemorySpec
     disk: DiskSpec | None
@@ -109,7 +109,7 @@ class Answers(_Message, tag=True):
     much the store's counters have grown.
     """
 
-    filed: list[Completion]
+    scattered: list[Completion]
     blocks: list[BlockDone]
     removed: list[bytes]
     cleared: bool

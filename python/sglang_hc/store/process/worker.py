@@ -1,4 +1,4 @@
-"""The I/O process: files snapshots, writes and reads blocks, apart from the scheduler's GIL.
+"""The I/O process: scatters snapshots, writes and reads blocks, apart from the scheduler's GIL.
 
     python -m sglang_hc.store.process.worker ENDPOINT MEMORY PARENT
 
@@ -90,9 +90,8 @@ class Worker:
     def report(self) -> None:
         """Send answers and the heartbeat. What the parent does not take now is sent later."""
         answers = self._answers()
-        quiet = not (
-            answers.filed or answers.blocks or answers.removed or answers.cleared or answers.counts
-        )
+        said = answers.scattered, answers.blocks, answers.removed, answers.cleared, answers.counts
+        quiet = not any(said)
         beat = not self._outbox and time.monotonic() >= self._sent + wire.HEARTBEAT_S
         if beat or not quiet:
             self._outbox.append(wire.encode(answers))
@@ -105,18 +104,18 @@ class Worker:
             return  # tried again with the next beat
 
     def _answers(self) -> wire.Answers:
-        filed = self._executor.poll()
+        scattered = self._executor.poll()
         cleared = self._cleared.is_set()
         if cleared:
             self._cleared.clear()
         if self._store is None:
-            return wire.Answers(filed, [], [], cleared, 0, {})
+            return wire.Answers(scattered, [], [], cleared, 0, {})
         blocks, self._dropped = self._disk.poll() + self._dropped, []
         removed = self._take_removed(self._store)
         counts = dict(self._growth)
         self._growth.clear()
         directories = len(self._store.in_use())
-        return wire.Answers(filed, blocks, removed, cleared, directories, counts)
+        return wire.Answers(scattered, blocks, removed, cleared, directories, counts)
 
     def _take_removed(self, store: DiskStore) -> list[bytes]:
         """The next identities that cannot be read any more; names those that can be read again.
