@@ -40,14 +40,15 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from lanes import Lanes
 
+from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
 from sglang_hc.store.disk.format import Chunk, SlotFormat
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tools.bench.machine import command
 
 WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
 BATCH = 32
@@ -377,7 +378,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
         root = Path(folder)
         result: dict[str, object] = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": command(),
             "machine": machine(root),
             "block_bytes": LAYOUT.slot_bytes,
             "blocks_per_sync": BATCH,

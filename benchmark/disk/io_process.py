@@ -1,6 +1,6 @@
 """What the I/O process costs the scheduler thread, and how fast it is there.
 
-    PYTHONPATH=python python benchmark/disk/io_process.py --dir /mnt/ssd --out result.json
+    python -m benchmark.disk.io_process --dir /mnt/ssd --out result.json
 
 Workloads:
   operations  time on the caller's thread per operation, sending included, with `--hc-io thread`
@@ -28,8 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
-
+from benchmark.disk.compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
@@ -37,6 +36,7 @@ from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
+from sglang_hc.tools.bench.machine import command
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 SLOTS = 128
@@ -272,7 +272,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-io-bench-") as folder:
         root = Path(folder)
         result: dict[str, object] = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": command(),
             "machine": machine(root),
         }
         for busy in (False, True) if args.only != "start" else ():

@@ -10,7 +10,7 @@ much in calls of the same length, two under way and without digests, by three wa
   fio io_uring          calls are queued
   fio io_uring, fixed   and the memory is registered once, so that no read pins its pages
 
-    PYTHONPATH=python python benchmark/disk/read_cost.py --dir /mnt/ssd --out result.json
+    python -m benchmark.disk.read_cost --dir /mnt/ssd --out result.json
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
-from compare_fio import NO_UPKEEP, machine, make_blocks
 
+from benchmark.disk.compare_fio import NO_UPKEEP, machine, make_blocks
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel
 from sglang_hc.store.disk.reader import RUN_BYTES
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tools.bench.machine import command
 
 KIB = (128, 512, 2048, 8192)
 """Sizes of a block."""
@@ -157,7 +158,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-read-cost-") as folder:
         root = Path(folder)
-        result = {"command": " ".join(["python", *sys.argv]), "machine": machine(root)}
+        result = {"command": command(), "machine": machine(root)}
         total = args.megabytes << 20
         result["rows"] = [row for kib in KIB for row in compare(root, kib, total, args.rounds)]
     if args.out:

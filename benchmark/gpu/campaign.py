@@ -1,11 +1,11 @@
 """Everything that a GPU has to show, in one command that may be cut off at any time.
 
-    python benchmark/gpu/campaign.py --minutes 25 --output DIR
-    python benchmark/gpu/campaign.py --minutes 9 --output DIR2 --done DIR/cells.jsonl   # goes on
-    python benchmark/gpu/campaign.py --rehearse --output DIR       # tiny models, on a CPU
-    python benchmark/gpu/campaign.py --list                        # the steps and their minutes
-    python benchmark/gpu/campaign.py --page DIR                    # the page again, from the cells
-    python benchmark/gpu/campaign.py --results DIR                 # into benchmark/results
+    python -m benchmark.gpu.campaign --minutes 25 --output DIR
+    python -m benchmark.gpu.campaign --minutes 9 --output DIR2 --done DIR/cells.jsonl   # goes on
+    python -m benchmark.gpu.campaign --rehearse --output DIR       # tiny models, on a CPU
+    python -m benchmark.gpu.campaign --list                        # the steps and their minutes
+    python -m benchmark.gpu.campaign --page DIR                    # the page again, from the cells
+    python -m benchmark.gpu.campaign --results DIR                 # into benchmark/results
 
 The steps run in order of value, each in a process with a limit of its own. Every measurement is a
 line of DIR/cells.jsonl the moment it is there; a step that fails or is killed leaves a line with
@@ -21,11 +21,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import install
-from runner import CELLS, LOG, PAGE, RESERVE_S, Runner, Step, in_order, say
-from settings import ROOT
-from steps import STEPS
-
+from benchmark import ROOT
+from benchmark.gpu import install
+from benchmark.gpu.runner import CELLS, LOG, PAGE, RESERVE_S, Runner, Step, in_order, say
+from benchmark.gpu.steps import STEPS
 from sglang_hc.tools.bench import machine
 
 REHEARSAL_MINUTES = 15.0
@@ -38,7 +37,7 @@ def main(words: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> i
     if args.list:
         print("\n".join(listing(chosen(steps, args.only), args.output)))
         return 0
-    problem = install.ensure(args.bundle, [sys.argv[0], *words])
+    problem = install.ensure(args.bundle, ["-m", "benchmark.gpu.campaign", *words])
     if problem:
         return _refuse(problem)
     if args.page or args.results:
@@ -128,7 +127,7 @@ def _publish(page: Path | None, results: Path | None) -> int:
     if page is not None:
         _page(page)
     if results is not None:
-        from published import publish
+        from benchmark.gpu.published import publish
 
         for path in publish(results / CELLS, ROOT / "benchmark" / "results"):
             print(path)
@@ -136,7 +135,7 @@ def _publish(page: Path | None, results: Path | None) -> int:
 
 
 def _page(output: Path) -> None:
-    from summary import write_page
+    from benchmark.gpu.summary import write_page
 
     write_page(output / CELLS, output / PAGE)
     say(f"{output / PAGE} and {output / CELLS}")

@@ -1,6 +1,6 @@
 """Runs tests on this device and keeps what they said as a cell.
 
-    python benchmark/gpu/checked.py test/device/test_copy_stream.py --cells FILE
+    python -m benchmark.gpu.checked test/device/test_copy_stream.py --cells FILE
 
 sgl-kernel-ext/test is told to run its kernels on the GPU, where there is one.
 """
@@ -15,8 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from settings import ROOT
-
+from benchmark import ROOT
 from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile
 

@@ -1,6 +1,6 @@
 """What this device and its link can do: rates of copies and products, and the time pinning takes.
 
-    python benchmark/gpu/device.py --cells FILE [--rehearse]
+    python -m benchmark.gpu.device --cells FILE [--rehearse]
 
 Every rate is a median of repeats. Beside bytes a second stands what one call costs the calling
 thread: many small copies are bound by that and not by the link. Without a GPU the same code runs
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import settings  # noqa: F401  puts this tree on the path
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream, copy_stream_for

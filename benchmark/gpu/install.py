@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from settings import ROOT
+from benchmark import ROOT
 
 MARK = "HC_CAMPAIGN_BEGAN"
 """Time of `time.monotonic` when a bundle was sourced; set, so that it happens once."""

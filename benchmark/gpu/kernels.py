@@ -1,6 +1,6 @@
 """sgl-kernel-ext's benchmark, one cell per shape, size and group of arms.
 
-python benchmark/gpu/kernels.py --cells FILE [--shapes mha-7b gqa-8b] [--tokens 1024 4096] [--tiles]
+python -m benchmark.gpu.kernels --cells FILE [--shapes mha-7b gqa-8b] [--tokens 1024 4096] [--tiles]
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from settings import ROOT
-
+from benchmark import ROOT
 from sglang_hc.tools.bench.cells import CellFile
 
 REPEATS = 20

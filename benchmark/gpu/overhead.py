@@ -1,13 +1,13 @@
 """Nothing is ever reused: what capture costs on a GPU.
 
-python benchmark/gpu/overhead.py --shape llama-2-7b [flags of `sglang-hc bench overhead`]
+python -m benchmark.gpu.overhead --shape llama-2-7b [flags of `sglang-hc bench overhead`]
 """
 
 from __future__ import annotations
 
 import sys
 
-from settings import run
+from benchmark.gpu.settings import run
 
 PRESET = [
     *("--arms", "stock,hicache,auto"),

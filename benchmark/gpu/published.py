@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tables import all_tables, served_results
-
+from benchmark.gpu.tables import all_tables, served_results
 from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
 from sglang_hc.tools.bench.report import Table
 

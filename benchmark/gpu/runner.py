@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from settings import ROOT
-
+from benchmark import ROOT
 from sglang_hc.tools.bench import processes
 from sglang_hc.tools.bench.cells import (
     FAILED,
@@ -53,10 +52,10 @@ LOOK_S = 0.1
 class Step:
     """One process of the campaign.
 
-    command: script below the root of the source tree, and its words; `{scratch}` stands for a
-    folder that is deleted afterwards. minutes: expected on one GPU of the H100 class.
-    rehearsal: words that follow in a rehearsal and win over the ones before; None: not rehearsed,
-    because another step runs the same code. gpu_only: why there is nothing to do without a GPU.
+    command: a module, and its words; `{scratch}` stands for a folder that is deleted afterwards.
+    minutes: expected on one GPU of the H100 class. rehearsal: words that follow in a rehearsal and
+    win over the ones before; None: not rehearsed, because another step runs the same code.
+    gpu_only: why there is nothing to do without a GPU.
     """
 
     name: str
@@ -159,7 +158,8 @@ class Runner:
     def words(self, step: Step, scratch: Path) -> list[str]:
         """The command line of a step."""
         chosen = [*step.command, *((step.rehearsal or ()) if self.rehearse else ())]
-        words = [sys.executable, *(word.replace("{scratch}", str(scratch)) for word in chosen)]
+        chosen = [word.replace("{scratch}", str(scratch)) for word in chosen]
+        words = [sys.executable, "-m", *chosen]
         if step.takes_server_args and self.server_args:
             words.append(f"--server-args={self.server_args}")
         return [*words, "--cells", str(self.cells.resolve())]
@@ -175,7 +175,7 @@ class Runner:
         return False
 
     def _end(self, step: Step, status: str, reason: str, tail: str, seconds: float) -> None:
-        command = " ".join(["python", *step.command])
+        command = " ".join(["python", "-m", *step.command])
         values = {"reason": reason, "log": tail} if reason else {}
         known = latest(read(self.cells)).get(step.key)
         if status != LEFT_OUT or known is None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]  # a source tree works uninstalled
-
-from make_tiny_models import BOS, EOS, PAD, build_tokenizer  # noqa: E402
-from sglang_hc.tools.bench.arms import HICACHE  # noqa: E402
-from sglang_hc.tools.cli.main import main as sglang_hc  # noqa: E402
+from benchmark import ROOT
+from scripts.make_tiny_models import BOS, EOS, PAD, build_tokenizer
+from sglang_hc.tools.bench.arms import HICACHE
+from sglang_hc.tools.cli.main import main as sglang_hc
 
 CONTEXT = 16384
 """Positions of both shapes, as HCache extends its models (section 6.1)."""

@@ -1,6 +1,6 @@
 """The first thing to run on a GPU: does every arm start, restore, and say the same?
 
-    python benchmark/gpu/smoke.py [--models llama-mha,llama-gqa,qwen3] [--dtype bfloat16]
+    python -m benchmark.gpu.smoke [--models llama-mha,llama-gqa,qwen3] [--dtype bfloat16]
         [--page-size 1] [--server-args FLAGS] [--output out/gpu-smoke]
 
 Seeded models of a few MB are made on the spot. The reference is plain SGLang with a KV pool that
@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from settings import HICACHE_PAGE, ROOT, sglang_hc
-
-from make_tiny_models import main as make_tiny_models
+from benchmark import ROOT
+from benchmark.gpu.settings import HICACHE_PAGE, sglang_hc
+from scripts.make_tiny_models import main as make_tiny_models
 from sglang_hc.tools.bench.cells import CellFile
 
 ARMS = "stock,hicache,kv,hidden,auto"

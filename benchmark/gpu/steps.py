@@ -5,10 +5,10 @@ Minutes are estimates; nothing of this has run on a GPU yet.
 
 from __future__ import annotations
 
-from runner import Step
-from settings import FREE_LOADING
+from benchmark.gpu.runner import Step
+from benchmark.gpu.settings import FREE_LOADING
 
-GPU, RESTORE = "benchmark/gpu", "benchmark/restore"
+GPU, RESTORE = "benchmark.gpu", "benchmark.restore"
 NO_HICACHE = "SGLang's hierarchical cache does not start without a GPU"
 NO_KERNELS = (
     "Triton kernels are timed on a GPU; sgl-kernel-ext/test checks their values without one"
@@ -18,12 +18,12 @@ FAMILIES = ("llama-gqa,mistral,qwen2,qwen3,gemma", "phi,opt,gpt2,granite,starcod
 
 
 def _restore(shape: str, histories: str, *words: str) -> tuple[str, ...]:
-    return (f"{RESTORE}/run.py", "--shape", shape, "--histories", histories, *words)
+    return (f"{RESTORE}.run", "--shape", shape, "--histories", histories, *words)
 
 
 def _served(script: str, shape: str, arm: str, *words: str) -> tuple[str, ...]:
     return (
-        *(f"{GPU}/{script}.py", "--shape", shape, "--arms", arm),
+        *(f"{GPU}.{script}", "--shape", shape, "--arms", arm),
         *("--output", "{scratch}", *words),
     )
 
@@ -43,7 +43,7 @@ STEPS = (
         "device",
         "device facts, rates of every kind of copy, time of pinning",
         2.0,
-        (f"{GPU}/device.py",),
+        (f"{GPU}.device",),
         ("--rehearse",),
         takes_server_args=False,
     ),
@@ -51,7 +51,7 @@ STEPS = (
         "copies-checked",
         "tests of the copy lanes on this device",
         0.7,
-        (f"{GPU}/checked.py", "test/device/test_copy_stream.py"),
+        (f"{GPU}.checked", "test/device/test_copy_stream.py"),
         (),
         takes_server_args=False,
     ),
@@ -59,14 +59,14 @@ STEPS = (
         "drift",
         "restored K/V of one family against the originals",
         1.5,
-        (f"{RESTORE}/drift.py", "--models", "llama-mha", "--dtypes", "bfloat16"),
+        (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "bfloat16"),
         ("--forms", "hidden"),
     ),
     Step(
         "drift-deterministic",
         "the same under --enable-deterministic-inference",
         1.5,
-        (f"{RESTORE}/drift.py", "--models", "llama-mha", "--dtypes", "bfloat16", "--deterministic"),
+        (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "bfloat16", "--deterministic"),
         gpu_only=NO_DETERMINISM,
     ),
     Step(
@@ -83,14 +83,14 @@ STEPS = (
         "capture",
         "time between tokens with capture on and off",
         3.0,
-        (f"{RESTORE}/capture.py", "--shape", MHA, "--repeats", "1"),
+        (f"{RESTORE}.capture", "--shape", MHA, "--repeats", "1"),
         ("--rehearse",),
     ),
     Step(
         "kernels",
         "kernels of sgl-kernel-ext against torch and SGLang's",
         2.0,
-        (f"{GPU}/kernels.py", "--tokens", "1024", "4096", "--shapes", "mha-7b", "gqa-8b"),
+        (f"{GPU}.kernels", "--tokens", "1024", "4096", "--shapes", "mha-7b", "gqa-8b"),
         takes_server_args=False,
         gpu_only=NO_KERNELS,
     ),
@@ -105,7 +105,7 @@ STEPS = (
         "smoke",
         "every arm starts, restores and says the same tokens",
         4.0,
-        (f"{GPU}/smoke.py", "--models", "llama-mha", "--output", "{scratch}"),
+        (f"{GPU}.smoke", "--models", "llama-mha", "--output", "{scratch}"),
         ("--arms", "stock,hidden", f"--server-args=--hc-profile {FREE_LOADING}"),
     ),
     Step(
@@ -132,7 +132,7 @@ STEPS = (
         "kernels-checked",
         "tests of the kernels on this device",
         3.0,
-        (f"{GPU}/checked.py", "sgl-kernel-ext/test"),
+        (f"{GPU}.checked", "sgl-kernel-ext/test"),
         takes_server_args=False,
         gpu_only="the tests run in Triton's interpreter without a GPU, as part of make test",
     ),
@@ -142,7 +142,7 @@ STEPS = (
             f"restored K/V of {models}",
             4.0,
             (
-                *(f"{RESTORE}/drift.py", "--models", models, "--dtypes", "bfloat16"),
+                *(f"{RESTORE}.drift", "--models", models, "--dtypes", "bfloat16"),
                 *("--forms", "hidden"),
             ),
         )
@@ -171,13 +171,13 @@ STEPS = (
         "capture-again",
         "two more pairs of engines",
         5.0,
-        (f"{RESTORE}/capture.py", "--shape", MHA, "--repeats", "3"),
+        (f"{RESTORE}.capture", "--shape", MHA, "--repeats", "3"),
     ),
     Step(
         "kernels-tiles",
         "other tiles and sizes of the kernels",
         5.0,
-        (f"{GPU}/kernels.py", "--tiles"),
+        (f"{GPU}.kernels", "--tiles"),
         takes_server_args=False,
         gpu_only=NO_KERNELS,
     ),
@@ -191,6 +191,6 @@ STEPS = (
         "drift-dtypes",
         "restored K/V in float16 and float32",
         3.0,
-        (f"{RESTORE}/drift.py", "--models", "llama-mha", "--dtypes", "float16,float32"),
+        (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "float16,float32"),
     ),
 )

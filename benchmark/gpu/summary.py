@@ -5,20 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import io
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings import ROOT, SHAPES, goal_lines
-
+from benchmark.gpu.settings import SHAPES, goal_lines
+from benchmark.gpu.tables import all_tables, capture_rows, of_step, served_results
+from benchmark.restore.goals import capture_lines, restore_lines
 from sglang_hc.tools.bench import metrics, page
 from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
-
-sys.path.insert(0, str(ROOT / "benchmark" / "restore"))
-
-from goals import capture_lines, restore_lines
-from tables import all_tables, capture_rows, of_step, served_results
 
 ARMS = ("recompute", "kv", "hidden", "mix", "mix early")
 

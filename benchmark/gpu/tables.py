@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-import settings  # noqa: F401  puts this tree on the path
-
 from sglang_hc.tools.bench import report, results
 from sglang_hc.tools.bench.cells import OK, Cell
 from sglang_hc.tools.bench.report import Table
@@ -194,6 +192,6 @@ def _served(step: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         arms=list(arms.values()),
         points=list(points.values()),
         settings={**rows[0]["settings"], "shape": shape},
-        command="python benchmark/gpu/campaign.py",
+        command="python -m benchmark.gpu.campaign",
         measured_on=rows[0]["machine"],
     )

@@ -1,6 +1,6 @@
 """What the tiers cost the scheduler thread, in one process without a model.
 
-    PYTHONPATH=python:test python benchmark/hooks/run.py [--out benchmark/results/cpu-hooks.json]
+    python -m benchmark.hooks.run [--out benchmark/results/cpu-hooks.json]
 
 Workloads:
   idle    everything the hooks do in one decode pass with nothing to restore, stage or file
@@ -21,7 +21,6 @@ import gc
 import json
 import random
 import statistics
-import sys
 import time
 import tracemalloc
 from array import array
@@ -30,11 +29,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from waiting import BLOCKS, WAITING, measure_queue
 
+from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
+from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.queue.windows import LookAhead
@@ -235,7 +234,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     result = {
-        "command": "PYTHONPATH=python:test python benchmark/hooks/run.py " + " ".join(sys.argv[1:]),
+        "command": machine.command(),
         "machine": machine.describe(),
         "idle": measure_idle(args.passes),
         "match": {"tokens": TOKENS, "rounds": args.rounds, "cases": measure_match(args.rounds)},

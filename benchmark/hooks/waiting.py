@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from parts import CPU, cache_params, microseconds, summary, tiers_of
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from benchmark.hooks.parts import CPU, cache_params, microseconds, summary, tiers_of
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.hooks import arrange

@@ -1,6 +1,6 @@
 """Time to the first token of the turn after a cut: moved state against recomputed truncation.
 
-    python benchmark/quality/after_cut.py [--quick] [--out FILE]
+    python -m benchmark.quality.after_cut [--quick] [--out FILE]
 
 Two servers of a real model (scripts/get_real_model.py) with a window of 2,048 tokens, one with
 `--hc-overflow recompute` and one with `reembed`, are up together and asked in turns, in another
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -24,11 +23,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
-
-from sglang_hc.tools.bench import machine  # noqa: E402
-from sglang_hc.tools.bench.server import ServerProcess  # noqa: E402
+from benchmark import ROOT
+from sglang_hc.tools.bench import machine
+from sglang_hc.tools.bench.server import ServerProcess
 
 MODEL = "smollm2-135m"
 MODES = ("recompute", "reembed")
@@ -138,7 +135,7 @@ def main() -> int:
         result = {
             "experiment": "after a cut",
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": shlex.join(["python", "benchmark/quality/after_cut.py", *sys.argv[1:]]),
+            "command": machine.command(),
             "seconds": round(time.monotonic() - begun),
             "machine": machine.describe(),
             "model": MODEL,

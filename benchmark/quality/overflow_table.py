@@ -1,6 +1,6 @@
 """AttentionStore's Table 1 with the server's own code: perplexity of what follows a cut.
 
-    python benchmark/quality/overflow_table.py [--quick] [--cells FILE] [--out FILE] [--plot FILE]
+    python -m benchmark.quality.overflow_table [--quick] [--cells FILE] [--out FILE] [--plot FILE]
 
 A real model (scripts/get_real_model.py) reads a text as one conversation. Where it has filled a
 window, the half behind the head is dropped, and the log probabilities of the tokens with which the
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import subprocess
 import sys
 import time
@@ -35,11 +34,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "benchmark" / "restore")]
-
-from cases import answer, run_case  # noqa: E402
-from overflow_rows import (  # noqa: E402
+from benchmark import ROOT
+from benchmark.quality.overflow_rows import (
     CHUNK,
     DEFAULT_HEAD,
     DTYPES,
@@ -52,8 +48,8 @@ from overflow_rows import (  # noqa: E402
     rows_of,
     tables,
 )
-
-from sglang_hc.tools.bench import cells, machine  # noqa: E402
+from benchmark.restore.cases import answer, run_case
+from sglang_hc.tools.bench import cells, machine
 
 MODEL = "smollm2-135m"
 PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
@@ -307,14 +303,14 @@ def main() -> int:
     script = [sys.executable, str(ROOT / "scripts" / "get_real_model.py")]
     if subprocess.run([*script, "--output", str(ROOT / "models")], check=False).returncode:
         return 2
-    command = shlex.join(["python", "benchmark/quality/overflow_table.py", *sys.argv[1:]])
+    command = machine.command()
     for dtype in args.dtypes.split(","):
         for form in args.forms.split(","):
             case = {
                 **{"dtype": dtype, "form": form, "samples": args.samples, "command": command},
                 **{"windows": [int(w) for w in args.windows.split(",")], "cells": str(path)},
             }
-            while done := run_case(__file__, case, timeout=7200):
+            while done := run_case(__spec__.name, case, timeout=7200):
                 print(f"{dtype} {form}: samples {', '.join(done)}", flush=True)
     found = cells.latest(cells.read(path))
     known = args.out is not None and args.out.exists()

@@ -1,6 +1,6 @@
 """What restoring costs in quality: perplexity, greedy replies and drift against never evicted.
 
-    python benchmark/quality/run.py [--dtypes float32,bfloat16,float16] [--windows 4] [--out FILE]
+    python -m benchmark.quality.run [--dtypes float32,bfloat16,float16] [--windows 4] [--out FILE]
 
 A real model (scripts/get_real_model.py) reads real text (benchmark/texts) through the server's own
 scheduler, tree, tiers and restorations, float for float as a server runs them. For every window:
@@ -19,19 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "benchmark" / "restore")]
-
-from cases import answer, run_case  # noqa: E402
-
-from sglang_hc.tools.bench import machine  # noqa: E402
+from benchmark import ROOT
+from benchmark.restore.cases import answer, run_case
+from sglang_hc.tools.bench import machine
 
 MODEL = "smollm2-135m"
 TEXTS = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
@@ -168,7 +164,7 @@ def run(dtypes: list[str], count: int) -> list[dict[str, Any]]:
         reference: dict[str, Any] = {}
         for forms in FORMS:
             case = {"dtype": dtype, "forms": forms, "windows": count, "baselines": not reference}
-            for raw in run_case(__file__, case):
+            for raw in run_case(__spec__.name, case):
                 reference = reference or raw
                 row = compared(raw, reference, dtype)
                 rows.append(row)
@@ -204,7 +200,7 @@ def main() -> int:
         result = {
             "experiment": "quality",
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": shlex.join(["python", "benchmark/quality/run.py", *sys.argv[1:]]),
+            "command": machine.command(),
             "seconds": round(time.monotonic() - begun),
             "machine": machine.describe(),
             "model": MODEL,

@@ -1,6 +1,6 @@
 """A queue of 32 returning conversations over a disk tier, on real servers: what decides helps whom?
 
-    python benchmark/queue/run.py [--out benchmark/results/cpu-queue.json]
+    python -m benchmark.queue.run [--out benchmark/results/cpu-queue.json]
 
 Arms are servers that differ in --hc-eviction and --hc-prefetch only, all up at once and asked in
 turn (A B C, C B A, ...). One round of one arm:
@@ -255,7 +255,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for a, b in zip(ids, tokens[first, number], strict=True)
     )
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    command = shlex.join(["python", "benchmark/queue/run.py", *sys.argv[1:]])
+    command = machine.command()
     here = machine.describe()
     about = {
         "columns": ["date", "machine", "load", "command"],

@@ -5,8 +5,8 @@ finds the cache, 20 histories of 800 tokens are served, leave the device, and ar
 Printed: the noise of both profiles, and for each history the tokens restored and the time to the
 first token.
 
-    PYTHONPATH=python:test python benchmark/restore/busy_start.py --model demo
-    PYTHONPATH=python:test python benchmark/restore/busy_start.py --model demo --believe
+    python -m benchmark.restore.busy_start --model demo
+    python -m benchmark.restore.busy_start --model demo --believe
 
 --believe: the second start takes the profile for one of an idle machine, as one measured before
 version 2 was. Then only what is seen while the server runs can correct it.

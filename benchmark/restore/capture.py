@@ -1,7 +1,7 @@
 """What capture costs a decode step: time between tokens with capture on against plain SGLang.
 
-    python benchmark/restore/capture.py --shape llama-2-7b [--batches 1,8,32] [--cells FILE]
-    python benchmark/restore/capture.py --shape llama-2-7b --rehearse
+    python -m benchmark.restore.capture --shape llama-2-7b [--batches 1,8,32] [--cells FILE]
+    python -m benchmark.restore.capture --shape llama-2-7b --rehearse
 
 Engines with and without capture (`--hc-disable`) take turns, each in a process of its own, with
 CUDA graphs where there is a GPU. A step's time is that between two iterations of the scheduler's
@@ -23,12 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cases import answer, run_case
-from engine import ROOT
-from goals import capture_lines
-from settings import SHAPES, make_shape, rehearsal
-from tables import pair_rows
-
+from benchmark import ROOT
+from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
+from benchmark.gpu.tables import pair_rows
+from benchmark.restore.cases import answer, run_case
+from benchmark.restore.goals import capture_lines
 from sglang_hc.tools.bench.cells import CellFile
 
 ELEMENT = 2
@@ -95,7 +94,7 @@ def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, float] | N
     """Times of one engine by batch, kept under a key; None when it failed."""
     began = time.monotonic()
     try:
-        found: dict[str, float] = run_case(__file__, case)
+        found: dict[str, float] = run_case(__spec__.name, case)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         file.failed(name, "the engine failed", str(error), time.monotonic() - began)
         print(f"{name} failed: {error}", flush=True)

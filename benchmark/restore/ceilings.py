@@ -8,9 +8,9 @@ from __future__ import annotations
 import mmap
 
 import torch
-from engine import Engine
 from torch.nn.functional import linear
 
+from benchmark.restore.engine import Engine
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.model_shape import ModelShape
 

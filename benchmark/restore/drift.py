@@ -1,6 +1,6 @@
 """Restored K/V against the originals, per model family and dtype; with CUDA graphs, if there are.
 
-    python benchmark/restore/drift.py [--models llama-mha,qwen3] [--dtypes bfloat16] [--cells FILE]
+    python -m benchmark.restore.drift [--models llama-mha,qwen3] [--dtypes bfloat16] [--cells FILE]
 
 Several requests of different lengths run together, prompt and a reply of more than a block, so
 that some blocks hold nothing but decoded rows, and batches are padded to the sizes of the graphs.
@@ -24,9 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import answer, run_case
-from engine import ROOT
-
+from benchmark import ROOT
+from benchmark.restore.cases import answer, run_case
 from sglang_hc.tools.bench.cells import CellFile
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
@@ -102,8 +101,7 @@ def main() -> int:
     if args.case:
         answer(measure(json.loads(args.case)))
         return 0
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from make_tiny_models import main as make_tiny_models
+    from scripts.make_tiny_models import main as make_tiny_models
 
     if make_tiny_models(["--output", str(ROOT / "models"), "--only", args.models]):
         return 2
@@ -129,7 +127,7 @@ def run(file: CellFile, case: dict[str, Any], flags: str) -> bool:
     """Measures and keeps one case. Returns whether it is good."""
     began = time.monotonic()
     try:
-        row = run_case(__file__, {**case, "server_args": flags})
+        row = run_case(__spec__.name, {**case, "server_args": flags})
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         file.failed(key(case), "the case failed", str(error), time.monotonic() - began)
         print(f"BAD {key(case)}: {error}", flush=True)

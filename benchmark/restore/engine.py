@@ -6,33 +6,29 @@ recomputation are those of a server; no request is run.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test"), str(ROOT / "benchmark" / "gpu")]
+import torch
 
-import torch  # noqa: E402
-
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape  # noqa: E402
-from sglang_hc.policy.cost_model import CostModel  # noqa: E402
-from sglang_hc.policy.eviction import LruPolicy  # noqa: E402
-from sglang_hc.restore.path import Restoration, RestorePath  # noqa: E402
-from sglang_hc.restore.restore_pass import RestorePass  # noqa: E402
-from sglang_hc.restore.staging import StagingRing  # noqa: E402
-from sglang_hc.store.disk import DirectorySpec  # noqa: E402
-from sglang_hc.store.host_memory import MemorySpec  # noqa: E402
-from sglang_hc.store.host_pool import HostPool  # noqa: E402
-from sglang_hc.store.process.messages import DiskSpec  # noqa: E402
-from sglang_hc.store.process.opening import open_io  # noqa: E402
-from sglang_hc.tree.block_tree import BlockNode, BlockTree  # noqa: E402
-from sglang_hc.tree.host_tier import HostTier  # noqa: E402
-from sglang_hc.tree.identity import pack_tokens  # noqa: E402
-from support.core import Core  # noqa: E402
+from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.restore_pass import RestorePass
+from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.disk import DirectorySpec
+from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.process.messages import DiskSpec
+from sglang_hc.store.process.opening import open_io
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
+from sglang_hc.tree.host_tier import HostTier
+from sglang_hc.tree.identity import pack_tokens
+from support.core import Core
 
 PATTERN = 1 << 20
 """Random values that a host pool is filled with, again and again."""

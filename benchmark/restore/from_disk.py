@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine import History, Stored
-
+from benchmark.restore.engine import History, Stored
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 

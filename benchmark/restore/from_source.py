@@ -1,6 +1,6 @@
 """Time to the first token of a request whose history lies on a disk or in a store of a given speed.
 
-    python benchmark/restore/from_source.py --quick --out FILE [--plot FILE] [--cells FILE]
+    python -m benchmark.restore.from_source --quick --out FILE [--plot FILE] [--cells FILE]
 
 The server's scheduler serves single requests in this process, with its disk in an I/O process
 (source_server.py). Sources:
@@ -35,10 +35,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import answer, run_case
-from source_report import ARMS, line_of, plot, tables_of
-from source_server import NEW, SourceServer
-
+from benchmark.restore.cases import answer, run_case
+from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
+from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, best_split
@@ -207,10 +206,10 @@ def restart(spec: dict[str, Any]) -> None:
     found: list[dict[str, Any]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
-        run_case(__file__, {**spec, "dir": folder, "part": "before"})
+        run_case(__spec__.name, {**spec, "dir": folder, "part": "before"})
         for _ in range(spec["rounds"]):
             forget_files(Path(folder))
-            rows = run_case(__file__, {**spec, "dir": folder, "part": "after"})
+            rows = run_case(__spec__.name, {**spec, "dir": folder, "part": "after"})
             for row, old in zip(rows, found or rows, strict=True):
                 row["all_ms"] = (old["all_ms"] if found else []) + row["all_ms"]
                 row["ttft_ms"] = statistics.median(row["all_ms"])
@@ -291,7 +290,7 @@ def run(spec: dict[str, Any]) -> list[str]:
         if is_restart:
             restart(spec)
         else:
-            run_case(__file__, spec, timeout=7200)
+            run_case(__spec__.name, spec, timeout=7200)
     return keys
 
 

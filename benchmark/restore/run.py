@@ -1,7 +1,7 @@
 """How long does a history take to come back: recomputed, as KV, as hidden states, as planned?
 
-    python benchmark/restore/run.py --shape llama-2-7b [--cells FILE]
-    python benchmark/restore/run.py --shape llama-2-7b --rehearse      # tiny, on a CPU
+    python -m benchmark.restore.run --shape llama-2-7b [--cells FILE]
+    python -m benchmark.restore.run --shape llama-2-7b --rehearse      # tiny, on a CPU
 
 Arms, taken in turns: `recompute`; `kv` and `hidden` alone from host memory; `mix`, the layer plan
 and the restore plan that the policies choose from what the server measured at its start; `mix
@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ceilings import bound, copy_bandwidth, gemm_rate
-from engine import ROOT, Engine, Stored
-from from_disk import OnDisk
-from goals import restore_lines
-from settings import CONTEXT, SHAPES, make_shape, rehearsal
-
+from benchmark import ROOT
+from benchmark.gpu.settings import CONTEXT, SHAPES, make_shape, rehearsal
+from benchmark.restore.ceilings import bound, copy_bandwidth, gemm_rate
+from benchmark.restore.engine import Engine, Stored
+from benchmark.restore.from_disk import OnDisk
+from benchmark.restore.goals import restore_lines
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts

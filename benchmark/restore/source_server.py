@@ -1,7 +1,7 @@
 """A server in this process whose disk, or remote store, is as fast as a benchmark says.
 
 SGLang's scheduler is driven request by request (test/support/core.py). The disk is in an I/O
-process, as in production: `python source_server.py ENDPOINT MEMORY PARENT` is that process, with a
+process, as in production: this module, run with ENDPOINT MEMORY PARENT, is that process, with a
 token bucket before the reads of the real disk. A page of shared memory tells it the rate.
 """
 
@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test")]
-
-from sglang_hc import profile_file  # noqa: E402
-from sglang_hc.forms import BLOCK_TOKENS, LayerPlan  # noqa: E402
-from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy  # noqa: E402
-from sglang_hc.policy.line_fit import Line  # noqa: E402
-from sglang_hc.store.disk import DiskStore  # noqa: E402
-from sglang_hc.store.disk.backend import DirectBackend, File  # noqa: E402
-from sglang_hc.tree.identity import Prefix, pack_tokens  # noqa: E402
+from sglang_hc import profile_file
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.line_fit import Line
+from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.backend import DirectBackend, File
+from sglang_hc.tree.identity import Prefix, pack_tokens
 
 RATE_FILE = "HC_BENCHMARK_RATE"
 """Environment variable that tells the I/O process where the rate of its bucket stands."""
@@ -119,7 +115,7 @@ def meter_io_process() -> None:
     from sglang_hc.store.process import supervisor
 
     def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([words[0], __file__, *words[3:]], **options)
+        return subprocess.Popen([words[0], "-m", __name__, *words[3:]], **options)
 
     supervisor.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=start, PIPE=subprocess.PIPE

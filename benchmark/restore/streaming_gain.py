@@ -1,6 +1,6 @@
 """What streaming layers from disk would gain over meeting in the middle, by the cost model.
 
-    python benchmark/restore/streaming_gain.py [--measured RESULT] [--out FILE]
+    python -m benchmark.restore.streaming_gain [--measured RESULT] [--out FILE]
 
 Nothing is measured here. For data sheets of GPUs with one, two and four SSDs, and for a machine
 that from_source.py has measured (its RESULT), the time to the first token is computed of
@@ -25,22 +25,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark" / "gpu")]
-
-from settings import SHAPES  # noqa: E402
-
-from sglang_hc import profile_file  # noqa: E402
-from sglang_hc.forms import BLOCK_TOKENS, LayerPlan  # noqa: E402
-from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy  # noqa: E402
-from sglang_hc.policy.layer_plan import auto_plan  # noqa: E402
-from sglang_hc.policy.line_fit import Line  # noqa: E402
-from sglang_hc.policy.makespan import LayerTimes, paths  # noqa: E402
-from sglang_hc.policy.meeting import History, best_split  # noqa: E402
-from sglang_hc.policy.model_shape import ModelShape  # noqa: E402
-from sglang_hc.policy.restore_plan import Span, plan_restore  # noqa: E402
-from sglang_hc.tools.bench import cells  # noqa: E402
-from sglang_hc.tools.datasheet import datasheet_costs, load_hardware  # noqa: E402
+from benchmark.gpu.settings import SHAPES
+from sglang_hc import profile_file
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.layer_plan import auto_plan
+from sglang_hc.policy.line_fit import Line
+from sglang_hc.policy.makespan import LayerTimes, paths
+from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.tools.bench import cells
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 
 NEW = 64
 HISTORIES = (1024, 4096, 16384)

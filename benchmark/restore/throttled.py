@@ -1,6 +1,6 @@
 """Does `auto` keep its promise on a CPU: from memory, and from sources of given speeds?
 
-    PYTHONPATH=python:test python benchmark/restore/throttled.py --model MODEL [--out FILE]
+    python -m benchmark.restore.throttled --model MODEL [--out FILE]
 
 Per source the machine is measured as a server does at its first start, `auto` chooses a layer plan,
 and the restore plan what is done with one history. That restoration is timed against KV only,
@@ -177,7 +177,7 @@ def main() -> int:
                 f"auto {found['auto_over_best_single']:.2f} of the best single form"
             )
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": machine.command(),
         "machine": machine.describe(),
         "threads": torch.get_num_threads(),
         "load_average_after": os.getloadavg()[0],

@@ -1,6 +1,6 @@
 """Write the sample traces: small, synthetic, seeded, one per format that the simulator reads.
 
-    python benchmark/simulator/make_samples.py [FOLDER]
+    python -m benchmark.simulator.make_samples [FOLDER]
 
 No line of them was recorded anywhere. They exercise every field of the formats and the policies;
 their shapes (shared system prompts, agents that call again and again, idle conversations) are made

@@ -1,6 +1,6 @@
 """What the queue's policies cost one scheduler pass at 1,000 waiting requests.
 
-    python benchmark/simulator/pass_overhead.py
+    python -m benchmark.simulator.pass_overhead
 
 Each pass admits one request and sees one new one: look-ahead over the whole queue, admission order,
 and the blocks (32 per request) of the two requests that changed. Goal: under 200 us.
@@ -49,7 +49,7 @@ def main() -> None:
         queue.remove(chosen[0])
     seconds.sort()
     result = {
-        "command": "python benchmark/simulator/pass_overhead.py",
+        "command": "python -m benchmark.simulator.pass_overhead",
         "waiting": WAITING,
         "blocks_per_request": BLOCKS,
         "median_us": 1e6 * seconds[len(seconds) // 2],

@@ -1,6 +1,6 @@
 """Run every simulation behind the tables of README.md and write their results as JSON.
 
-    python benchmark/simulator/reproduce.py [--scale N] [--only PART ...]
+    python -m benchmark.simulator.reproduce [--scale N] [--only PART ...]
 
 One process, one run after the other. AttentionStore's experiment runs at an eighth of its size:
 sessions, arrival rate, batch and all tiers divided by eight, which keeps the length of the queue
@@ -308,7 +308,7 @@ def _report(part: str, scale: int, rows: list[dict[str, Any]]) -> dict[str, Any]
     )
     return {
         "part": part,
-        "command": f"python benchmark/simulator/reproduce.py --only {part}"
+        "command": f"python -m benchmark.simulator.reproduce --only {part}"
         + ("" if scale == 8 else f" --scale {scale}"),
         "scale": scale,
         "commit": revision.stdout.strip(),

@@ -1,6 +1,6 @@
 """Write the tables of README.md from the committed results.
 
-    python benchmark/simulator/tables.py [--check]
+    python -m benchmark.simulator.tables [--check]
 
 --check changes nothing and exits with 1 if the page does not show what the results say.
 """

@@ -3,8 +3,6 @@ transformers, whose cached K is rotated here in float64."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +10,12 @@ import pytest
 from support.core import MODELS, run_in_child
 
 WINDOW, HEAD = 512, 64
-QUALITY = Path(__file__).resolve().parents[2] / "benchmark" / "quality"
-
-
-def benchmark() -> Any:
-    """benchmark/quality/overflow_table.py as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(QUALITY))
-        return importlib.import_module("overflow_table")
 
 
 def by_server() -> dict[str, list[float]]:
     """Per arm the negative log probabilities of what follows the cut, added up by chunks."""
-    table = benchmark()
+    from benchmark.quality import overflow_table as table
+
     sample = table.samples(40, table.texts())[0]
     return table.Bench("float32", "kv").cells(sample, [WINDOW])[WINDOW]
 
@@ -33,7 +24,8 @@ def by_transformers(model: str) -> dict[str, list[float]]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    table = benchmark()
+    from benchmark.quality import overflow_table as table
+
     tokens = table.samples(40, table.texts())[0].tokens
     net = AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
 

@@ -1,5 +1,5 @@
-"""A campaign of cheap steps, run as `python campaign_steps.py [flags of the campaign]` with
-`python` and `benchmark/gpu` in PYTHONPATH.
+"""A campaign of cheap steps, run as `python campaign_steps.py [flags of the campaign]` with the
+root of the tree in PYTHONPATH.
 
 Also the step itself: `campaign_steps.py step NAME COUNT --cells FILE` measures COUNT cells, slowly
 enough to be killed between and inside them. NAME `fails` ends with status 3 after the first one,
@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-SELF = str(Path(__file__).resolve())
 PAUSE_S = 0.03
 
 
@@ -44,11 +43,17 @@ def step(words: list[str]) -> int:
 
 def steps(*kinds: tuple[str, int, float]) -> tuple[object, ...]:
     """Steps of (name, cells, expected minutes)."""
-    from runner import Step
+    from benchmark.gpu.runner import Step
 
     return tuple(
         Step(
-            *(name, f"{count} cells", minutes, (SELF, "step", name, str(count)), ()),
+            *(
+                name,
+                f"{count} cells",
+                minutes,
+                ("support.campaign_steps", "step", name, str(count)),
+                (),
+            ),
             rehearsal_minutes=minutes,
             takes_server_args=False,
         )
@@ -59,7 +64,7 @@ def steps(*kinds: tuple[str, int, float]) -> tuple[object, ...]:
 if __name__ == "__main__":
     if sys.argv[1] == "step":
         sys.exit(step(sys.argv[2:]))
-    import campaign
+    from benchmark.gpu import campaign
 
     some = steps(("one", 4, 0.01), ("two", 3, 0.01), ("three", 5, 0.01))
     sys.exit(campaign.main(sys.argv[1:], some))

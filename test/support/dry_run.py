@@ -79,17 +79,17 @@ def try_server(words: Sequence[str]) -> list[str]:
     return seen or ["server"]
 
 
-def run_script(path: str, words: Sequence[str]) -> list[str]:
-    """Run a script of this tree with every engine and server replaced by `resolve`.
+def run_script(name: str, words: Sequence[str]) -> list[str]:
+    """Run a benchmark, by its module's name, with every engine and server replaced by `resolve`.
 
     Returns one line for each engine or server, and one with `!` in front for what went wrong.
     """
-    with _unchanged() as patch:
+    with _unchanged():
         seen: list[str] = []
         _engines(seen)
         _servers(seen)
-        _cases(patch, seen)
-        _main(patch, path, words, seen)
+        _cases(seen)
+        _main(name, words, seen)
         return seen
 
 
@@ -104,22 +104,23 @@ def run_tool(words: Sequence[str]) -> list[str]:
         return seen
 
 
-def parse_only(path: str | None, words: Sequence[str]) -> list[str]:
-    """Only the parser of a script, or of `sglang-hc`; `!` and its words when it refuses them."""
-    with _unchanged() as patch:
+def parse_only(name: str | None, words: Sequence[str]) -> list[str]:
+    """Only the parser of a benchmark, of a script by its path, or of `sglang-hc`; `!` and its words
+    when it refuses them."""
+    with _unchanged():
         seen: list[str] = []
         _parsers()
-        if path is None:
+        if name is None:
             from sglang_hc.tools.cli.main import main
 
             _note(seen, "sglang-hc", lambda: main(list(words)))
         else:
-            _main(patch, path, words, seen)
+            _main(name, words, seen)
         return seen
 
 
 @contextmanager
-def _unchanged() -> Iterator[pytest.MonkeyPatch]:
+def _unchanged() -> Iterator[None]:
     """What commands and these functions change is as before afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -129,20 +130,16 @@ def _unchanged() -> Iterator[pytest.MonkeyPatch]:
         (argparse.ArgumentParser, "parse_known_args"), (subprocess, "run"), (sys, "argv"),
         (Scheduler, "__init__"), (suite.Suite, "run"),
     ]  # fmt: skip
-    environment, modules = dict(os.environ), set(sys.modules)
+    environment = dict(os.environ)
     try:
         with pytest.MonkeyPatch.context() as patch:
             for place, name in places:
                 patch.setattr(place, name, getattr(place, name))
-            patch.syspath_prepend(str(ROOT / "benchmark" / "gpu"))
             patch.chdir(ROOT)
-            yield patch
+            yield
     finally:
         os.environ.clear()
         os.environ.update(environment)
-        for name in set(sys.modules) - modules:  # scripts' own modules have equal names
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmark")):
-                del sys.modules[name]
 
 
 def _parsers() -> None:
@@ -163,11 +160,11 @@ def _parsers() -> None:
     argparse.ArgumentParser.parse_known_args = parse  # type: ignore[method-assign]
 
 
-def _main(patch: pytest.MonkeyPatch, path: str, words: Sequence[str], seen: list[str]) -> None:
-    script = ROOT / path
-    patch.syspath_prepend(str(script.parent))
-    sys.argv = [str(script), *words]
-    _note(seen, path, lambda: runpy.run_path(str(script), run_name="__main__"))
+def _main(name: str, words: Sequence[str], seen: list[str]) -> None:
+    is_path = name.endswith(".py")
+    sys.argv = [str(ROOT / (name if is_path else f"{name.replace('.', '/')}.py")), *words]
+    run = runpy.run_path if is_path else runpy.run_module
+    _note(seen, name, lambda: run(sys.argv[0] if is_path else name, run_name="__main__"))
 
 
 def _note(seen: list[str], what: str, work: Callable[[], object]) -> None:
@@ -217,8 +214,8 @@ def _servers(seen: list[str]) -> None:
     suite.Suite.run = run  # type: ignore[method-assign]
 
 
-def _cases(patch: pytest.MonkeyPatch, seen: list[str]) -> None:
-    """Processes of benchmark/restore: the same script in this one."""
+def _cases(seen: list[str]) -> None:
+    """Processes of a benchmark's cases: the same module in this one."""
     original = subprocess.run
 
     def run(words: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +223,7 @@ def _cases(patch: pytest.MonkeyPatch, seen: list[str]) -> None:
             return original(words, *args, **kwargs)
         at = words.index("--case")
         before = list(sys.argv)
-        _main(patch, os.path.relpath(words[at - 1], ROOT), words[at:], seen)
+        _main(words[at - 1], words[at:], seen)
         sys.argv = before
         return SimpleNamespace(returncode=1, stdout="", stderr="a dry run measures nothing")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 
 import sglang_hc
+from benchmark.gpu import campaign, install, published, runner
+from benchmark.gpu.steps import STEPS
 from sglang_hc.tools.bench.cells import latest, read
 from support import campaign_steps
 
 ROOT = Path(__file__).resolve().parents[3]
-GPU = ROOT / "benchmark" / "gpu"
 DRIVER = Path(campaign_steps.__file__)
-PATHS = {"PYTHONPATH": os.pathsep.join((str(GPU), str(ROOT / "python")))}
-"""What a script of the campaign imports from."""
-MODULES = ("campaign", "runner", "install", "steps", "settings", "summary", "tables", "published",
-           "goals")  # fmt: skip
+PATHS = {"PYTHONPATH": str(ROOT)}
+"""What a script imports the campaign from."""
 KEYS = {
     *(f"fake/one/{n}" for n in range(4)), *(f"fake/two/{n}" for n in range(3)),
     *(f"fake/three/{n}" for n in range(5)), "step one", "step two", "step three",
@@ -33,29 +32,13 @@ KEYS = {
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports one of the campaign's modules."""
-    monkeypatch.syspath_prepend(str(GPU.with_name("restore")))
-    monkeypatch.syspath_prepend(str(GPU))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def call(modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a campaign of (name, cells, minutes) steps in this process; returns its exit status."""
-    campaign, runner = modules("campaign"), modules("runner")
     monkeypatch.setattr(runner, "GRACE_S", 0.2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def run(*kinds: tuple[str, int, float], words: tuple[str, ...] = ()) -> int:
-        status: int = campaign.main(
-            ["--output", str(tmp_path), *words], campaign_steps.steps(*kinds)
-        )
-        return status
+        return campaign.main(["--output", str(tmp_path), *words], campaign_steps.steps(*kinds))
 
     return run
 
@@ -81,13 +64,11 @@ def test_a_failing_step_leaves_its_reason_and_the_next_one_runs(call: Any, tmp_p
     assert "exit status 3" in page and "the last words" in page
 
 
-def test_a_failed_step_is_tried_again_after_the_others(
-    call: Any, modules: Any, tmp_path: Path
-) -> None:
+def test_a_failed_step_is_tried_again_after_the_others(call: Any, tmp_path: Path) -> None:
     kinds = (("fails", 2, 0.01), ("one", 1, 0.01))
     assert call(kinds[0]) == 1
     steps = campaign_steps.steps(*kinds)
-    order = modules("runner").in_order(steps, tmp_path / "cells.jsonl")
+    order = runner.in_order(steps, tmp_path / "cells.jsonl")
     assert [step.name for step in order] == ["one", "fails"]
     # The second call skips the cell that is there, fails at the next one, and a third is through.
     assert call(*kinds) == 1 and call(*kinds) == 0
@@ -96,18 +77,18 @@ def test_a_failed_step_is_tried_again_after_the_others(
 
 
 def test_a_hanging_step_is_killed_at_its_limit(
-    call: Any, modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules("runner").Step, "limit_s", lambda self, rehearse: 1.5)
+    monkeypatch.setattr(runner.Step, "limit_s", lambda self, rehearse: 1.5)
     assert call(("hangs", 1, 0.01), ("one", 1, 0.01)) == 1
     found = latest(read(tmp_path / "cells.jsonl"))
     assert found["step hangs"]["values"]["reason"].startswith("killed at its limit")
     assert "fake/hangs/0" in found and ends(tmp_path)["one"] == "ok"
 
 
-def test_minutes_are_a_hard_budget(call: Any, modules: Any, tmp_path: Path) -> None:
+def test_minutes_are_a_hard_budget(call: Any, tmp_path: Path) -> None:
     """What does not fit is not begun; what runs is stopped in time for the page."""
-    seconds = modules("runner").RESERVE_S + 3
+    seconds = runner.RESERVE_S + 3
     words = ("--minutes", f"{seconds / 60}")
     assert call(("long", 1, 1.0), ("hangs", 1, 0.01), words=words) == 0
     assert ends(tmp_path) == {"hangs": "stopped"}
@@ -117,9 +98,9 @@ def test_minutes_are_a_hard_budget(call: Any, modules: Any, tmp_path: Path) -> N
     assert ends(tmp_path)["long"] == "ok"
 
 
-def test_what_writes_a_lot_leaves_a_small_log(call: Any, modules: Any, tmp_path: Path) -> None:
+def test_what_writes_a_lot_leaves_a_small_log(call: Any, tmp_path: Path) -> None:
     assert call(("loud", 1, 0.01)) == 0
-    assert (tmp_path / "log.txt").stat().st_size == modules("runner").STEP_LOG
+    assert (tmp_path / "log.txt").stat().st_size == runner.STEP_LOG
 
 
 def test_done_cells_are_taken_over_by_a_fresh_folder(call: Any, tmp_path: Path) -> None:
@@ -178,7 +159,7 @@ def test_killed_at_any_moment_and_called_again_it_ends_with_the_same_cells(
                 os.truncate(cells, max(0, cells.stat().st_size - rng.randrange(1, 60)))
             done.append(cells)
     assert latest(read(output / "cells.jsonl")).keys() == KEYS
-    assert not running(str(DRIVER)), "a step outlived its campaign"
+    assert not running(str(tmp_path)), "a step outlived its campaign"
 
 
 def running(word: str) -> list[str]:
@@ -189,21 +170,20 @@ def running(word: str) -> list[str]:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if f"{word} step" in line:
+        if word in line:
             found.append(line)
     return found
 
 
-def test_the_steps_have_names_and_limits_of_their_own(modules: Any) -> None:
-    steps = modules("steps").STEPS
-    assert len({step.name for step in steps}) == len(steps)
-    for step in steps:
-        assert (ROOT / step.command[0]).is_file(), step.command
+def test_the_steps_have_names_and_limits_of_their_own() -> None:
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    for step in STEPS:
+        assert importlib.util.find_spec(step.command[0]) is not None, step.command
         assert step.expected_s(False) < step.limit_s(False) <= 600 + 60
     # Correctness first; everything that is not measured twice is rehearsed or needs a GPU.
-    assert [step.name for step in steps[:3]] == ["device", "copies-checked", "drift"]
-    scripts = {step.command[0] for step in steps}
-    rehearsed = {s.command[0] for s in steps if s.rehearsal is not None or s.gpu_only}
+    assert [step.name for step in STEPS[:3]] == ["device", "copies-checked", "drift"]
+    scripts = {step.command[0] for step in STEPS}
+    rehearsed = {s.command[0] for s in STEPS if s.rehearsal is not None or s.gpu_only}
     assert scripts == rehearsed
 
 
@@ -218,7 +198,7 @@ def test_a_bundle_is_sourced_where_sglang_is_missing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "from pathlib import Path\nimport install\n"
+        "from pathlib import Path\nfrom benchmark.gpu import install\n"
         "problem = install.ensure(Path(sys.argv[1]), [sys.argv[0], sys.argv[1]])\n"
         "print(problem or f'flags {install.server_args()}')\n"
     )
@@ -236,9 +216,8 @@ def test_a_bundle_is_sourced_where_sglang_is_missing(tmp_path: Path) -> None:
 
 
 def test_flags_without_a_bundle_follow_from_what_is_missing(
-    modules: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install = modules("install")
     monkeypatch.delenv("SGL_FLAGS", raising=False)
     monkeypatch.delenv("SGLANG_IS_FLASHINFER_AVAILABLE", raising=False)
     assert install.server_args() == ""
@@ -246,8 +225,7 @@ def test_flags_without_a_bundle_follow_from_what_is_missing(
     assert install.server_args() == install.TRITON_FLAGS
 
 
-def test_the_entry_point_is_the_one_that_pip_installs(modules: Any, tmp_path: Path) -> None:
-    install = modules("install")
+def test_the_entry_point_is_the_one_that_pip_installs(tmp_path: Path) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     name, _, target = install.ENTRY.partition(" = ")
     assert f'[project.entry-points."{install.PLUGINS}"]\n{name} = "{target}"' in project
@@ -262,7 +240,7 @@ def test_the_entry_point_is_the_one_that_pip_installs(modules: Any, tmp_path: Pa
     assert done.stdout == f"['{target}'] {sglang_hc.__version__}\n"
 
 
-def test_results_are_what_make_tables_reads(modules: Any, tmp_path: Path) -> None:
+def test_results_are_what_make_tables_reads(tmp_path: Path) -> None:
     row = {
         **{"shape": "llama-2-7b", "slots": "adjacent", "history": 1024, "source": "host"},
         **{"arm": "kv", "seconds": 0.01, "of_bound": 0.9, "runs_as": "kv:32"},
@@ -270,7 +248,7 @@ def test_results_are_what_make_tables_reads(modules: Any, tmp_path: Path) -> Non
     where = {"device": "NVIDIA H100, 81559 MiB, 580", "commit": "c", "versions": {}, "at": "now"}
     line = {"step": "restore", "key": "k", "status": "ok", "values": row, **where}
     (tmp_path / "cells.jsonl").write_text(json.dumps(line) + "\n")
-    (path,) = modules("published").publish(tmp_path / "cells.jsonl", tmp_path)
+    (path,) = published.publish(tmp_path / "cells.jsonl", tmp_path)
     assert path.name == "gpu-restore.json"
     table = json.loads(path.read_text())["tables"]["rows"]
     assert table["rows"] == [

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmark import ROOT
+from benchmark.gpu.published import publish
+from benchmark.gpu.steps import STEPS
 from sglang_hc.tools.bench import report
 from sglang_hc.tools.bench.cells import latest, read
 
-ROOT = Path(__file__).resolve().parents[3]
-CAMPAIGN = ROOT / "benchmark" / "gpu" / "campaign.py"
-
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900), pytest.mark.usefixtures("models")]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("models"),
+]
 
 
 def rehearse(output: Path) -> int:
-    words = [sys.executable, str(CAMPAIGN), "--rehearse", "--output", str(output)]
-    return subprocess.run(words, check=False, timeout=900).returncode
+    words = [sys.executable, "-m", "benchmark.gpu.campaign", "--rehearse", "--output", str(output)]
+    return subprocess.run(words, check=False, timeout=900, cwd=ROOT).returncode
 
 
-def test_a_rehearsal_measures_every_kind_of_cell(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_rehearsal_measures_every_kind_of_cell(tmp_path: Path) -> None:
     assert rehearse(tmp_path) == 0, (tmp_path / "log.txt").read_text()[-8000:]
     found = latest(read(tmp_path / "cells.jsonl"))
     ended = {cell["status"] for cell in found.values()}
     assert ended == {"ok", "left out"}
-    monkeypatch.syspath_prepend(str(CAMPAIGN.parent))
-    steps = importlib.import_module("steps").STEPS
-    ran = [step for step in steps if step.rehearsal is not None]
+    ran = [step for step in STEPS if step.rehearsal is not None]
     assert all(found[step.key]["status"] == "ok" for step in ran)
     kinds = {cell["step"] for cell in found.values()}
     assert kinds == {
@@ -49,7 +50,7 @@ def test_a_rehearsal_measures_every_kind_of_cell(tmp_path: Path, monkeypatch: An
     assert page.count("data:image/png;base64,") >= 3 and "Restorations" in page
 
     # From the cells alone: what make_tables.py reads.
-    written = importlib.import_module("published").publish(tmp_path / "cells.jsonl", tmp_path)
+    written = publish(tmp_path / "cells.jsonl", tmp_path)
     assert all(path.name.startswith("rehearsal-") for path in written)
     chat = json.loads((tmp_path / "rehearsal-multi-turn-llama-2-7b.json").read_text())
     assert [row[1] for row in report.overview_table(chat).rows] == ["stock", "auto"]

@@ -1,12 +1,11 @@
 """Every command that a page or the campaign tells people to type, up to where weights are loaded.
 
-benchmark/restore/run.py once asked for 17,408 positions of a model that has 16,384, and nobody
+benchmark.restore.run once asked for 17,408 positions of a model that has 16,384, and nobody
 knew until somebody had a GPU: with the flags for a CPU it was right.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.gpu.install import TRITON_FLAGS
+from benchmark.gpu.steps import STEPS
 from support import dry_run
 from support.core import run_in_child
 
@@ -23,13 +24,13 @@ PAGES = sorted(
      *ROOT.glob("sgl-kernel-ext/*.md")]
 )  # fmt: skip
 ENGINE_SCRIPTS = (
-    *(f"benchmark/restore/{name}.py" for name in ("run", "drift", "capture")),
-    *(f"benchmark/gpu/{name}.py" for name in ("multi_turn", "overhead", "smoke")),
+    *(f"benchmark.restore.{name}" for name in ("run", "drift", "capture")),
+    *(f"benchmark.gpu.{name}" for name in ("multi_turn", "overhead", "smoke")),
 )
 COMMAND = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"
-    r"(?P<what>python -m sglang_hc\.launch_server|sglang-hc|python (?:benchmark|scripts|"
-    r"sgl-kernel-ext)/\S+\.py)(?P<words>.*)$"
+    r"(?P<what>python -m (?:sglang_hc\.launch_server|benchmark(?:\.\w+)+)|sglang-hc|"
+    r"python (?:benchmark|scripts|sgl-kernel-ext)/\S+\.py)(?P<words>.*)$"
 )
 PLACES = {
     "MODEL": "models/llama-mha", "M": "models/llama-mha", "FOLDER": "models/llama-mha",
@@ -67,7 +68,7 @@ def try_command(what: str, words: list[str]) -> list[str]:
     if what == "sglang-hc":
         bench = words[:1] == ["bench"]
         return dry_run.run_tool(words) if bench else dry_run.parse_only(None, words)
-    script = what.removeprefix("python ")
+    script = what.removeprefix("python ").removeprefix("-m ")
     if script in ENGINE_SCRIPTS:
         return dry_run.run_script(script, words)
     return dry_run.parse_only(script, words)
@@ -102,23 +103,19 @@ def test_the_commands_of_a_page_are_understood(page: Path, tmp_path: Path) -> No
 def test_the_pages_have_commands_of_every_kind() -> None:
     found = [what for commands in DOCUMENTED.values() for what, _ in commands]
     server = "python -m sglang_hc.launch_server"
-    assert {"sglang-hc", server, "python benchmark/gpu/campaign.py"} < set(found)
+    assert {"sglang-hc", server, "python -m benchmark.gpu.campaign"} < set(found)
     assert len(found) >= 30  # pages may become shorter, but the commands must be found
 
 
 @pytest.mark.usefixtures("models")
-def test_the_steps_of_the_campaign_are_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmark" / "gpu"))
-    flags = importlib.import_module("install").TRITON_FLAGS
+def test_the_steps_of_the_campaign_are_understood(tmp_path: Path) -> None:
     found = []
-    for step in importlib.import_module("steps").STEPS:
+    for step in STEPS:
         words = [word.replace("{scratch}", str(tmp_path)) for word in step.command[1:]]
         words += ["--cells", str(tmp_path / "cells.jsonl")]
         if step.takes_server_args:
-            words.append(f"--server-args={flags}")
-        found.append((f"python {step.command[0]}", words))
+            words.append(f"--server-args={TRITON_FLAGS}")
+        found.append((f"python -m {step.command[0]}", words))
     assert not faults(*found)
 
 
@@ -126,7 +123,7 @@ def test_the_steps_of_the_campaign_are_understood(
 @pytest.mark.parametrize("shape", ["llama-2-7b", "llama-2-13b", "llama-3.1-8b"])
 def test_the_longest_history_fits_the_positions_of_the_model(shape: str) -> None:
     """It has as many tokens as the model has positions; one more is refused."""
-    run = "python benchmark/restore/run.py"
+    run = "python -m benchmark.restore.run"
     assert not faults((run, ["--shape", shape]))
     (said,) = faults((run, ["--shape", shape, "--histories", "16385"])).values()
     assert "16385" in said[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import runpy
 import sys
@@ -12,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmark import ROOT
+from benchmark.gpu import settings
+from benchmark.gpu.tables import served_results
 from sglang_hc.tools.bench import arms, report
 from sglang_hc.tools.bench.cells import latest, read
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "benchmark" / "gpu"
 SHORT = ["--sessions", "2", "--turns", "2", "--system-len", "8", "--input-len", "6"]
 SHORT += ["--output-len", "3", "--think", "0", "--rates", "inf", "--repeat", "1", "--warmup", "0"]
 
@@ -23,14 +24,7 @@ Script = Callable[..., int]
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.delitem(sys.modules, "settings", raising=False)
-    return importlib.import_module("settings")
-
-
-@pytest.fixture
-def script(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Script:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Runs one script with its words; arms start the fake instead of a real launcher."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(arms, "HC_MODULE", "support.fake_sglang")
@@ -38,9 +32,9 @@ def script(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Script:
 
     def run(name: str, *words: str, gpu: bool) -> int:
         monkeypatch.setattr(arms.machine, "has_gpu", lambda: gpu)
-        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / name), *words])
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmark" / "gpu" / f"{name}.py"), *words])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+            runpy.run_module(f"benchmark.gpu.{name}", run_name="__main__")
         return int(ended.value.code or 0)
 
     return run
@@ -56,7 +50,7 @@ def result_of(folder: Path) -> dict[str, Any]:
     [("llama-2-7b", 6.738, 512), ("llama-2-13b", 13.016, 800), ("llama-3.1-8b", 8.030, 128)],
 )
 def test_shapes_have_the_size_of_the_public_models(
-    settings: Any, tmp_path: Path, name: str, billions: float, kv_kib: int
+    tmp_path: Path, name: str, billions: float, kv_kib: int
 ) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -76,7 +70,7 @@ def test_multi_turn_bounds_the_pool_and_says_which_goals_were_met(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--shape", "llama-2-7b", "--models", str(tmp_path), "--server-args", "--mine 1"]
-    assert script("multi_turn.py", *words, "--output", str(tmp_path), *SHORT, gpu=True) == 0
+    assert script("multi_turn", *words, "--output", str(tmp_path), *SHORT, gpu=True) == 0
     result = result_of(tmp_path)
     commands = {arm["name"]: arm["command"] for arm in result["arms"]}
     assert list(commands) == ["stock", "hicache", "auto"]
@@ -84,7 +78,7 @@ def test_multi_turn_bounds_the_pool_and_says_which_goals_were_met(
         assert "--load-format dummy --dtype bfloat16 --mine 1" in command
         assert "--max-total-tokens 65536" in command
         assert ("--page-size 64" in command) is (name == "hicache")
-    assert result["command"].startswith("python benchmark/gpu/multi_turn.py --shape llama-2-7b")
+    assert result["command"].startswith("python -m benchmark.gpu.multi_turn --shape llama-2-7b")
     goals = capsys.readouterr().out.partition("\nGoals\n")[2].splitlines()
     assert len(goals) == 3 and all(line.startswith(("met: ", "MISSED: ")) for line in goals)
     assert "goal 2.2" in goals[0] and "goal 0.99" in goals[1] and "goal 1.27" in goals[2]
@@ -94,7 +88,7 @@ def test_a_rehearsal_runs_two_layers_without_hicache(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--shape", "llama-3.1-8b", "--models", str(tmp_path), "--rehearse"]
-    assert script("overhead.py", *words, "--output", str(tmp_path), gpu=False) == 0
+    assert script("overhead", *words, "--output", str(tmp_path), gpu=False) == 0
     result = result_of(tmp_path)
     assert [arm["name"] for arm in result["arms"]] == ["stock", "auto"]
     assert all('"num_hidden_layers": 2' in arm["command"] for arm in result["arms"])
@@ -110,7 +104,7 @@ def test_one_arm_is_kept_as_a_cell_and_not_run_again(
     cells = tmp_path / "cells.jsonl"
     words = ["--shape", "llama-2-7b", "--models", str(tmp_path), *SHORT, "--cells", str(cells)]
     for arm in ("auto", "hicache", "stock"):
-        assert script("multi_turn.py", *words, "--arms", arm, gpu=True) == 0
+        assert script("multi_turn", *words, "--arms", arm, gpu=True) == 0
     lines = read(cells)
     assert [line["key"] for line in lines] == [
         f"multi-turn/llama-2-7b-shape/{arm}/rate=inf/repeat 0"
@@ -119,23 +113,22 @@ def test_one_arm_is_kept_as_a_cell_and_not_run_again(
     assert "--page-size 64" in lines[1]["values"]["arm"]["command"]
     assert "--cells" not in lines[0]["command"]
     capsys.readouterr()
-    assert script("multi_turn.py", *words, "--arms", "hicache", gpu=True) == 0
+    assert script("multi_turn", *words, "--arms", "hicache", gpu=True) == 0
     assert "nothing left to run" in capsys.readouterr().out and len(read(cells)) == 3
     # A second repeat runs that one only.
     again = ["--arms", "stock", "--repeat", "2"]
-    assert script("multi_turn.py", *words, *again, gpu=True) == 0
+    assert script("multi_turn", *words, *again, gpu=True) == 0
     assert [line["key"][-8:] for line in read(cells)[3:]] == ["repeat 1"]
 
 
 def test_cells_of_single_arms_become_one_result(
-    script: Script, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = tmp_path / "cells.jsonl"
     words = ["--shape", "llama-2-7b", "--models", str(tmp_path), *SHORT, "--cells", str(cells)]
     for arm in ("auto", "hicache", "stock"):
-        assert script("multi_turn.py", *words, "--arms", arm, gpu=True) == 0
-    monkeypatch.delitem(sys.modules, "tables", raising=False)
-    made = importlib.import_module("tables").served_results(latest(read(cells)))
+        assert script("multi_turn", *words, "--arms", arm, gpu=True) == 0
+    made = served_results(latest(read(cells)))
     result = made["multi-turn-llama-2-7b"]
     assert [arm["name"] for arm in result["arms"]] == ["stock", "hicache", "auto"]
     assert result["reference"] == "stock"
@@ -150,7 +143,7 @@ def test_smoke_compares_with_a_server_that_forgets_nothing(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--models", "llama-mha", "--page-size", "16", "--output", str(tmp_path)]
-    assert script("smoke.py", *words, gpu=True) == 0
+    assert script("smoke", *words, gpu=True) == 0
     result = result_of(tmp_path / "llama-mha")
     commands = {arm["name"]: arm["command"] for arm in result["arms"]}
     assert list(commands) == ["stock", "hicache", "kv", "hidden", "auto"]
@@ -165,11 +158,11 @@ def test_smoke_fails_when_nothing_came_back_from_the_host(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--models", "llama-mha", "--arms", "stock,kv", "--output", str(tmp_path)]
-    assert script("smoke.py", *words, "--server-args=--fake-no-host-tier", gpu=True) == 1
+    assert script("smoke", *words, "--server-args=--fake-no-host-tier", gpu=True) == 1
     assert "llama-mha: kv brought nothing back from the host tier" in capsys.readouterr().out
 
 
-def test_goals(settings: Any) -> None:
+def test_goals() -> None:
     def row(arm: str, against: str, metric: str, group: str, median: float) -> dict[str, Any]:
         return {
             **{"arm": arm, "against": against, "metric": metric, "group": group, "point": "p"},

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmark.quality import after_cut
+from benchmark.quality import overflow_rows as rows
+from benchmark.quality import overflow_table as table
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def script(name: str) -> ModuleType:
-    """A script of benchmark/quality as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmark" / "quality"))
-        return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    return script("overflow_table")
-
-
-@pytest.fixture(scope="module")
-def rows(table: ModuleType) -> ModuleType:
-    return sys.modules["overflow_rows"]
-
-
 @pytest.mark.parametrize("head", [0, 4, 64])
-def test_a_cut_keeps_half_a_window_and_its_head(table: ModuleType, head: int) -> None:
+def test_a_cut_keeps_half_a_window_and_its_head(head: int) -> None:
     left = table.kept(range(600), 512, head)
     assert len(left) == 256
     assert left[:head] == list(range(head))
     assert left[head:] == list(range(head + 256, 512))
 
 
-def test_samples_are_of_both_kinds_and_spread(table: ModuleType) -> None:
+def test_samples_are_of_both_kinds_and_spread() -> None:
     known = {kind: [(kind, i) for i in range(5000 + 10 * n)] for n, kind in enumerate(table.KINDS)}
     chosen = table.samples(10, known)
     assert [sample.kind for sample in chosen] == list(table.KINDS) * 5
@@ -54,7 +38,7 @@ def test_samples_are_of_both_kinds_and_spread(table: ModuleType) -> None:
         assert {len(tokens) for tokens in of_kind[:-2]} == {longest}
 
 
-def test_two_arms_are_compared_over_the_tokens_of_both(rows: ModuleType) -> None:
+def test_two_arms_are_compared_over_the_tokens_of_both() -> None:
     size = rows.CHUNK
     pairs = [([2.0 * size, 9.0 * size], [1.0 * size]), ([1.0 * size], [1.0 * size, 5.0 * size])]
     found = rows.compared(pairs)
@@ -74,7 +58,7 @@ def by_place(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]
     return {(r["form"], r["arm"], r["kind"], str(r["behind"])): r for r in rows}
 
 
-def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> None:
+def test_an_arm_stands_against_recomputation_with_its_head() -> None:
     found = {
         "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0], NKVT_64=[99.0], whole=[60]),
         "float32 kv 512 1": cell("reference", ours_64=[64.0], TT_64=[64.0]),
@@ -100,7 +84,7 @@ def test_an_arm_stands_against_recomputation_with_its_head(rows: ModuleType) -> 
     assert line[3] == "1" and line[-2] == "-", "hidden has one cut, mixed none"
 
 
-def test_moved_state_is_compared_by_the_distance_behind_the_cut(rows: ModuleType) -> None:
+def test_moved_state_is_compared_by_the_distance_behind_the_cut() -> None:
     found = {
         "float32 kv 512 0": cell("prose", ours_64=[70.0, 64.0, 64.0, 68.0], TT_64=[64.0] * 4),
         "float32 kv 512 1": cell("prose", ours_64=[66.0, 65.0], TT_64=[64.0] * 2),
@@ -119,7 +103,7 @@ def test_moved_state_is_compared_by_the_distance_behind_the_cut(rows: ModuleType
     }
 
 
-def test_rows_of_an_earlier_result_stay_until_there_are_better_ones(rows: ModuleType) -> None:
+def test_rows_of_an_earlier_result_stay_until_there_are_better_ones() -> None:
     def row(arm: str, tokens: int, **more: Any) -> dict[str, Any]:
         place = {"dtype": "float32", "window": 512, "form": "kv", "arm": arm, "kind": "all"}
         return {**place, "tokens": tokens, **more}
@@ -131,7 +115,6 @@ def test_rows_of_an_earlier_result_stay_until_there_are_better_ones(rows: Module
 
 
 def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
-    after_cut = script("after_cut")
     result = json.loads((ROOT / "benchmark/results/cpu-after-cut.json").read_text())
     assert result["tables"] == after_cut.tables(result["rows"])
     moved, computed = (
@@ -144,7 +127,7 @@ def test_the_committed_times_after_a_cut_say_what_their_rows_say() -> None:
     assert float(result["tables"]["after-cut"]["rows"][1][-1]) >= 3
 
 
-def test_the_committed_table_says_what_its_rows_say(rows: ModuleType) -> None:
+def test_the_committed_table_says_what_its_rows_say() -> None:
     result = json.loads((ROOT / "benchmark/results/cpu-overflow-table.json").read_text())
     assert result["tables"] == rows.tables(result["rows"])
     assert rows.merged(result["rows"], []) == result["rows"]

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmark.quality import run as quality
 from support import real_text
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def quality() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", ROOT / "benchmark/quality/run.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 12])
-def test_windows_are_whole_and_of_all_texts(
-    quality: ModuleType, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_whole_and_of_all_texts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"declaration.txt": 2000, "constitution.txt": 10000, "devils-dictionary.txt": 576}
     texts = {name: [(name, i) for i in range(size)] for name, size in sizes.items()}
     monkeypatch.setattr(real_text, "tokens_of", lambda model, name: texts[name])
@@ -49,7 +37,7 @@ def raw(arm: str, logprobs: list[float], replies: list[list[int]], **drift: floa
     return {"arm": arm, "logprobs": logprobs, "replies": replies, "drift": [drift] if drift else []}
 
 
-def test_an_arm_is_compared_token_by_token(quality: ModuleType) -> None:
+def test_an_arm_is_compared_token_by_token() -> None:
     reference = raw("never evicted", [-1.0, -2.0], [[1, 2], [3]])
     hidden = raw("hidden", [-1.5, -1.9], [[1, 2], [4]], worst=1e-3, mean=2e-3, outliers=40.0)
     row = quality.compared(hidden, reference, "bfloat16")
@@ -67,12 +55,12 @@ def test_an_arm_is_compared_token_by_token(quality: ModuleType) -> None:
     )
 
 
-def test_lists_of_other_lengths_are_not_compared(quality: ModuleType) -> None:
+def test_lists_of_other_lengths_are_not_compared() -> None:
     with pytest.raises(ValueError):
         quality.compared(raw("kv", [-1.0], [[1]]), raw("x", [-1.0, -2.0], [[1]]), "float32")
 
 
-def test_the_committed_result_says_what_its_rows_say(quality: ModuleType) -> None:
+def test_the_committed_result_says_what_its_rows_say() -> None:
     result = json.loads((ROOT / "benchmark/results/cpu-quality.json").read_text())
     assert result["tables"] == quality.tables(result["rows"])
     arms = {row["arm"] for row in result["rows"]}

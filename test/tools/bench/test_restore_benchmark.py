@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmark.restore import run
+from benchmark.restore.capture import host_gb
+from benchmark.restore.cases import run_case
+from benchmark.restore.ceilings import bound
+from benchmark.restore.goals import restore_lines
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.tools.bench.cells import CellFile, latest, read
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = [ROOT / "benchmark" / "restore", ROOT / "benchmark" / "gpu"]
-MODULES = (
-    "engine",
-    "ceilings",
-    "run",
-    "cases",
-    "from_disk",
-    "goals",
-    "settings",
-    "capture",
-    "drift",
-)
 
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for folder in SCRIPTS:
-        monkeypatch.syspath_prepend(str(folder))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def test_the_bound_is_the_slower_of_copies_and_products(scripts: Any) -> None:
+def test_the_bound_is_the_slower_of_copies_and_products() -> None:
     """Llama 2 7B, 1,000 tokens: 512 KiB a token as KV, half as hidden states."""
     model = ModelShape.from_config(
         {
@@ -54,7 +32,6 @@ def test_the_bound_is_the_slower_of_copies_and_products(scripts: Any) -> None:
         }
     )
     engine = SimpleNamespace(shape=StateShape(32, 8192, (8192, 8192), "bfloat16"))
-    bound = scripts("ceilings").bound
 
     def seconds(plan: LayerPlan, bandwidth: float = 1e9, rate: float = 1e15) -> float:
         found: float = bound(engine, model, plan, 1000, bandwidth, rate)
@@ -69,7 +46,7 @@ def test_the_bound_is_the_slower_of_copies_and_products(scripts: Any) -> None:
     assert everything == pytest.approx(2 * 6.476e9 * 1000 / 1e12, rel=0.03)
 
 
-def test_goals_are_checked_per_history_and_kind_of_slots(scripts: Any) -> None:
+def test_goals_are_checked_per_history_and_kind_of_slots() -> None:
     def row(arm: str, seconds: float, of_bound: float = 0.95, **other: Any) -> dict[str, Any]:
         place = {"history": 1024, "slots": "adjacent", "source": "host", **other}
         return {**place, "arm": arm, "seconds": seconds, "of_bound": of_bound}
@@ -77,7 +54,7 @@ def test_goals_are_checked_per_history_and_kind_of_slots(scripts: Any) -> None:
     rows = [row("recompute", 9.0, source="-"), row("kv", 4.4), row("hidden", 2.4)]
     rows += [row("mix", 2.0), row("mix", 99.0, source="disk")]
     rows += [row("kv", 1.0, slots="scattered"), row("mix", 1.0, 0.5, history=64)]
-    lines = scripts("goals").restore_lines(rows, "llama-2-7b")
+    lines = restore_lines(rows, "llama-2-7b")
     assert lines == [
         "met: 1024 tokens in adjacent slots, 1.20 times hidden, goal 1",
         "met: 1024 tokens in adjacent slots, 2.20 times kv, goal 2.1",
@@ -85,15 +62,14 @@ def test_goals_are_checked_per_history_and_kind_of_slots(scripts: Any) -> None:
         "met: 1024 tokens in adjacent slots, 0.95 of its bound, goal 0.9",
     ]
     rows[3] = row("mix", 2.5, 0.7)
-    assert scripts("goals").restore_lines(rows, "llama-3.1-8b") == [
+    assert restore_lines(rows, "llama-3.1-8b") == [
         "MISSED: 1024 tokens in adjacent slots, 0.96 times hidden, goal 1",
         "MISSED: 1024 tokens in adjacent slots, 0.70 of its bound, goal 0.9",
     ]
 
 
-def test_a_failing_arm_costs_itself_only(scripts: Any, tmp_path: Path) -> None:
+def test_a_failing_arm_costs_itself_only(tmp_path: Path) -> None:
     """Rows are kept as they are measured, a failure among them, and not measured again."""
-    run = scripts("run")
     calls: list[str] = []
 
     def fails() -> None:
@@ -133,27 +109,27 @@ def test_a_failing_arm_costs_itself_only(scripts: Any, tmp_path: Path) -> None:
     assert not calls
 
 
-def test_the_host_memory_of_a_capture_run_holds_what_it_makes(scripts: Any, tmp_path: Path) -> None:
+def test_the_host_memory_of_a_capture_run_holds_what_it_makes(tmp_path: Path) -> None:
     """30,000 tokens of 256 KiB are 7.3 GiB; three times 48 GiB were pinned for them once."""
     config = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 32}))
     tokens = 42 * 704
     for forms, kib in (("hidden", 256), ("kv", 512)):
-        held = scripts("capture").host_gb(tmp_path, forms, tokens) * 2**20 / tokens
+        held = host_gb(tmp_path, forms, tokens) * 2**20 / tokens
         assert kib <= held <= 1.5 * kib
 
 
 def test_a_case_answers_through_its_process_and_a_failing_one_says_why(
-    scripts: Any, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "script.py"
+    script = tmp_path / "answers.py"
     script.write_text(
         "import json, sys\n"
         "case = json.loads(sys.argv[2])\n"
         "if case['fail']: sys.exit('no such device')\n"
         "print('noise'); print('RESULT ' + json.dumps(case | {'done': True}))\n"
     )
-    run_case = scripts("cases").run_case
-    assert run_case(str(script), {"fail": False}) == {"fail": False, "done": True}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_case("answers", {"fail": False}) == {"fail": False, "done": True}
     with pytest.raises(RuntimeError, match="no such device"):
-        run_case(str(script), {"fail": True})
+        run_case("answers", {"fail": True})

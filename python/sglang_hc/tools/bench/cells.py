@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -131,10 +130,7 @@ def own_command() -> str:
             skip = not skip
             continue
         words.append(word)
-    root = Path(__file__).resolve().parents[4]
-    script = Path(sys.argv[0]).resolve()
-    name = str(script.relative_to(root)) if script.is_relative_to(root) else script.name
-    return shlex.join(["python", name, *words])
+    return machine.command(words)
 
 
 def rounded(value: Any) -> Any:

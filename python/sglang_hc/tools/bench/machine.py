@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,18 @@ def commit() -> str:
     words = ("git", "--no-optional-locks", "-C", str(folder), "status")
     changed = _output(*words, "--porcelain", "-uno", "--", ".")
     return f"{head}-dirty" if changed else head
+
+
+def command(words: Sequence[str] | None = None) -> str:
+    """What was typed to start this process: a benchmark or a script of the source tree, or else the
+    command line tool. words: the flags, where they are not those of this process."""
+    root, script = Path(__file__).resolve().parents[4], Path(sys.argv[0]).resolve()
+    program = ["sglang-hc"]
+    if script.is_relative_to(root / "benchmark"):
+        program = ["python", "-m", ".".join(script.relative_to(root).with_suffix("").parts)]
+    elif script.is_relative_to(root / "scripts"):
+        program = ["python", str(script.relative_to(root))]
+    return shlex.join([*program, *(sys.argv[1:] if words is None else words)])
 
 
 def one_line(machine: dict[str, Any]) -> str:

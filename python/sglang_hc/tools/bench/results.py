@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +48,7 @@ def build(
         points=[point_json(point) for point in points],
         agreement=[agreement.to_json() for agreement in agreements],
         settings=settings,
-        command=_command(),
+        command=machine.command(),
         measured_on=machine.describe(),
     )
     return {**result, "conversation": _conversation(points[0].trace(0), cells)}
@@ -106,16 +104,6 @@ def _conversation(trace: Trace, cells: Sequence[Cell]) -> list[dict[str, str]]:
         for record in sorted(cells[-1].run.measured, key=lambda record: record.turn)
         if record.session == 0
     ]
-
-
-def _command() -> str:
-    """What was typed: the command line tool, or a script of the source tree such as the demo."""
-    root = Path(__file__).resolve().parents[4]
-    script = Path(sys.argv[0]).resolve()
-    program = ["sglang-hc"]
-    if any(script.is_relative_to(root / folder) for folder in ("scripts", "benchmark")):
-        program = ["python", str(script.relative_to(root))]
-    return shlex.join([*program, *sys.argv[1:]])
 
 
 def point_json(point: Point) -> dict[str, Any]:
