@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -30,6 +32,8 @@ class FakeStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.raises: Exception | None = None
+        self.unreadable: set[str] = set()
+        """A get of any of these keys raises."""
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
@@ -62,6 +66,8 @@ class FakeBackend:
 
     def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
         self.store.call("get")
+        if self.store.unreadable.intersection(keys):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         for key, frame in zip(keys, frames, strict=True):
             value = np.frombuffer(self.store.values.get(key, b""), dtype=np.uint8)
             self.frames.bytes[frame, : len(value)] = value

@@ -12,10 +12,12 @@ from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.remote.envelope import storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
 from sglang_hc.store.remote.presence_cache import Presence
 from support.clock import Clock
 from support.remote import (
+    FINGERPRINT,
     FOREVER,
     TARGET,
     data_of,
@@ -49,6 +51,27 @@ def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
     clock.now += 10
     assert find(io, names[-1:]) == 0
     assert io.levels() == {"remote_usable": 1}
+
+
+def test_a_block_that_cannot_be_read_costs_no_other(io: RemoteBlocks, store, pool) -> None:
+    """One call asks for all of them, and raises."""
+    path = make_path(FAILURES_TO_OPEN + 2)
+    save(io, pool, path)
+    bad = path[3].block_id
+    store.unreadable = {storage_key(FINGERPRINT, bad)}
+    store.open.clear()
+    store.entered.clear()
+    io.read(len(path), path[0].block_id, TARGET, FOREVER)
+    assert store.entered.wait(60)  # what is asked for meanwhile goes into one call
+    for slot, block in enumerate(path):
+        pool.slot(slot)[:] = 0
+        io.read(slot, block.block_id, slot, FOREVER)
+    store.open.set()
+    lost = [done.ticket for done in wait(io, len(path) + 1) if done.outcome is not Outcome.OK]
+    here = [np.array_equal(pool.slot(i), data_of(block.block_id)) for i, block in enumerate(path)]
+    assert lost == [3] and here == [slot != 3 for slot in range(len(path))]
+    assert store.calls.count("get") == 2 + len(path)
+    assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
 
 
 def test_saves_that_keep_failing_do_not_stop_reads(io: RemoteBlocks, store, pool) -> None:

@@ -293,6 +293,19 @@ class RemoteBlocks:
             job.settle(Outcome.OK)
 
     def _get(self, jobs: list[_Transfer]) -> None:
+        """Fetch blocks by one call. If it raises, each block is fetched by a call of its own, so
+        that one which cannot be read costs no other."""
+        try:
+            self._fetch(jobs)
+        except Exception as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._get([job])
+            else:
+                logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
+                jobs[0].settle(Outcome.IO_ERROR)
+
+    def _fetch(self, jobs: list[_Transfer]) -> None:
         frames = self._frames.for_loads[: len(jobs)]
         for frame in frames:
             self._frames.header(frame).fill(0)  # what an earlier read left must not look like news
