@@ -23,7 +23,7 @@ from sglang_hc.restore.cost_watch import (
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.block_tree import BlockNode, Moved
 from support.clock import Clock
 from support.copy_streams import LateCopyStream
 from support.profiles import cost_model
@@ -188,19 +188,26 @@ class SlowSink:
         self.pool.write_kv(*args)
 
 
-def watched(seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1) -> WatchedPass:
-    """A restoration of `blocks` blocks whose copies are enqueued."""
+class NoRotation:
+    def move(self, layer: int, parts: Any, old: Any, new: Any) -> Any:
+        return parts
+
+
+def watched(
+    seen: CostWatch, plan: LayerPlan, sink: Any, blocks: int = 1, moved: Moved | None = None
+) -> WatchedPass:
+    """A restoration of `blocks` blocks whose copies are enqueued. moved: where they come from."""
     layout = BlockLayout(plan, StateShape(LAYERS, HIDDEN_BYTES, PARTS, "uint8"))
     nodes = []
     for slot in range(blocks):
         node = BlockNode(None, b"", bytes(4 * BLOCK_TOKENS), None)
-        node.slot = slot
+        node.slot, node.moved = slot, moved
         nodes.append(node)
     copy_stream, tokens = HostCopyStream(), blocks * BLOCK_TOKENS
     # Two frames, of one block as KV each: not all of a restoration fits.
     ring = StagingRing(2, BLOCK_TOKENS * sum(PARTS), CPU, copy_stream)
     span = Restoration(tuple(nodes), 0, tokens, torch.arange(tokens))
-    path = RestorePath(HostPool(layout, blocks), sink, ring)
+    path = RestorePath(HostPool(layout, blocks), sink, ring, rotation=NoRotation())
     return WatchedPass(seen, path, [span])
 
 
@@ -223,6 +230,18 @@ def test_a_restoration_on_a_cpu_tells_projections_and_copies_apart() -> None:
     assert found[Resource.KV_COPY] == found[Resource.HIDDEN_COPY] == copies
     told, _ = seen.copies(Counter({2: 640, 3: 640, 0: 1, 1: 1}))
     assert told == (Resource.KV_COPY,), "a share too small to tell of"
+
+
+@pytest.mark.parametrize("shift", [0, 64])
+def test_on_a_cpu_a_restoration_that_rotates_says_nothing_of_the_copies(shift: int) -> None:
+    """Rotating K takes longer than copying it there."""
+    plan, clock = LayerPlan(0, 0, LAYERS), Clock()
+    seen, costs = watch(HostTimer(clock), plan)
+    sink = SlowSink(ToyPool(BLOCK_TOKENS, LAYERS), clock)
+    watched(seen, plan, sink, moved=Moved(b"", shift)).finish()
+    assert {resource for resource, *_ in costs.seen} == (
+        set() if shift else {Resource.KV_COPY, Resource.PROJECTION}
+    )
 
 
 def test_on_a_device_the_copies_into_free_frames_and_one_projection_are_timed() -> None:

@@ -5,9 +5,9 @@ down to the wrong resource:
 
     copies       on an accelerator the copies that a pass enqueues at once into free frames, between
                  two events of the copy stream; on a CPU all the time that the pass takes, without
-                 its projections. Where both forms are copied, each that has a share of at least
-                 MIXED_SHARE of the prediction is said to be off by the same ratio: they share a
-                 link.
+                 its projections, unless K is rotated in it. Where both forms are copied, each that
+                 has a share of at least MIXED_SHARE of the prediction is said to be off by the same
+                 ratio: they share a link.
     projection   the sink's own work: between two events around it, or by the clock.
     prefill      a batch of prefills alone (no decodes, no restoration), from the attention of its
                  first layer to that of its last: embedding and logits are not in it.
@@ -254,9 +254,11 @@ class WatchedPass(RestorePass):
             super()._run_ahead()
             return
         self._rows = _rows(self._todo)
-        early = any(load.early is not None for load in self._todo)
-        self._is_clean = not early and sum(r.stop - r.start for r in self._ordered) >= BLOCK_TOKENS
         watch = self._watch
+        early = any(load.early is not None for load in self._todo)
+        rotated = watch.timer.synchronous and self._moved_from is not None
+        tokens = sum(r.stop - r.start for r in self._ordered)
+        self._is_clean = not early and not rotated and tokens >= BLOCK_TOKENS
         if watch.timer.synchronous or not (self._is_clean and watch.frames_free):
             super()._run_ahead()
             return
