@@ -128,7 +128,7 @@ def test_a_disk_slower_than_recomputing_is_not_waited_for(
 ) -> None:
     rng = random.Random(6)
     history = [rng.randrange(3, 900) for _ in range(260)]
-    profile = write(cost_model(disk=disk, prefill=1e-3), tmp_path)
+    profile = write(cost_model(disk=disk, prefill=1e-2), tmp_path)
     wanted, _ = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     reply, stats = run_in_child(after_restart, str(tmp_path / "d"), profile, history)
     assert reply.tokens == wanted.tokens

@@ -27,6 +27,7 @@ def returning(
         "--hc-host-size-gb", "0.1", "--max-running-requests", "1",
         "--hc-read-buffer-gb", read_buffer, profile=profile,
     )  # fmt: skip
+    core.believe_profile()
     histories = [prompt + core.ask(prompt, 8).tokens for prompt in prompts()]
     core.settle()
     rids = [core.submit([*history, 7, 8, 9], 8) for history in histories]

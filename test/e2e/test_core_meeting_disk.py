@@ -22,6 +22,9 @@ from support.core import Core, Reply, run_in_child
 from support.disk_store import Faults, FaultyBackend
 from support.meetings import (
     BLOCKS,
+    FAST,
+    Seen,
+    check_moved,
     counted,
     forget,
     halving_profile,
@@ -33,9 +36,6 @@ from support.meetings import (
 )
 
 FORM = "hidden:2,kv:2"
-FAST_DISK = 2e-4
-"""At this price a block or two are computed before the rest is expected: nearly every block of the
-history is read, and is a point at which the meeting may have to move."""
 
 
 class Range(NamedTuple):
@@ -97,15 +97,6 @@ def faulty_server(folder: str, profile: str) -> tuple[Core, Faults, list[int]]:
     )
     core, first = start(FORM, folder, profile, "--hc-scrub-mb-s", "0")
     return core, faults, second_turn(first)
-
-
-class Seen(NamedTuple):
-    """One request with a fault at `block`. read: the block was asked for."""
-
-    block: int
-    read: bool
-    reply: Reply
-    counts: dict[str, int]
 
 
 def each_block(
@@ -186,28 +177,17 @@ def stalled_reads(folder: str, profile: str) -> list[Seen]:
 @pytest.mark.parametrize(
     ("body", "counter"),
     [
-        (flipped_bits, "disk_read_damaged"),
-        (failing_reads, "disk_read_io_error"),
+        (flipped_bits, "damaged"),
+        (failing_reads, "io_error"),
         (stalled_reads, None),
     ],
 )
 def test_a_fault_of_the_disk_at_any_block_moves_the_meeting(
     wanted: dict, tmp_path: Path, body: Callable[..., list[Seen]], counter: str | None
 ) -> None:
-    profile = halving_profile(tmp_path, FAST_DISK)
+    profile = halving_profile(tmp_path, FAST)
     found = run_in_child(body, str(tmp_path / "d"), profile)
-    for block, read, reply, counts in found:
-        assert reply.tokens == wanted[FORM][1], block
-        assert counts["meetings"] == 1, block
-        failures = {name: n for name, n in counts.items() if name.startswith("disk_read_")}
-        assert failures == ({counter: 1} if read and counter else {}), block
-        if read:  # everything up to the end of the block is computed
-            assert reply.cached <= (BLOCKS - 1 - block) * BLOCK_TOKENS, block
-    assert sum(one.read for one in found) >= BLOCKS - 2
-    if counter is not None:  # a read that stands still may have its neighbours with it
-        assert any(one.reply.cached > 0 for one in found if one.read), (
-            "what lies behind is restored"
-        )
+    check_moved(found, wanted[FORM][1], "disk", counter)
 
 
 def saved(folder: str, profile: str, *flags: str) -> list[int]:

@@ -232,7 +232,7 @@ def test_pins_of_one_namespace_are_bounded(server: ServerProcess) -> None:
     for number in range(most):
         tokens = prompt(1000 + number, 500)
         generate(server, tokens, 1)
-        body = {"session": f"s{number}", "ttl_s": 60, "input_ids": tokens}
+        body = {"session": f"s{number}", "ttl_s": 3600, "input_ids": tokens}
         if held + 8 > most:
             status, message = refusal(server, "/hc/pin", body)
             assert status == 409 and "unpin another session" in message

@@ -21,7 +21,6 @@ from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     EIO,
     ENOSPC,
-    LAYOUT,
     Faults,
     FaultyBackend,
     data_of,
@@ -260,20 +259,23 @@ def test_a_disk_that_keeps_failing_is_left_alone_for_a_while(scratch: Path) -> N
 
 
 def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
-    """At 1 MB/s: lookups stay in memory, and a deadline ends a read between two pieces."""
-    store = open_store(scratch, backend=FaultyBackend(Faults(bytes_per_second=1e6)))
+    """Lookups stay in memory, and a read whose deadline has passed is not begun."""
+    faults, writes, goes_on = Faults(), threading.Event(), threading.Event()
+    store = open_store(scratch, backend=FaultyBackend(faults))
     blocks = make_path(4)
+
+    def hold(path: str) -> None:
+        writes.set()
+        assert goes_on.wait(60)
+
+    faults.on_write = hold
     writer = threading.Thread(target=put, args=(store, blocks))
     writer.start()
-    started = time.monotonic()
-    looked = 0
-    while writer.is_alive():
-        store.contains([block.block_id for block in blocks])
-        looked += 1
-        time.sleep(0.001)
-    assert looked > 20, "lookups waited for the disk"
+    assert writes.wait(60)
+    for _ in range(20):
+        assert store.contains([block.block_id for block in blocks]) == 0
+    goes_on.set()
     writer.join()
-    assert time.monotonic() - started >= 4 * LAYOUT.slot_bytes / 1e6
     into = empty_slot()
     late = time.monotonic() - 1
     assert store.read(blocks[0].block_id, into, deadline=late) is Outcome.TIMED_OUT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import sqlite3
 import time
@@ -60,15 +59,13 @@ def kill_and_check(folder: Path, turn: int, rng: random.Random, noted: set[bytes
         finally:
             os._exit(1)
     os.close(writer)
-    os.set_blocking(reader, False)
-    if turn % 4:  # every fourth dies while it opens the store or soon after
-        select.select([reader], [], [], 30)
-    time.sleep(rng.random() * 0.15)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    acknowledged = b""
+    wanted = 16 * rng.randrange(2, 20) if turn % 4 else 0  # every fourth dies at its beginning
     with os.fdopen(reader, "rb") as pipe:
-        acknowledged = pipe.read() or b""
+        acknowledged = pipe.read(wanted)
+        time.sleep(rng.random() * 0.05)  # the kill may come anywhere between two of them
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        acknowledged += pipe.read()
     noted |= {acknowledged[i : i + 16] for i in range(0, len(acknowledged), 16)}
     committed = committed_rows(folder, folder.parent)
     store = open_store(folder, size=SIZE)

@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.outcome import Outcome
 from support import profiles
-from support.core import Core
+from support.core import Core, Reply
 
 FLAGS = (
     "--max-total-tokens", "4000", "--dtype", "float32", "--hc-host-size-gb", "0.2",
@@ -32,6 +34,11 @@ def undisturbed(form: str) -> tuple[list[int], list[int]]:
     return first, core.ask(second_turn(first), 24).tokens
 
 
+FAST = 2e-4
+"""Seconds for a token of a layer. At this price a block or two are computed before the rest is
+expected: nearly every block is read, and is a point at which the meeting may have to move."""
+
+
 def halving_profile(folder: Path, disk: float = 1e-3) -> str:
     """A profile file. A token of a layer is computed in a millisecond and read as K and V in `disk`
     seconds, by default a millisecond too: then half of a history is computed."""
@@ -39,32 +46,50 @@ def halving_profile(folder: Path, disk: float = 1e-3) -> str:
 
 
 class HeldDisk:
-    """The disk's `BlockIo` with its answers in the hand of the test."""
+    """The disk's `BlockIo` with the answers to reads in the hand of the test. What is let through
+    is waited for: it comes in the same pass however fast the disk is."""
 
     def __init__(self, core: Core) -> None:
         tier = core.tree.tiers.disk
         self._io, tier._io = tier._io, self
         self._held: deque[Any] = deque()
+        self._under_way: set[int] = set()
+        """Tickets of the reads that the disk has not answered."""
         self.left: int | None = None
-        """So many answers are let through, then none; None for all."""
+        """So many reads are let through, then none; None for all."""
         self.verdicts: dict[int, Outcome] = {}
         """Outcome of the reads by their number, 0 for the first that was asked for."""
         self.asked: list[int] = []
 
     def read(self, ticket: int, *args: Any) -> None:
         self.asked.append(ticket)
+        self._under_way.add(ticket)
         self._io.read(ticket, *args)
 
     def poll(self) -> list[Any]:
+        count = len(self._held) + len(self._under_way)
+        if self.left is not None:
+            count = min(self.left, count)
+            self.left -= count
+        answers = self._take()
+        while len(self._held) < count:
+            time.sleep(0.001)
+            answers += self._take()
+        return answers + [self._held.popleft() for _ in range(count)]
+
+    def _take(self) -> list[Any]:
+        """Answers to writes; those to reads are held."""
+        others = []
         for done in self._io.poll():
+            if done.ticket not in self._under_way:
+                others.append(done)
+                continue
+            self._under_way.remove(done.ticket)
             outcome = done.outcome
             if done.ticket in self.asked:
                 outcome = self.verdicts.get(self.asked.index(done.ticket), outcome)
             self._held.append(done._replace(outcome=outcome))
-        count = len(self._held) if self.left is None else min(self.left, len(self._held))
-        if self.left is not None:
-            self.left -= count
-        return [self._held.popleft() for _ in range(count)]
+        return others
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._io, name)
@@ -96,6 +121,13 @@ def start(form: str, folder: str, profile: str, *flags: str) -> tuple[Core, list
     first = core.ask(PROMPT, 30).tokens
     forget(core)
     return core, first
+
+
+def meet(core: Core, first: list[int]) -> tuple[list[int], Reply, dict[str, int]]:
+    """The second turn, given the reply to the first: both replies, and what was counted."""
+    reply, seen = counted(core, lambda: core.ask(second_turn(first), 24))
+    assert core.scheduler.flush_cache(), "what was restored can be forgotten"
+    return first, reply, seen
 
 
 def second_turn(first: list[int]) -> list[int]:
@@ -134,3 +166,31 @@ def run(core: Core, each_pass: Callable[[int], None]) -> None:
         core.run()
     finally:
         core.scheduler.request_receiver.recv_requests = receive
+
+
+class Seen(NamedTuple):
+    """The second turn with a fault at `block`. read: the block was asked for."""
+
+    block: int
+    read: bool
+    reply: Reply
+    counts: dict[str, int]
+
+
+def check_moved(found: Sequence[Seen], tokens: list[int], tier: str, counter: str | None) -> None:
+    """A fault at each block has moved the meeting behind it, and was counted once.
+
+    tokens: of the reply without a fault. counter: None where reads stand still and end well.
+    """
+    for block, read, reply, counts in found:
+        assert reply.tokens == tokens, block
+        assert counts["meetings"] == 1, block
+        failures = {name: n for name, n in counts.items() if name.startswith(f"{tier}_read_")}
+        assert failures == ({f"{tier}_read_{counter}": 1} if read and counter else {}), block
+        if read:  # everything up to the end of the block is computed
+            assert reply.cached <= (BLOCKS - 1 - block) * BLOCK_TOKENS, block
+    assert [one.block for one in found] == list(reversed(range(BLOCKS)))
+    assert sum(one.read for one in found) >= BLOCKS - 2
+    if counter is not None:  # a source that stands still has all that was asked for with it
+        restored = any(one.reply.cached > 0 for one in found if one.read)
+        assert restored, "what lies behind is restored"
