@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import random
 import signal
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.store.process import supervisor as io_supervisor
+from sglang_hc.store.process.supervisor import IoSupervisor
 from support.core import Core, run_in_child
 
 FLAGS = ("--hc-io", "process", "--max-total-tokens", "640", "--dtype", "float32")
@@ -22,15 +24,19 @@ FORM = "hidden:2,kv:2"
 
 
 def start(directory: str) -> Core:
-    from sglang_hc.store.process import supervisor as io_supervisor
-
     io_supervisor.FIRST_BACKOFF_S = io_supervisor.LONGEST_BACKOFF_S = 0.1
     disk = ("--hc-disk", f"{directory}:1", "--hc-host-size-gb", "0.2")
     return Core("--hc-forms", FORM, *disk, *FLAGS)
 
 
+def supervisor_of(core: Core) -> IoSupervisor:
+    return core.tree.tiers.capture.scatters.executor.supervisor
+
+
 def pid_of(core: Core) -> int:
-    return core.tree.tiers.capture.scatters.executor.supervisor.pid
+    pid = supervisor_of(core).pid
+    assert pid is not None
+    return pid
 
 
 def wait_for(core: Core, what: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -55,20 +61,32 @@ def wanted(models: None) -> tuple[list[int], list[int]]:
     return run_in_child(undisturbed)
 
 
-def lost_in_mid_prefetch(directory: str, killer: int) -> tuple:
-    from sglang_hc.store.process import supervisor as io_supervisor
+def stop(core: Core) -> None:
+    """The I/O process, which was running, stands still when this returns."""
+    os.kill(pid_of(core), signal.SIGSTOP)
+    os.waitpid(pid_of(core), os.WUNTRACED)
 
-    io_supervisor.HANG_S = 1.0
+
+def silence(core: Core) -> None:
+    """The I/O process, which stands still, has said nothing for as long as makes a hang."""
+    supervisor_of(core)._clock = lambda: time.monotonic() + io_supervisor.HANG_S
+
+
+def kill(core: Core) -> None:
+    os.kill(pid_of(core), signal.SIGKILL)
+
+
+def lost_in_mid_prefetch(directory: str, lose: Callable[[Core], None]) -> tuple:
     core = start(directory)
     first = core.ask(PROMPT, 60).tokens
     core.settle()
     assert core.scheduler.flush_cache()  # only the disk knows it now
     history = [*PROMPT, *first, *FOLLOW]
-    os.kill(pid_of(core), signal.SIGSTOP)  # so that the reads are surely under way
+    stop(core)  # so that the reads are surely under way
     rid = core.submit(history, 24)
     core.run(steps=3)
     assert core.tree.stats()["prefetches"] == 1 and core.tree.tiers.disk.coming
-    os.kill(pid_of(core), killer)
+    lose(core)
     core.run()
     reply = core.reply(rid)
     lost = wait_for(core, lambda stats: stats.get("io_restarts"))
@@ -78,9 +96,7 @@ def lost_in_mid_prefetch(directory: str, killer: int) -> tuple:
 
 
 def test_killed_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> None:
-    first, reply, lost, after = run_in_child(
-        lost_in_mid_prefetch, str(tmp_path / "d"), signal.SIGKILL
-    )
+    first, reply, lost, after = run_in_child(lost_in_mid_prefetch, str(tmp_path / "d"), kill)
     assert (first, reply.tokens) == wanted
     assert reply.cached == 0, "computed again"
     assert lost["disk_read_lost"] == 4 and lost["io_losses"] == 1
@@ -89,9 +105,7 @@ def test_killed_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> N
 
 def test_hung_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> None:
     """Nothing comes and nothing dies: the process is killed for it, the request goes on."""
-    first, reply, lost, after = run_in_child(
-        lost_in_mid_prefetch, str(tmp_path / "d"), signal.SIGSTOP
-    )
+    first, reply, lost, after = run_in_child(lost_in_mid_prefetch, str(tmp_path / "d"), silence)
     assert (first, reply.tokens) == wanted and reply.cached == 0
     assert lost["io_losses"] == 1
     assert after.tokens == wanted[1] and after.storage == 256
@@ -100,15 +114,14 @@ def test_hung_while_it_reads(models: None, tmp_path: Path, wanted: tuple) -> Non
 def lost_in_mid_save(directory: str, write: bool) -> tuple:
     """Lost while it files the first turn, or, with `write`, while it writes its blocks to disk."""
     core = start(directory)
-    os.kill(pid_of(core), signal.SIGSTOP)
+    stop(core)
     first = core.ask(PROMPT, 60).tokens
-    if write:
+    while write and not core.tree.tiers.disk.busy:
         os.kill(pid_of(core), signal.SIGCONT)
-        time.sleep(1)  # it files and answers; nobody listens yet
-        os.kill(pid_of(core), signal.SIGSTOP)
+        time.sleep(0.05)  # it files and answers; nobody listens yet
+        stop(core)
         core.tree.tiers.poll()
-        assert core.tree.tiers.disk.busy, "nothing is being written"
-    os.kill(pid_of(core), signal.SIGKILL)
+    kill(core)
     lost = wait_for(core, lambda stats: stats.get("io_restarts"))
     core.settle()
     history = [*PROMPT, *first, *FOLLOW]
@@ -149,22 +162,24 @@ def chat(core: Core, rng: random.Random) -> list[list[int]]:
 
 def killed_at_random(directory: str, seed: int) -> tuple:
     core = start(directory)
-    fate = random.Random(seed + 100)
-    poll = core.tree.tiers.poll
+    moments = sorted(random.Random(seed + 100).sample(range(150), 3))
+    poll, polls, kills = core.tree.tiers.poll, itertools.count(), itertools.count()
 
     def poll_or_kill() -> None:
-        pid = pid_of(core)
-        if pid is not None and fate.random() < 0.01:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if moments and next(polls) >= moments[0]:
+            del moments[0]
+            core.tree.tiers.poll = poll
+            back = next(kills)
+            wait_for(core, lambda stats: stats.get("io_restarts", 0) == back)
+            core.tree.tiers.poll = poll_or_kill
+            kill(core)
         poll()
 
     core.tree.tiers.poll = poll_or_kill
     replies = chat(core, random.Random(seed))
     core.tree.tiers.poll = poll
-    time.sleep(0.1)
-    poll()  # notices the last one
-    stats = wait_for(core, lambda stats: stats["io_up"])
+    assert not moments, "the conversations were over too soon"
+    stats = wait_for(core, lambda stats: stats.get("io_restarts") == 3)
     first = core.ask(PROMPT, 12)
     core.settle()
     assert core.scheduler.flush_cache()
@@ -180,5 +195,5 @@ def never_killed(seed: int) -> list[list[int]]:
 def test_killed_at_random_moments(models: None, tmp_path: Path, seed: int) -> None:
     replies, stats, first, again = run_in_child(killed_at_random, str(tmp_path / "d"), seed)
     assert replies == run_in_child(never_killed, seed)
-    assert stats["io_losses"] >= 2 and stats["io_restarts"] >= 1
+    assert stats["io_losses"] == stats["io_restarts"] == 3
     assert again.tokens == first.tokens and again.storage == 192, "left alone, it serves as ever"
