@@ -65,7 +65,7 @@ def test_retention_priority_puts_pins_behind_the_queue():
     pins = SessionPins(max_blocks=3, max_total=3, max_seconds=60)
     priority = RetentionPriority(window, pins)
     heard: list[bytes] = []
-    priority.subscribe(heard.append)
+    priority.subscribe(heard.extend)
     pins.pin("t", "s", ids("ab"), 10, now=0)
     window.update(["r"], 9, lambda _: ids("bc"))
     assert priority.next_use(b"a") == float("inf")

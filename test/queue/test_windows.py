@@ -48,7 +48,7 @@ def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> di
 def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
     window: LookAhead[str] = LookAhead()
     told: dict[bytes, float | None] = {}
-    window.subscribe(lambda block: told.__setitem__(block, window.next_use(block)))
+    window.subscribe(lambda blocks: told.update(window.next_uses(blocks)))
     for queue, length in passes:
         window.update(queue, length, needs_of.__getitem__)
         window.check_integrity()

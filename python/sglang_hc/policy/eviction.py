@@ -62,8 +62,8 @@ class NextUse(Protocol):
         """Rank of the first request that needs it, smaller is sooner; None for nobody."""
 
     def next_uses(self, blocks: Iterable[bytes]) -> dict[bytes, float | None]: ...
-    def subscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener(block_id)` after each change of a block's `next_use`."""
+    def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
 
 
 class PinnedBlocks(Protocol):
@@ -370,10 +370,10 @@ class QueuePolicy(EvictionPolicy[B]):
         use = self._window.next_use(entry.block.block_id)
         return (NOT_NEEDED, entry.worth, entry.used) if use is None else (NEEDED, -use, 0.0)
 
-    def _need_changed(self, block_id: bytes) -> None:
-        entry = self._entries.get(block_id)
-        if entry is not None and entry.block.is_leaf:
-            self._push(entry)
+    def _need_changed(self, block_ids: Sequence[bytes]) -> None:
+        for entry in map(self._entries.get, block_ids):
+            if entry is not None and entry.block.is_leaf:
+                self._push(entry)
 
 
 def make_policy(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from sglang_hc.policy.eviction import NextUse
@@ -247,7 +247,7 @@ class RetentionPriority:
             return self._window.next_uses(blocks)
         return {block_id: self.next_use(block_id) for block_id in blocks}
 
-    def subscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener(block_id)` after each change of a block's `next_use`."""
+    def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
         self._window.subscribe(listener)
-        self._pins.subscribe(listener)
+        self._pins.subscribe(lambda block_id: listener((block_id,)))

@@ -120,7 +120,7 @@ class QueueView:
         if below is not None:
             below.coming.subscribe(self._came, self._lost)
         if disk is not None and priority is not None:
-            priority.subscribe(self._changed.add)
+            priority.subscribe(self._changed.update)
 
     @property
     def counters(self) -> Counter[str]:
@@ -229,7 +229,7 @@ class QueueView:
     # -- what the prefetcher asks ----------------------------------------------------------------
 
     def missing(self, request: str) -> Missing | None:
-        """Blocks that can be had and are not in host memory; see `policy.prefetch.Below`."""
+        """Blocks that can be had and are not in host memory; see `prefetch.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
         sources = self._find(request, path, first)
@@ -256,7 +256,7 @@ class QueueView:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        """Read blocks from disk, or move them, into staged slots; see `policy.prefetch.Below`."""
+        """Read blocks from disk, or move them, into staged slots; see `prefetch.Below`."""
         path, earlier = missing.path, self.requests[request].earlier
         if self._mover is not None and earlier:
             started = self._mover.fetch(path, earlier, first, count, is_protected)

@@ -246,8 +246,8 @@ class Prefetcher(Generic[K]):
 
     def _is_missed(self, request: K) -> bool:
         """A block that was in host memory for the request, or fetched for it, has left since."""
-        record = self.requests[request]
-        if record.last_block is None or self._below.in_host(record.last_block):
+        record = self.requests.get(request)
+        if record is None or record.last_block is None or self._below.in_host(record.last_block):
             return False
         return not self.requests.is_fetching(request) and not record.settled
 
@@ -384,7 +384,7 @@ class Prefetcher(Generic[K]):
         return is_protected
 
     def _is_head(self, request: K) -> bool:
-        return self.window.order[:1] in ([], [request])
+        return self.window.order[:1] in ((), (request,))
 
     def _stop_waiting(self, request: K) -> None:
         self.requests.stop_waiting(request)

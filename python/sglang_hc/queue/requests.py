@@ -74,7 +74,7 @@ class WaitingTable(Generic[K]):
     """
 
     def __init__(self) -> None:
-        self.order: list[K] = []
+        self.order: tuple[K, ...] = ()
         """The queue as it was at the last `update`."""
         self._records: defaultdict[K, WaitingRequest] = defaultdict(WaitingRequest)
         self.get = self._records.get
@@ -113,15 +113,16 @@ class WaitingTable(Generic[K]):
 
     def update(self, queue: Sequence[K]) -> list[K]:
         """The queue of this pass, the next to be served first. Returns those of the last `update`
-        that are no longer in it, in their order. Their records stay until `left`."""
-        before = self.order
-        if queue == before:
+        that are no longer in it, in their order. Their records stay until `left`. O(1) when the
+        queue is the tuple of the last call."""
+        before, now = self.order, tuple(queue)
+        if now is before or now == before:
             return []
-        self.order = list(queue)
-        gone = departed(before, self.order)
+        self.order = now
+        gone = departed(before, now)
         if gone is not None:
             return [before[at] for at in gone]
-        still = set(self.order)
+        still = set(now)
         return [name for name in before if name not in still]
 
     def left(self, name: K) -> None:

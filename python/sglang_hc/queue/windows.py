@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from sglang_hc.queue.requests import WaitingTable, departed, without
@@ -76,9 +76,9 @@ class LookAhead(Generic[K]):
 
     def __init__(self) -> None:
         self.requests: WaitingTable[K] = WaitingTable()
-        self._order: list[K] = []
+        self._order: tuple[K, ...] = ()
         self._users: dict[bytes, list[float]] = {}
-        self._listeners: list[Callable[[bytes], None]] = []
+        self._listeners: list[Callable[[Sequence[bytes]], None]] = []
 
     @property
     def order(self) -> Sequence[K]:
@@ -106,8 +106,8 @@ class LookAhead(Generic[K]):
         users_of = self._users
         return {block: users_of[block][0] if block in users_of else None for block in blocks}
 
-    def subscribe(self, listener: Callable[[bytes], None]) -> None:
-        """Call `listener(block_id)` after each change of a block's `next_use`."""
+    def subscribe(self, listener: Callable[[Sequence[bytes]], None]) -> None:
+        """Call `listener(block_ids)` after the `next_use` of these blocks has changed."""
         self._listeners.append(listener)
 
     def update(
@@ -116,20 +116,21 @@ class LookAhead(Generic[K]):
         """Look at the first `length` requests of the waiting queue, the next to be served first.
 
         `blocks_of` is asked once per request, when it enters, and gives distinct block ids.
-        O(length), plus the blocks of the requests that entered, left or changed their order.
+        O(length), plus the blocks of the requests that entered, left or changed their order; O(1)
+        when the queue is the tuple of the last call.
         """
-        new = list(islice(queue, length))
+        new = tuple(queue[:length])  # a whole tuple is not copied
         old = self._order
-        if new == old:
+        if new is old or new == old:
             return WindowChange([], [])
         gone = departed(old, new)
         grown = gone is not None
         if gone is None:
             coming = set(new)
             gone = [at for at, request in enumerate(old) if request not in coming]
-            grown = without(old, gone) == new[: len(old) - len(gone)]
+            grown = without(old, gone) == list(new[: len(old) - len(gone)])
         left = [old[at] for at in gone]
-        entered = new[len(old) - len(gone) :] if grown else [r for r in new if r not in self]
+        entered = [*new[len(old) - len(gone) :]] if grown else [r for r in new if r not in self]
         moved = [] if grown else self._moved(new)
         self._order = new
         for request in (*left, *moved):
@@ -145,7 +146,8 @@ class LookAhead(Generic[K]):
         """The request waits no longer: it leaves the window and its record ends. The one place
         where a request leaves. Nothing happens if it is unknown."""
         if request in self:
-            self._order.remove(request)
+            at = self._order.index(request)
+            self._order = self._order[:at] + self._order[at + 1 :]
             self._withdraw(request)
         self.requests.left(request)
 
@@ -161,7 +163,7 @@ class LookAhead(Generic[K]):
                 insort(expected.setdefault(block_id, []), rank)
         assert expected == self._users
 
-    def _moved(self, new: list[K]) -> list[K]:
+    def _moved(self, new: Sequence[K]) -> list[K]:
         """The fewest requests that must change their rank for the new order."""
         stayed = [(rank, request) for request in new if (rank := self.rank(request)) is not None]
         ranks = [rank for rank, _ in stayed]
@@ -198,6 +200,7 @@ class LookAhead(Generic[K]):
         """The request takes this rank; whoever listens is told of each block's sooner use."""
         users_of, record = self._users, self.requests[request]
         record.rank = rank
+        changed = []
         for block_id in record.needs or ():
             users = users_of.get(block_id)
             if users is None:
@@ -206,14 +209,15 @@ class LookAhead(Generic[K]):
                 insort(users, rank)
                 if users[0] != rank:
                     continue
-            for listener in self._listeners:
-                listener(block_id)
+            changed.append(block_id)
+        self._tell(changed)
 
     def _withdraw(self, request: K) -> None:
         """The request loses its rank."""
         users_of, record = self._users, self.requests[request]
         assert record.rank is not None
         rank, record.rank = record.rank, None
+        changed = []
         for block_id in record.needs or ():
             users = users_of[block_id]
             if len(users) == 1:
@@ -223,8 +227,13 @@ class LookAhead(Generic[K]):
                 del users[place]
                 if place:
                     continue
+            changed.append(block_id)
+        self._tell(changed)
+
+    def _tell(self, changed: Sequence[bytes]) -> None:
+        if changed:
             for listener in self._listeners:
-                listener(block_id)
+                listener(changed)
 
 
 def _longest_increasing(values: Sequence[float]) -> set[int]:

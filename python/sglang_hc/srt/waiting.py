@@ -39,7 +39,7 @@ class WaitingRequests:
         self._on_device = on_device
         self._arranged = False
         self._queue: list[Any] = []
-        self._order: list[str] = []
+        self._order: tuple[str, ...] = ()
         """Names of the known requests of `_queue`, the queue at the last look, in its order."""
         self.last_matched: Any = None
         """The request of the last match; SGLang matches a request just before it queues it."""
@@ -118,13 +118,14 @@ class WaitingRequests:
         left = departed(self._queue, queue) if len(self._order) == len(self._queue) else None
         stayed = without(self._order, left) if left is not None else []
         new = queue[len(stayed) :]
-        self._order = stayed + [req.rid for req in new if req.rid in self._view.requests]
+        known = self._view.requests
+        self._order = (*stayed, *(req.rid for req in new if req.rid in known))
         self._queue = queue.copy()
 
     def _order_is_stale(self, rid: str) -> None:
         """A known request leaves. Another of its name may still be in the queue, unknown now."""
         if rid in self._view.requests:
-            self._queue, self._order = [], []
+            self._queue, self._order = [], ()
 
     def _waiting_of(self, rid: str) -> Waiting:
         req = self._view.requests[rid].source

@@ -243,7 +243,6 @@ class RecordingLookAhead(LookAhead[str]):
 
     def leave(self, request: str) -> None:
         if request in self:
-            self._order = list(self._order)  # the one recorded must not change
             self.recorder.note("discard", req=request)
         super().leave(request)
 
