@@ -5,8 +5,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 KERNEL_TESTS := $(wildcard sgl-kernel-ext/test)
-# Two files at a time: an engine in a test takes one core and about 2.5 GB. Servers have theirs alone.
-TWO := -n 2 --dist loadfile
+# Two files at a time, in the order of test/conftest.py: an engine or a server of a test takes about
+# one core and 2.5 GB.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 CODE := python test benchmark scripts $(wildcard sgl-kernel-ext)
 
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
@@ -40,7 +41,7 @@ demo-forms: setup
 test: lint models
 	$(BIN)/python -m pytest -m "not slow" $(KERNEL_TESTS)
 	$(BIN)/python -m pytest -m "not slow and not server" $(TWO) test
-	$(BIN)/python -m pytest -m "server and not slow" test
+	$(BIN)/python -m pytest -m "server and not slow" $(TWO) test
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow and not server" $(TWO) --ignore test/e2e test

@@ -19,6 +19,14 @@ hypothesis.settings.load_profile("untimed")
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first. Of two workers one would wait for a long file that
+    the other began last."""
+    items.sort(
+        key=lambda item: (item.get_closest_marker("long") is None, item.path.parent.name != "e2e")
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Temporary files of this session and of what it starts end with it.

@@ -10,10 +10,13 @@ import pytest
 
 from support.core import Core, run_in_child
 
+pytestmark = pytest.mark.long
+
 POOL = 62_000
 """Tokens of the device pool: two of the longest prompts."""
 
 CHUNK = 8192
+CHUNKS_AND_A_PART = 2 * CHUNK + 2000
 PLANS = ("hidden", "kv", "hidden:1,kv:1")
 SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 32_768}
 """Of the tiny Llama, made shallow and long. Its weights are in place; the rest of them is left."""
@@ -48,10 +51,13 @@ def _all_of(core: Core) -> Any:
     return EvictParams(num_tokens=core.scheduler.max_total_num_tokens)
 
 
-CASES = [(forms, lengths) for lengths in ([7000], [30_000], [7000, 7000]) for forms in PLANS]
+LENGTHS = ([7000], [CHUNKS_AND_A_PART], [7000, 7000])
+CASES = [(forms, lengths) for lengths in LENGTHS for forms in PLANS]
+LONGEST = pytest.param("hidden:1,kv:1", [30_000, 30_000], marks=pytest.mark.slow)
+TWO = "hidden:1,kv:1", [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
 
 
-@pytest.mark.parametrize(("forms", "lengths"), [*CASES, ("hidden:1,kv:1", [30_000, 30_000])])
+@pytest.mark.parametrize(("forms", "lengths"), [*CASES, TWO, LONGEST])
 def test_a_long_prompt_is_kept(models: None, forms: str, lengths: list[int]) -> None:
     seen = run_in_child(second_turns, forms, lengths, timeout=550)
     for length, reply in zip(lengths, seen["again"], strict=True):

@@ -14,6 +14,8 @@ import pytest
 from support.core import Core, run_in_child
 from support.real_text import drift, push_out, tokens_of
 
+pytestmark = pytest.mark.long
+
 DOCUMENT = 300
 """Tokens of the Declaration of Independence that the first turn reads."""
 QUESTIONS = (

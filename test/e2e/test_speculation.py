@@ -11,6 +11,8 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +22,8 @@ import pytest
 
 from support.core import MODELS, Core, run_in_child
 from support.speculation import NGRAM, ROWS, SpeculativeCore
+
+pytestmark = pytest.mark.long
 
 MODEL = "llama-gqa"
 TURNS = 3
@@ -267,6 +271,20 @@ def drafted(speculation: tuple[str, ...], evict: bool, *flags: str, model: str =
     return Drafted(told, core.proposed, [core.draft_kv(tokens) for tokens in ends])
 
 
+Drafts = Callable[[str], tuple[tuple[str, ...], Drafted]]
+"""Of an algorithm: its flags, and what it does on a device that never evicts."""
+
+
+@pytest.fixture(scope="module")
+def drafts(models: None, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
+    @cache
+    def of(algorithm: str) -> tuple[tuple[str, ...], Drafted]:
+        flags = draft_model(tmp_path_factory.mktemp("draft"), algorithm)
+        return flags, run_in_child(drafted, flags, False, *ROOMY)
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("algorithm", "form"),
     [
@@ -279,11 +297,10 @@ def drafted(speculation: tuple[str, ...], evict: bool, *flags: str, model: str =
     ],
 )
 def test_draft_models_propose_what_they_would_have(
-    models: None, plain: Told, tmp_path: Path, algorithm: str, form: str
+    plain: Told, drafts: Drafts, algorithm: str, form: str
 ) -> None:
     """The same proposals in every verify pass, and so the same acceptance."""
-    speculation = draft_model(tmp_path, algorithm)
-    kept = run_in_child(drafted, speculation, False, *ROOMY)
+    speculation, kept = drafts(algorithm)
     found = run_in_child(drafted, speculation, True, *TIGHT, "--hc-forms", form)
     assert kept.told.tokens == plain.tokens
     assert found.told.tokens == plain.tokens
@@ -314,12 +331,9 @@ def without_draft_kv(speculation: tuple[str, ...]) -> Drafted:
         return drafted(speculation, True, *TIGHT, "--hc-forms", "kv")
 
 
-def test_a_draft_model_without_its_state_would_be_noticed(
-    models: None, plain: Told, tmp_path: Path
-) -> None:
+def test_a_draft_model_without_its_state_would_be_noticed(plain: Told, drafts: Drafts) -> None:
     """Wrong state of a draft model changes no token, but what it proposes."""
-    speculation = draft_model(tmp_path, "STANDALONE")
-    kept = run_in_child(drafted, speculation, False, *ROOMY)
+    speculation, kept = drafts("STANDALONE")
     found = run_in_child(without_draft_kv, speculation)
     assert found.told.tokens == plain.tokens
     assert found.told.verified[0] == kept.told.verified[0]
