@@ -42,7 +42,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Span
-from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.planner import RestoreChoice
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile

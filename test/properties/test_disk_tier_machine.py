@@ -7,13 +7,14 @@ nobody else.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -76,14 +77,14 @@ class DiskMachine(TiersMachine):
         self.count += 1
         rid = f"f{self.count}"
         self.fetching[rid] = Waiting(Prefix(salt, pack_tokens(tokens[:cut])), 0)
-        self.view.arrived(rid, rid, self.fetching.__getitem__)
+        self.view.arrived(rid, partial(self.fetching.__getitem__, rid))
         self.look()
         self.work(steps)
 
     @rule()
     def look(self) -> None:
         """A scheduling pass."""
-        self.view.on_schedule_step(list(self.fetching), self.fetching.__getitem__)
+        self.view.on_schedule_step(list(self.fetching))
 
     @rule(steps=st.integers(1, 6))
     def work(self, steps: int) -> None:
@@ -119,7 +120,7 @@ class DiskMachine(TiersMachine):
         self.now += later
         if cancel:
             self.view.left(rid)
-        elif self.view.ready(rid, self.fetching.__getitem__):
+        elif self.view.ready(rid):
             self.view.finished(rid, 3)
         else:
             return

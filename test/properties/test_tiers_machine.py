@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
-from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
 from sglang_hc.store.block_io import BlockIo

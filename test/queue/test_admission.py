@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.queue.admission import ARRANGED, Admission
-from sglang_hc.queue.lookahead import Waiting
 from sglang_hc.queue.prefetch import MAX_FETCHES
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix
 from support.fake_io import FakeIo
@@ -46,7 +47,7 @@ class Loop:
         self.words[rid] = word
         self.arrivals.append(rid)
         self.waiting.append(rid)
-        self.queue.arrived(rid, rid, self.of)
+        self.queue.arrived(rid, partial(self.of, rid))
 
     def abort(self, rid: str) -> None:
         self.waiting.remove(rid)
@@ -59,12 +60,12 @@ class Loop:
         if self.queue.admission.ready_first:
             ticket = self.queue.requests.arrival
             self.waiting[:ARRANGED] = sorted(self.waiting[:ARRANGED], key=ticket)
-        self.queue.on_schedule_step(self.waiting, self.of)
+        self.queue.on_schedule_step(self.waiting)
         for rid in self.running:
             self.finish(rid)
         order = list(self.waiting)
         if self.queue.admission.ready_first:
-            costs = self.queue.readiness(order[:ARRANGED], self.of)
+            costs = self.queue.readiness(order[:ARRANGED])
             head = self.queue.admission.arrange(order[:ARRANGED], costs)
             order = self.waiting = head + order[ARRANGED:]
         asked: list[str] = []
@@ -73,7 +74,7 @@ class Loop:
             if len(self.running) == fits:
                 break
             asked.append(rid)
-            if self.queue.ready(rid, self.of):
+            if self.queue.ready(rid):
                 self.running.append(rid)
         self.waiting = [rid for rid in self.waiting if rid not in self.running]
         before = self.arrivals if self.queue.admission.ready_first else asked

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_hc.queue.lookahead import QueueView, Waiting
+from functools import partial
+
+from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.fake_io import FakeIo
 from support.host import host_queue, identities
@@ -22,31 +25,38 @@ def waiting(rid: str) -> Waiting:
     return Waiting(Prefix(None, pack_tokens(tokens)), 0)
 
 
+def arrive(queue: QueueView, *rids: str) -> None:
+    for rid in rids:
+        queue.arrived(rid, partial(waiting, rid))
+
+
 def ids(rid: str) -> list[bytes]:
     return identities(waiting(rid).prompt.tokens)
 
 
 def test_the_disk_is_told_what_changed_and_only_then() -> None:
     queue, below = view()
-    queue.on_schedule_step(["a1", "a2", "b1"], waiting)
+    arrive(queue, "a1", "a2", "b1")
+    queue.on_schedule_step(["a1", "a2", "b1"])
     shared, own = ids("a2")
     first, second, third = (below.uses[ids(rid)[1]] for rid in ("a1", "a2", "b1"))
     assert None not in (first, second, third)
     assert below.uses[shared] == first < second == below.uses[own] < third  # type: ignore[operator]
-    queue.on_schedule_step(["a1", "a2", "b1"], waiting)
+    queue.on_schedule_step(["a1", "a2", "b1"])
     assert below.hints == 1
-    queue.on_schedule_step(["a2", "b1"], waiting)
+    queue.on_schedule_step(["a2", "b1"])
     assert below.uses[ids("a1")[1]] is None
     assert below.uses[shared] == second, "it is now needed by the next one"
     queue.left("a2")
     queue.left("b1")
-    queue.on_schedule_step([], waiting)
+    queue.on_schedule_step([])
     assert set(below.uses.values()) == {None}
 
 
 def test_a_disk_that_evicts_by_age_is_told_nothing() -> None:
     queue, below = view(tell_disk=False)
-    queue.on_schedule_step(["a1"], waiting)
+    arrive(queue, "a1")
+    queue.on_schedule_step(["a1"])
     assert below.hints == 0
 
 
@@ -55,8 +65,9 @@ def test_reads_begin_at_once_and_together() -> None:
     below = FakeIo(capacity=100)
     below.hold(ids("a1") + ids("b1"))
     queue = host_queue(100, below).queue
-    queue.on_schedule_step(["a1"], waiting)
+    arrive(queue, "a1")
+    queue.on_schedule_step(["a1"])
     assert below.flushed == [ids("a1")]
-    queue.arrived("b1", "b1", waiting)
-    queue.ready("b1", waiting)  # its turn has come, and nobody looked at the queue since
+    arrive(queue, "b1")
+    queue.ready("b1")  # its turn has come, and nobody looked at the queue since
     assert below.flushed[1:] == [ids("a1") + ids("b1")]

@@ -44,7 +44,7 @@ def evicted(costs: Costs, prefetch: str = "queue") -> ServerSubject:
     subject.serve(WORD)
     subject.serve("stuvwxyz")
     assert not {"a", "ab", WORD} & subject.in_host()
-    subject.order.append(WORD)
+    subject.enqueue(WORD)
     return subject
 
 
@@ -116,7 +116,7 @@ def test_a_disk_and_a_store_that_read_for_one_request_are_timed_apart() -> None:
     subject = ServerSubject("lru", "queue", 8, Costs(), lambda *read: seen.append(read))
     subject.serve(WORD)
     subject.serve("stuvwxyz")
-    subject.order.append(WORD)
+    subject.enqueue(WORD)
     subject.io.far = {identities(tokens_of(WORD))[1]}
     assert not ready(subject)
     began = subject.now
@@ -134,8 +134,6 @@ def test_a_disk_and_a_store_that_read_for_one_request_are_timed_apart() -> None:
 def test_what_leaves_again_is_fetched_again_a_few_times() -> None:
     """Under lru, what was read for one request leaves for the next."""
     subject = evicted(Costs(), prefetch="on-arrival")
-    subject.order.remove(WORD)
-    subject.enqueue(WORD)
     fetched = 0
     while not ready(subject):
         subject.arrive_all()
@@ -190,7 +188,7 @@ def test_a_long_history_is_tried_in_part() -> None:
     subject = ServerSubject("lru", "queue", 8, Doubted(5.0))
     subject.serve("abcdefg")
     subject.serve("stuvwxyz")
-    subject.order.append("abcdefg")
+    subject.enqueue("abcdefg")
     assert subject.ready("abcdefg") == (False, ["a", "ab", "abc", "abcd"])
     subject.arrive_all()
     assert subject.ready("abcdefg") == (True, []), "the rest is not worth it either"
@@ -235,7 +233,7 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
         subject.serve(word)
     hits = []
     for word in words:
-        subject.order.append(word)
+        subject.enqueue(word)
         done, started = subject.ready(word)
         if not done:
             subject.io.end_all(at=subject.now + 64 * true * len(started))

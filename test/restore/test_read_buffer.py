@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.read_buffer import PIECES_PER_PASS, ReadBuffer
 from sglang_hc.restore.restore_pass import RestorePass

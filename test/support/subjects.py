@@ -7,12 +7,12 @@ the calls that the scheduler, or the simulator's engine, would make.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
-from sglang_hc.queue.lookahead import Waiting
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.queue.requests import Waiting, WaitingTable
 from sglang_hc.store.disk_tier import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
@@ -115,7 +115,7 @@ class ServerSubject:
             self.queue.admission.asked(word)
             self.order.remove(word)
             # The pass after its admission.
-            self.queue.on_schedule_step(self.order, self._waiting)
+            self.queue.on_schedule_step(self.order)
         for node in keep(self.host, tokens, now=self.now):
             self.disk.spill(node)
         self.disk.poll()
@@ -126,7 +126,7 @@ class ServerSubject:
 
     def enqueue(self, word: str) -> None:
         self.order.append(word)
-        self.queue.arrived(word, word, self._waiting)
+        self.queue.arrived(word, partial(self._waiting, word))
 
     def abort(self, word: str) -> None:
         self.order.remove(word)
@@ -138,12 +138,12 @@ class ServerSubject:
     def look(self) -> list[str]:
         self.now += 1
         self.disk.poll()
-        self.queue.on_schedule_step(self.order, self._waiting)
+        self.queue.on_schedule_step(self.order)
         return self._started()
 
     def ready(self, word: str) -> tuple[bool, list[str]]:
         self.now += 1
-        return self.queue.ready(word, self._waiting), self._started()
+        return self.queue.ready(word), self._started()
 
     def arrive_all(self) -> None:
         self.io.end_all()

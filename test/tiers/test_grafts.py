@@ -15,7 +15,8 @@ from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
-from sglang_hc.queue.lookahead import QueueRules, QueueView, Waiting
+from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_pool import HostPool
@@ -210,14 +211,14 @@ def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
         world.host.clear()
     cut = RULE.cut(480, None)
     waiting = Waiting(prompt_behind(cut, 480), 0, earlier(cut))
-    view.arrived("r", None, lambda rid: waiting)
-    view.on_schedule_step(["r"], lambda rid: waiting)
+    view.arrived("r", lambda: waiting)
+    view.on_schedule_step(["r"])
     whole = identities(kept(0, 440))
     assert all(window.next_use(whole[i]) is not None for i in (0, 3, 4, 5)), "they are needed"
     assert window.next_use(whole[1]) is None, "it was dropped"
-    assert not view.ready("r", lambda rid: waiting)
+    assert not view.ready("r")
     world.end()
-    assert view.ready("r", lambda rid: waiting)
+    assert view.ready("r")
     assert view.take_loaded("r") == (4 * BLOCK_TOKENS if disk else 0)
     assert len(world.blocks(480)) == 4
     world.check()

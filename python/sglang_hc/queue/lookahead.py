@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
@@ -21,26 +21,13 @@ from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
 from sglang_hc.queue.meeting import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
-from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
+from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
-from sglang_hc.tree.identity import BlockPath, Prefix
+from sglang_hc.tree.identity import BlockPath
 from sglang_hc.tree.promotions import Promotion, Promotions
-
-
-class Waiting(NamedTuple):
-    """A waiting request: its prompt, and how many tokens of it the device has now.
-
-    earlier: what a cut prompt was cut to before, where its state may move; None for any other.
-    """
-
-    prompt: Prefix
-    on_device: int
-    earlier: EarlierCuts | None = None
-
-
-WaitingOf = Callable[[str], Waiting]
 
 UNKNOWN_COSTS = UnknownCosts()
 
@@ -83,8 +70,7 @@ class QueueRules(NamedTuple):
 class QueueView:
     """Look-ahead over one scheduler's waiting queue.
 
-    `window` is the one the eviction policies ask. `waiting_of` of the methods is always the same:
-    what is known of a waiting request now.
+    `window` is the one the eviction policies ask.
     """
 
     def __init__(
@@ -109,7 +95,6 @@ class QueueView:
         mode = rules.prefetch if self._fetches else "off"
         slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self, costs, slots, mode)
-        self._waiting_of: WaitingOf | None = None
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
@@ -129,9 +114,7 @@ class QueueView:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def on_schedule_step(
-        self, queue: Sequence[str], waiting_of: WaitingOf, decoding: int = 0
-    ) -> None:
+    def on_schedule_step(self, queue: Sequence[str], decoding: int = 0) -> None:
         """The waiting requests, the next to be served first, and how many requests decode; once
         per pass, at its top."""
         self.meetings.decoding = decoding
@@ -140,7 +123,6 @@ class QueueView:
         if not (queue or departed or len(self.window) or self._changed):
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
-        self._waiting_of = waiting_of
         if admitted:
             self._prefetcher.admitted(admitted, self._now())
         for rid in departed:  # others may have left without a word
@@ -149,19 +131,20 @@ class QueueView:
         self._send_eviction_hints()
         self._prefetcher.fetch()
 
-    def arrived(self, rid: str, source: Any, waiting_of: WaitingOf) -> None:
-        """A request was queued, or queued again. source: the scheduler's own object for it."""
-        self._waiting_of = waiting_of
-        self._prefetcher.arrived(rid)
-        self.requests[rid].source = source
+    def arrived(self, rid: str, look: Callable[[], Waiting]) -> None:
+        """A request was queued, or queued again. look: what it is now."""
+        self._prefetcher.arrived(rid, look)
 
-    def ready(self, rid: str, waiting_of: WaitingOf) -> bool:
+    def look_at(self, rid: str) -> Waiting:
+        """What a waiting request is now."""
+        return self.requests[rid].look()
+
+    def ready(self, rid: str) -> bool:
         """Whether the request may be admitted now. Its turn has come: what it needs is started.
 
         False for at most MAX_BYPASSED passes in which a request asked for after it was admitted.
         While nobody is, for no longer than `Prefetcher.ready` says.
         """
-        self._waiting_of = waiting_of
         self.admission.asked(rid)
         if not self._fetches:
             return True
@@ -171,15 +154,14 @@ class QueueView:
             return True
         ready = self._prefetcher.ready(rid, self._now())
         if self.meetings.of(rid) is not None:
-            waiting = self._of(rid)
+            waiting = self.look_at(rid)
             known = self._host.tree.match(waiting.prompt).tokens
             self.meetings.wait(rid, max(known, waiting.on_device))
         return ready
 
-    def readiness(self, rids: Collection[str], waiting_of: WaitingOf) -> Readiness[str]:
+    def readiness(self, rids: Collection[str]) -> Readiness[str]:
         """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
         to it. Looked up once, and again when they have come."""
-        self._waiting_of = waiting_of
         costs: dict[str, float] = {}
         for rid, known in zip(rids, map(self.requests.get, rids), strict=True):
             record = known or self.requests[rid]
@@ -235,7 +217,7 @@ class QueueView:
         sources = self._find(request, path, first)
         if sources is None:
             return None
-        on_device = self._of(request).on_device if sources else 0
+        on_device = self.look_at(request).on_device if sources else 0
         if (first + len(sources)) * BLOCK_TOKENS <= on_device:
             sources = ()
         return Missing(path, first, sources, on_device)
@@ -286,15 +268,11 @@ class QueueView:
             self._mover.take_copied(block_id)
         self._prefetcher.fail(block_id)
 
-    def _of(self, rid: str) -> Waiting:
-        assert self._waiting_of is not None
-        return self._waiting_of(rid)
-
     def _needs_of(self, rid: str) -> Sequence[bytes]:
         """Blocks that the request can use, wherever they are; worked out once per request."""
         record = self.requests[rid]
         if record.needs is None:
-            prompt, _, earlier = self._of(rid)
+            prompt, _, earlier = self.look_at(rid)
             record.needs, record.path = self._host.tree.path(prompt)
             if earlier is not None and self._mover is not None:
                 record.earlier = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
@@ -331,7 +309,7 @@ class QueueView:
 
     def _restore_cost(self, rid: str) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
-        waiting = self._of(rid)
+        waiting = self.look_at(rid)
         match = self._host.tree.match(waiting.prompt)
         known = max(match.tokens, waiting.on_device)
         cost = self._costs.token_seconds(SourceTier.HOST) * (known - waiting.on_device)

@@ -21,6 +21,7 @@ from typing import Generic, Protocol, TypeVar
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import FetchCosts, Missing, TurnEstimate
+from sglang_hc.queue.requests import Waiting, not_told
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
 PREFETCH_MODES = ("queue", "on-arrival", "off")
@@ -159,10 +160,10 @@ class Prefetcher(Generic[K]):
         if change.left or change.entered:
             self._quiet = 0
 
-    def arrived(self, request: K) -> None:
-        """A request was queued, or queued again."""
+    def arrived(self, request: K, look: Callable[[], Waiting] = not_told) -> None:
+        """A request was queued, or queued again. See `WaitingTable.arrived`."""
         self._forget(request)
-        self.requests.arrived(request)
+        self.requests.arrived(request, look)
         if self.mode != "off":
             self._unseen[request] = None
 

@@ -10,12 +10,12 @@ request leaves the queue.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, KeysView, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from sglang_hc.tree.cuts import EarlierPath
-from sglang_hc.tree.identity import BlockPath
+from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
+from sglang_hc.tree.identity import BlockPath, Prefix
 
 K = TypeVar("K", bound=Hashable)
 """Name of a request."""
@@ -26,12 +26,28 @@ DEPARTED_WITHIN = 128
 """Places from the head of a queue within which requests are expected to leave it."""
 
 
+class Waiting(NamedTuple):
+    """A waiting request now: its prompt, and how many tokens of it the device has.
+
+    earlier: what a cut prompt was cut to before, where its state may move; None for any other.
+    """
+
+    prompt: Prefix
+    on_device: int
+    earlier: EarlierCuts | None = None
+
+
+def not_told() -> Waiting:
+    """Of a request of which nothing but its place in the queue is known."""
+    raise LookupError("nobody has said what this request is")
+
+
 @dataclass(eq=False, slots=True)
 class WaitingRequest:
     """What is known of one waiting request.
 
     arrival: its place in the order of arrival, from 1 on; 0 for one that was never queued here.
-    source: the scheduler's own object for the request, for whoever looks at its prompt.
+    look: what it is now; raises LookupError for one that was never queued here.
     needs: identities of the blocks it can use; None until it enters the look-ahead window.
     path: of its prompt; None until `needs` are known.
     earlier: where the blocks of a cut prompt were before, if they may move from there.
@@ -49,7 +65,7 @@ class WaitingRequest:
     """
 
     arrival: int = 0
-    source: Any = None
+    look: Callable[[], Waiting] = not_told
     needs: Sequence[bytes] | None = None
     path: BlockPath | None = None
     earlier: Sequence[EarlierPath] = ()
@@ -99,11 +115,12 @@ class WaitingTable(Generic[K]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def arrived(self, name: K) -> WaitingRequest:
-        """The request was queued, perhaps again: nothing of what was known before counts."""
+    def arrived(self, name: K, look: Callable[[], Waiting] = not_told) -> WaitingRequest:
+        """The request was queued, perhaps again: nothing of what was known before counts. look:
+        what it is now."""
         self.left(name)
         self._arrivals += 1
-        record = self._records[name] = WaitingRequest(self._arrivals)
+        record = self._records[name] = WaitingRequest(self._arrivals, look)
         return record
 
     def arrival(self, name: K) -> int:

@@ -28,7 +28,7 @@ from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.queue.lookahead import WaitingOf
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.staging import (
     HostSpan,
@@ -116,7 +116,7 @@ class ReadBuffer:
         self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
 
-    def on_schedule_step(self, queue: Sequence[str], waiting_of: WaitingOf) -> None:
+    def on_schedule_step(self, queue: Sequence[str], look_at: Callable[[str], Waiting]) -> None:
         """Copy chunks of the waiting requests, the next one first, while frames are free. Once per
         pass."""
         if self._to_copy:
@@ -130,7 +130,7 @@ class ReadBuffer:
             if rid not in self._to_copy:
                 if self._fetching(rid):
                     continue
-                self._to_copy[rid] = self._copies_for(rid, waiting_of)
+                self._to_copy[rid] = self._copies_for(look_at(rid))
             for layer, nodes in self._to_copy[rid]:
                 self._copy(rid, layer, nodes)
                 room -= 1
@@ -198,11 +198,9 @@ class ReadBuffer:
                 assert copied.layer == layer and copied.identities[index] == identity
                 assert copied.owner in self._to_copy
 
-    def _copies_for(
-        self, rid: str, waiting_of: WaitingOf
-    ) -> Iterator[tuple[int, Sequence[BlockNode]]]:
+    def _copies_for(self, waiting: Waiting) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request. Ends if one of its blocks leaves."""
-        prompt, on_device, _ = waiting_of(rid)
+        prompt, on_device, _ = waiting
         match = self._host.tree.match(prompt)
         ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
         nodes = match.nodes[on_device // BLOCK_TOKENS : ready]

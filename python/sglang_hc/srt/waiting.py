@@ -8,13 +8,14 @@ puts the questions to the tiers. Belongs to the scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED, Admission
-from sglang_hc.queue.lookahead import QueueView, Waiting
-from sglang_hc.queue.requests import departed, without
+from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.requests import Waiting, departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.overflow import dropped_of, earlier_of
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -57,9 +58,9 @@ class WaitingRequests:
             arrival = self._view.requests.arrival
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(req.rid))
         self._update(queue)
-        self._view.on_schedule_step(self._order, self._waiting_of, decoding)
+        self._view.on_schedule_step(self._order, decoding)
         if self._read_buffer is not None:
-            self._read_buffer.on_schedule_step(self._order, self._waiting_of)
+            self._read_buffer.on_schedule_step(self._order, self._view.look_at)
 
     def arrange(self, queue: list[Any]) -> None:
         """Put the first ARRANGED of the queue in ready-first's order, until the next pass."""
@@ -67,7 +68,7 @@ class WaitingRequests:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
         if len(head) == min(ARRANGED, len(queue)) and self._view.requests.knows(head.keys()):
-            costs = self._view.readiness(head, self._waiting_of)
+            costs = self._view.readiness(head)
             before = list(head)
             order = self.admission.arrange(before, costs)
             if order != before:
@@ -81,7 +82,7 @@ class WaitingRequests:
     def queued(self, rid: str) -> None:
         """A request was queued, perhaps not for the first time."""
         if self.last_matched is not None and self.last_matched.rid == rid:
-            self._view.arrived(rid, self.last_matched, self._waiting_of)
+            self._view.arrived(rid, partial(self._look_at, self.last_matched))
             dropped = dropped_of(self.last_matched)
             if dropped:
                 self._view.counters["overflow_requests"] += 1
@@ -89,7 +90,7 @@ class WaitingRequests:
 
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""
-        return rid not in self._view.requests or self._view.ready(rid, self._waiting_of)
+        return rid not in self._view.requests or self._view.ready(rid)
 
     def take_loaded(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
@@ -127,8 +128,7 @@ class WaitingRequests:
         if rid in self._view.requests:
             self._queue, self._order = [], ()
 
-    def _waiting_of(self, rid: str) -> Waiting:
-        req = self._view.requests[rid].source
+    def _look_at(self, req: Any) -> Waiting:
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
         prompt = Prefix(req.extra_key, pack_tokens(key.token_ids))
         return Waiting(prompt, self._on_device(key), earlier_of(req))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from sglang_hc.queue.lookahead import Waiting
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
@@ -13,10 +15,6 @@ from support.host import host_queue, keep
 from support.remote import SLOTS, FakeStore, make_blocks, make_pool, until
 
 TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
-
-
-def waiting(rid: str) -> Waiting:
-    return Waiting(Prefix(None, TOKENS), 0)
 
 
 class Server:
@@ -29,6 +27,15 @@ class Server:
             SLOTS, self.io, prefetch=prefetch, clock=clock
         )
         self.queue.finished("earlier", 2)
+        self.looked: list[str] = []
+
+    def arrive(self, *rids: str) -> None:
+        for rid in rids:
+            self.queue.arrived(rid, partial(self.look_at, rid))
+
+    def look_at(self, rid: str) -> Waiting:
+        self.looked.append(rid)
+        return Waiting(Prefix(None, TOKENS), 0)
 
     def keep(self) -> None:
         """Compute both whole blocks and spill them."""
@@ -39,7 +46,7 @@ class Server:
 
     def admit(self, rid: str) -> None:
         """Pass until the request may be admitted."""
-        until(lambda: self.queue.ready(rid, waiting), self.disk.poll)
+        until(lambda: self.queue.ready(rid), self.disk.poll)
 
 
 @pytest.fixture
@@ -54,11 +61,12 @@ def shared(store: FakeStore, clock: Clock) -> FakeStore:
 
 def test_the_first_look_asks_and_a_later_one_reads(shared: FakeStore, clock: Clock) -> None:
     server = Server(shared, clock)
-    server.queue.on_schedule_step(["a"], waiting)
-    assert not server.queue.ready("a", waiting)
+    server.arrive("a")
+    server.queue.on_schedule_step(["a"])
+    assert not server.queue.ready("a")
     until(
         lambda: server.disk.busy,
-        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"], waiting)),
+        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"])),
     )
     server.admit("a")
     assert server.host.tree.match(Prefix(None, TOKENS)).tokens == 128
@@ -73,10 +81,10 @@ def test_on_arrival_the_read_starts_when_the_answer_is_there(
     shared: FakeStore, clock: Clock
 ) -> None:
     server = Server(shared, clock, prefetch="on-arrival")
-    server.queue.arrived("a", "a", waiting)
+    server.arrive("a")
     until(
         lambda: server.disk.busy,
-        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"], waiting)),
+        lambda: (server.disk.poll(), server.queue.on_schedule_step(["a"])),
     )
     server.admit("a")
     assert server.queue.take_loaded("a") == 128
@@ -85,41 +93,44 @@ def test_on_arrival_the_read_starts_when_the_answer_is_there(
 
 def test_a_miss_is_waited_for_once(store: FakeStore, clock: Clock) -> None:
     server = Server(store, clock)
-    assert not server.queue.ready("a", waiting)
+    server.arrive("a", "b")
+    assert not server.queue.ready("a")
     server.admit("a")
     assert server.host.staged_slots == 0
-    assert server.queue.ready("b", waiting), "the answer for the same blocks is still believed"
+    assert server.queue.ready("b"), "the answer for the same blocks is still believed"
     server.disk.close()
 
 
 def test_a_hung_lookup_holds_a_request_for_a_bounded_time(store: FakeStore, clock: Clock) -> None:
     server = Server(store, clock)
+    server.arrive("a", "b")
     store.open.clear()
-    assert not server.queue.ready("a", waiting)
+    assert not server.queue.ready("a")
     assert store.entered.wait(60)
     clock.now += blocks.LOOKUP_S
     server.disk.poll()
-    assert server.queue.ready("a", waiting)
-    assert server.queue.ready("b", waiting)
+    assert server.queue.ready("a")
+    assert server.queue.ready("b")
     store.open.set()
     server.disk.close()
 
 
 def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> None:
     server = Server(shared, clock)
-    server.queue.on_schedule_step(["a"], waiting)
+    server.arrive("a")
+    server.queue.on_schedule_step(["a"])
     until(
         lambda: not server.io.ask(server.host.tree.identities(Prefix(None, TOKENS))),
         server.disk.poll,
     )
     shared.open.clear()
     shared.entered.clear()
-    assert not server.queue.ready("a", waiting)
+    assert not server.queue.ready("a")
     assert shared.entered.wait(60)
     assert server.host.staged_slots == 2
     clock.now += 11
     server.disk.poll()
-    assert server.queue.ready("a", waiting)
+    assert server.queue.ready("a")
     assert server.host.staged_slots == 0 and server.disk.counters["remote_read_timed_out"] >= 1
     shared.open.set()
     server.disk.close()
@@ -129,10 +140,10 @@ def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> No
 def test_a_request_that_leaves_stops_asking(store: FakeStore, clock: Clock) -> None:
     server = Server(store, clock, prefetch="on-arrival")
     store.open.clear()
-    server.queue.arrived("a", "a", waiting)
+    server.arrive("a")
     server.queue.left("a")
-    looked: list[str] = []
-    server.queue.on_schedule_step(["b"], lambda rid: looked.append(rid) or waiting(rid))  # type: ignore[func-returns-value]
-    assert "a" not in looked
+    server.arrive("b")
+    server.queue.on_schedule_step(["b"])
+    assert "a" not in server.looked
     store.open.set()
     server.disk.close()
