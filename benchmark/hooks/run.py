@@ -24,6 +24,7 @@ import statistics
 import time
 import tracemalloc
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, summary, tiers_of
 from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
@@ -61,7 +63,7 @@ def measure_idle(passes: int) -> dict[str, Any]:
             for n in range(running)
         ]
         batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_extend=lambda: False),
+            forward_mode=ForwardMode.DECODE,
             seq_lens_cpu=torch.full((running,), 500),
         )
 
@@ -225,13 +227,13 @@ def measure_memory(blocks: int) -> dict[str, Any]:
     return {"blocks": blocks, "bytes": used, "bytes_per_block": round(used / blocks, 1)}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--passes", type=int, default=5000, help="passes timed for idle")
     parser.add_argument("--rounds", type=int, default=2000, help="matches timed per arm")
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the memory run")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
     result = {
         "command": machine.command(),

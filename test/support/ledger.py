@@ -67,21 +67,22 @@ RESOLVE = """
 import json, sys
 import sglang.srt.server_args as server_args
 from sglang.srt.plugins import load_plugins
-server_args.get_device_memory_capacity = lambda device=None: float(sys.argv[1]) * 1024
 load_plugins()
-args = server_args.prepare_server_args(
-    ["--model-path", sys.argv[2], "--device", "cuda", "--attention-backend", "triton",
-     "--sampling-backend", "pytorch", "--load-format", "dummy"])
 names = ("chunked_prefill_size", "max_running_requests", "max_prefill_tokens",
          "enable_mixed_chunk", "mem_fraction_static", "max_speculative_num_draft_tokens")
-found = {name: getattr(args, name) for name in names}
-print("ARGS " + json.dumps(found | {"max_bs": args.cuda_graph_config.decode.max_bs}))
+for gib in sys.argv[2:]:
+    server_args.get_device_memory_capacity = lambda device=None: float(gib) * 1024
+    args = server_args.prepare_server_args(
+        ["--model-path", sys.argv[1], "--device", "cuda", "--attention-backend", "triton",
+         "--sampling-backend", "pytorch", "--load-format", "dummy"])
+    found = {name: getattr(args, name) for name in names}
+    print("ARGS " + json.dumps(found | {"max_bs": args.cuda_graph_config.decode.max_bs}))
 """
 
 
-def defaults(gib: int) -> Any:
-    """SGLang's resolved arguments on a card of this size, with the tiers on. In a process of its
-    own, because it believes that there is a GPU."""
+def defaults() -> dict[int, Any]:
+    """SGLang's resolved arguments on each card, with the tiers on. In a process of its own, because
+    it believes that there is a GPU."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
         "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -91,12 +92,16 @@ def defaults(gib: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         done = subprocess.run(
-            [sys.executable, "-c", RESOLVE, str(gib), folder], capture_output=True, text=True,
-            env=os.environ | {"SGLANG_HC_ENABLE": "1"}, check=False,
+            [sys.executable, "-c", RESOLVE, folder, *map(str, CARDS)],
+            capture_output=True, text=True, env=os.environ | {"SGLANG_HC_ENABLE": "1"}, check=False,
         )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("ARGS ")]
-    assert lines, done.stderr[-2000:]
-    found = json.loads(lines[0].removeprefix("ARGS "))
+    assert len(lines) == len(CARDS), done.stderr[-2000:]
+    return {gib: arguments(line) for gib, line in zip(CARDS, lines, strict=True)}
+
+
+def arguments(line: str) -> Any:
+    found = json.loads(line.removeprefix("ARGS "))
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=found.pop("max_bs")))
     return SimpleNamespace(**found, cuda_graph_config=graphs)
 
@@ -133,7 +138,7 @@ def table(entries: list[Entry]) -> str:
 
 
 def ledger() -> list[Entry]:
-    resolved = {gib: defaults(gib) for gib in CARDS}
+    resolved = defaults()
     return [entry(gib, name, resolved[gib]) for gib in CARDS for name in MODELS]
 
 

@@ -113,9 +113,9 @@ class Missing:
         end: int,
         turn_in: float,
     ) -> tuple[int, float]:
-        """(end of those of blocks [first, end) that can be here in `turn_in` seconds, seconds that
-        the last of all comes later). Disk and remote store read at the same time, each behind the
-        `reading` blocks that it reads already."""
+        """Which of blocks [first, end) can be in host memory within `turn_in` seconds: their end,
+        and by how many seconds the last of all blocks is late. Disk and remote store read at the
+        same time, each behind the `reading` blocks that it reads already."""
         ready: dict[SourceTier, float] = {}
         begin, stop, late = first, first, 0.0
         for tier, run in groupby(self.sources[first - self.first : end - self.first]):

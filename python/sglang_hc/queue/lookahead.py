@@ -140,7 +140,7 @@ class QueueView:
         return self.requests[rid].look()
 
     def ready(self, rid: str) -> bool:
-        """Whether the request may be admitted now. Its turn has come: what it needs is started.
+        """Whether the request may be admitted now. Its turn has come, so what it lacks is fetched.
 
         False for at most MAX_BYPASSED passes in which a request asked for after it was admitted.
         While nobody is, for no longer than `Prefetcher.ready` says.

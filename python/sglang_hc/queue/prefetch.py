@@ -162,7 +162,7 @@ class Prefetcher(Generic[K]):
 
     def arrived(self, request: K, look: Callable[[], Waiting] = not_told) -> None:
         """A request was queued, or queued again. See `WaitingTable.arrived`."""
-        self._forget(request)
+        self.cancel(request)
         self.requests.arrived(request, look)
         if self.mode != "off":
             self._unseen[request] = None
@@ -171,7 +171,7 @@ class Prefetcher(Generic[K]):
         """These were admitted in one pass; they wait for nothing any more."""
         self.turns.admitted(len(requests), now)
         for request in requests:
-            self._forget(request)
+            self.cancel(request)
 
     def finished(self, request: K, blocks: int) -> None:
         """A request of so many blocks is over; its size is the next sample of S_kv."""
@@ -179,8 +179,11 @@ class Prefetcher(Generic[K]):
         self.cancel(request)
 
     def cancel(self, request: K) -> None:
-        """The request has left the queue or is over. Nobody waits any more for its blocks."""
-        self._forget(request)
+        """The request has left the queue, whoever admitted it, or is over. Nobody waits any more
+        for its blocks."""
+        self._quiet = 0
+        self._unseen.pop(request, None)
+        self.window.leave(request)
 
     def give_up(self, request: K) -> None:
         """Nothing more is fetched for this request: it is served with what is there."""
@@ -290,7 +293,7 @@ class Prefetcher(Generic[K]):
         if not wanted:
             self.give_up(request)
             return True
-        # Nothing is on its way, and what protects itself from the head stays until its turn ends.
+        # Nothing is on its way, and blocks that are protected from the head stay so until its turn.
         return self._is_head(request) and not self.requests.under_way
 
     # -- inner parts -----------------------------------------------------------------------------
@@ -391,9 +394,3 @@ class Prefetcher(Generic[K]):
         self.requests.stop_waiting(request)
         record = self.requests[request]
         record.patience = record.wait_until = None
-
-    def _forget(self, request: K) -> None:
-        """The request has left the queue, whoever admitted it."""
-        self._quiet = 0
-        self._unseen.pop(request, None)
-        self.window.leave(request)

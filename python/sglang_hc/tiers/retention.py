@@ -1,4 +1,5 @@
-"""What stays although nobody waits for it, and what goes although there is room.
+"""Pins and a time to live: blocks stay although nobody waits for them, or leave although there is
+room.
 
 A pin keeps a session's blocks in the host tier until it ends, e.g. while a tool call runs; a time
 to live takes out what nobody has used for long (AttentionStore section 4.3.5). Belongs to the
