@@ -5,9 +5,8 @@
 Nothing is measured here. For data sheets of GPUs with one, two and four SSDs, and for a machine
 that from_source.py has measured (its RESULT), the time to the first token is computed of
 
-    meeting   what the server does: it computes the front and reads the end, restores and goes on
-    eager     the same, but each block is restored when it comes, while others are read and the
-              front is computed: then only the last block and the new tokens are left
+    meeting   what the server does: it computes the front and reads the end, restores what comes as
+              it comes or when all is here, and goes on
     streamed  the layers are read in order, so that the forward pass follows them; the best number
               of first layers is recomputed meanwhile
 
@@ -64,19 +63,9 @@ class Case:
             "recompute": self.layers * cost.prefill_layer(history + NEW, 0),
             "serial": cost.copy_stored(DISK, plan, history) + host.as_stored_seconds,
             "meeting": best_split(cost, plan, History(0, [Span(DISK, history)], 0, NEW)).seconds,
-            "eager": min(map(self.eager, heads)),
             "streamed": min(map(self.streamed, range(plan.recompute, self.layers))),
             "bound": min(self.bound(h, r) for h in heads for r in range(self.layers)),
         }
-
-    def eager(self, head: int) -> float:
-        """Disk, link and compute pass blocks on."""
-        rest = self.history - head
-        if not rest:
-            return self.layers * self.cost.prefill_layer(self.history + NEW, 0)
-        busy = max(self._busy(head, self.plan.recompute))
-        _, *last = self._busy(self.history - BLOCK_TOKENS, self.plan.recompute, 0)
-        return busy + sum(last) + self.new
 
     def streamed(self, first: int) -> float:
         """Layers before `first` are recomputed; disk, link and compute pass the others on."""
@@ -110,17 +99,17 @@ class Case:
         disk, link, compute = self._busy(head, max(first, self.plan.recompute))
         return max(disk, link, compute + self.new)
 
-    def _busy(self, head: int, first: int, computed: int | None = None) -> tuple[float, ...]:
-        """Seconds of disk, link and compute when the first `head` tokens are computed, or only
-        `computed` of them now, and the others restored, layers before `first` by recomputing them.
-        Where nothing overlaps the link's work is the compute's."""
+    def _busy(self, head: int, first: int) -> tuple[float, ...]:
+        """Seconds of disk, link and compute when the first `head` tokens are computed and the
+        others restored, layers before `first` by recomputing them. Where nothing overlaps the
+        link's work is the compute's."""
         cost, rest = self.cost, self.history - head
         hidden, kv = self._loaded(first)
         disk, link = (
             hidden * copies[0] + kv * copies[1]
             for copies in (self._copies(DISK, rest), self._copies(HOST, rest))
         )
-        compute = self.layers * cost.prefill_layer(head if computed is None else computed, 0)
+        compute = self.layers * cost.prefill_layer(head, 0)
         compute += first * cost.prefill_layer(rest, head)
         compute += hidden * cost.project_kv(rest) if hidden else 0.0
         return (disk, link, compute) if cost.overlap else (disk, 0.0, compute + link)
@@ -180,7 +169,6 @@ def row_of(machine: str, model: str, gbps: float, case: Case) -> dict[str, Any]:
         "history": case.history,
         **{f"{arm}_ms": round(1e3 * value, 2) for arm, value in seconds.items()},
         "meeting_over_streamed": round(seconds["meeting"] / seconds["streamed"], 3),
-        "eager_over_streamed": round(seconds["eager"] / seconds["streamed"], 3),
     }
 
 
@@ -194,14 +182,13 @@ def main() -> int:
     rows = list(of_data_sheets())
     if options.measured is not None:
         rows += of_measured(options.measured)
-    shown = ("recompute", "serial", "meeting", "eager", "streamed", "bound")
+    shown = ("recompute", "serial", "meeting", "streamed", "bound")
     for row in rows:
         times = "  ".join(f"{arm} {row[f'{arm}_ms']:8.1f}" for arm in shown)
         print(
             f"{row['machine']:20} {row['model']:12} {row['plan']:22} "
             f"{row['source_gbps']:7.4g} GB/s {row['history']:5}  {times}  "
-            f"{row['meeting_over_streamed']:.2f} "
-            f"{row['eager_over_streamed']:.2f}"
+            f"{row['meeting_over_streamed']:.2f}"
         )
     if options.out is not None:
         told = {"command": cells.own_command(), "new_tokens": NEW, "rows": rows}

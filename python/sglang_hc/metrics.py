@@ -49,6 +49,7 @@ COUNTS = {
     "kept_tokens": "Tokens whose blocks came into the host tier.",
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
+    "early_restored_tokens": "Of these, while the rest of their history was on its way.",
     "recomputed_layer_tokens": "Of these, layers times tokens that the model computed again.",
     "early_layer_tokens": "Tokens of a layer copied to the device before their request's turn.",
     "early_used_layer_tokens": "Of these, read by a restoration.",

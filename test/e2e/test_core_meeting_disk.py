@@ -188,6 +188,9 @@ def test_a_fault_of_the_disk_at_any_block_moves_the_meeting(
     profile = halving_profile(tmp_path, FAST)
     found = run_in_child(body, str(tmp_path / "d"), profile)
     check_moved(found, wanted[FORM][1], "disk", counter)
+    if counter is not None:
+        early = [one.counts.get("early_restored_tokens", 0) for one in found if one.read]
+        assert any(early), "what had come by then was restored before it was needed"
 
 
 def saved(folder: str, profile: str, *flags: str) -> list[int]:

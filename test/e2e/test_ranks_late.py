@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,28 @@ class Late:
         due = [done for at, done in self._held if at <= now]
         self._held = [held for held in self._held if held[0] > now]
         return due
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class OneByOne:
+    """A disk that answers one read in each poll, however fast it is."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._read: set[int] = set()
+        self._held: deque[Any] = deque()
+
+    def read(self, ticket: int, *others: Any) -> None:
+        self._read.add(ticket)
+        self._inner.read(ticket, *others)
+
+    def poll(self) -> list[Any]:
+        done = self._inner.poll()
+        self._held.extend(one for one in done if one.ticket in self._read)
+        others = [one for one in done if one.ticket not in self._read]
+        return [*others, self._held.popleft()] if self._held else others
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -132,7 +154,8 @@ def meet(rank: int, port: int, folder: str, profile: str, loses: bool) -> tuple:
     assert core.scheduler.flush_cache()
     if rank == LATE:
         ranks = core.tree.tiers.ranks
-        ranks._blocks._inner = Late(ranks._blocks._inner, 0.1, loses=loses)
+        blocks = ranks._blocks._inner
+        ranks._blocks._inner = Late(blocks, 0.1, loses=True) if loses else OneByOne(blocks)
     history = [*PROMPT, *first, *FOLLOW]
     reply = core.ask(history, 24)
     core.settle()
@@ -148,12 +171,15 @@ def meet(rank: int, port: int, folder: str, profile: str, loses: bool) -> tuple:
 def test_a_history_is_met_by_both_ranks_at_one_point(
     models: None, tmp_path: Path, loses: bool
 ) -> None:
-    cost = profiles.cost_model(host=1e-6, disk=1e-3, prefill=1e-3)
+    cost = profiles.cost_model(host=1e-6, disk=2e-4, prefill=1e-3)  # nearly all is read
     profile = profiles.write(cost, tmp_path)
     one, two = run_ranks(meet, str(tmp_path / "d"), profile, loses)
     assert one == two
     _, counts = one
     assert counts["meetings"] == 1
+    if not loses:
+        assert counts["meetings_restored"] == 1
+        assert 0 < counts["early_restored_tokens"] <= counts["restored_tokens"]
 
 
 def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.line_fit import Line
+from sglang_hc.policy.meeting import History, best_split, restore_alone
 from sglang_hc.policy.restore_plan import Span, plan_restore
 from support.profiles import cost_model
 
@@ -121,3 +123,72 @@ def test_others_who_decode_make_the_head_shorter() -> None:
 def test_a_tier_without_costs_is_an_error_of_the_caller() -> None:
     with pytest.raises(KeyError, match="no costs for tier remote"):
         best_split(cost_model(), KV, History(0, [Span(SourceTier.REMOTE, 64)], 0, 1))
+
+
+def played(cost: CostModel, plan: LayerPlan, history: int, head: int, new: int) -> float:
+    """Seconds when the device computes `head` tokens, restores what has come of the rest again and
+    again, and what comes last together with the new tokens."""
+    layers, blocks = plan.num_layers, (history - head) // BLOCK_TOKENS
+    each = cost.copy_stored(SourceTier.DISK, plan, history - head) / blocks
+    now, done = layers * cost.prefill_layer(head, 0), 0
+    while (came := min(blocks, int(now / each + 1e-9))) < blocks:
+        if came > done:
+            now += restore_alone(cost, plan, (came - done) * BLOCK_TOKENS)
+            done = came
+        else:
+            now = (came + 1) * each
+    rest = [Span(SourceTier.HOST, (blocks - done) * BLOCK_TOKENS)] if done < blocks else []
+    context = head + done * BLOCK_TOKENS
+    return now + plan_restore(cost, plan, rest, context=context, new=new).seconds
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("plan", [KV, LayerPlan(0, LAYERS, 0)])
+@given(
+    speed=st.floats(0.1, 8), share=st.floats(0.05, 0.6), floor=st.floats(0, 0.04),
+    blocks=st.integers(8, 128),
+)  # fmt: skip
+def test_blocks_restored_as_they_come_take_what_is_expected(
+    overlap: bool, plan: LayerPlan, speed: float, share: float, floor: float, blocks: int
+) -> None:
+    """speed: of the source over the balance. share: what restoring a token takes over computing it.
+    floor: seconds that a restored layer takes at least, over those of a computed block."""
+    linear = cost_model(
+        host=share * PREFILL / 2, disk=PREFILL / speed, project=share * PREFILL / 2,
+        prefill=PREFILL, hidden_share=1.0, overlap=overlap,
+    )  # fmt: skip
+    least = Line(0.0, share * PREFILL / 2, floor * BLOCK_TOKENS * PREFILL)
+    cost = replace(linear, project=least)
+    history = blocks * BLOCK_TOKENS
+    split = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS))
+    late = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS), early_from=None)
+    assert split.seconds <= late.seconds and not late.as_they_come
+    if split.as_they_come:
+        took = played(cost, plan, history, split.head, BLOCK_TOKENS)
+        assert took == pytest.approx(split.seconds, rel=0.15)
+
+
+def test_blocks_are_restored_as_they_come_where_restoring_takes_time() -> None:
+    cost = cost_model(host=PREFILL / 4, disk=PREFILL / 4, prefill=PREFILL)
+    history = on_disk(0, 4096, 0, 64)
+    split = best_split(cost, KV, history)
+    late = best_split(cost, KV, history, early_from=None)
+    assert split.as_they_come and split.seconds < 0.8 * late.seconds
+    free = best_split(cost_model(disk=PREFILL / 4, prefill=PREFILL), KV, history)
+    assert not free.as_they_come
+
+
+@pytest.mark.parametrize(("recompute", "early"), [(0, True), (1, False)])
+def test_recomputed_layers_need_what_comes_first(recompute: int, early: bool) -> None:
+    cost = cost_model(host=PREFILL / 4, disk=PREFILL / 4, prefill=PREFILL)
+    plan = LayerPlan(recompute, 0, LAYERS - recompute)
+    assert best_split(cost, plan, on_disk(0, 4096, 0, 64)).as_they_come == early
+
+
+def test_what_is_restored_already_is_only_context() -> None:
+    cost = cost_model(host=PREFILL / 4, disk=PREFILL / 4, prefill=PREFILL)
+    left = best_split(cost, KV, on_disk(1024, 512, 0, 64)._replace(restored=2048), early_from=0)
+    alone = best_split(cost, KV, on_disk(1024, 512, 0, 64), early_from=0)
+    assert left == alone, "without attention the context costs nothing"
+    here = best_split(cost, KV, History(1024, [], 0, 64, restored=2048), early_from=0)
+    assert here.seconds == pytest.approx(LAYERS * PREFILL * 64)

@@ -140,16 +140,25 @@ def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_
     costs = CorrectedCosts(cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4))
     chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
     mixed = History(0, [Span(DISK, 2048), Span(REMOTE, 2048)], 0, 64)
-    assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0) is None
+    assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0, None) is None
     disk = chooser.block_seconds(DISK)
     for slower in (1e-6, 1e-2, 1e-2, 1e-2):
         costs.observe_remote(slower)
     layers = PLAN.hidden + PLAN.kv
     assert chooser.block_seconds(REMOTE) == pytest.approx(64 * layers * 1e-2)
     assert chooser.block_seconds(DISK) == disk, "the store's speed is not the disk's"
-    split = chooser.split(mixed, 0)
+    split = chooser.split(mixed, 0, None)
     assert split is not None and split.head > 2048, "what lies in the slow store is computed"
     assert chooser.token_seconds(REMOTE) > chooser.token_seconds(DISK) > chooser.token_seconds(HOST)
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_blocks_are_restored_as_they_come_only_where_they_can_be(may: bool) -> None:
+    costs = CorrectedCosts(cost_model(host=0.25, disk=0.25))
+    plan, counts = LayerPlan(0, 0, 8), Counter[str]()
+    chooser = RestoreChoice(costs, plan, True, counts, Clock(), as_they_come=may)
+    split = chooser.split(History(0, [Span(SourceTier.DISK, 4096)], 0, 64), 0, 64)
+    assert split is not None and split.as_they_come == may
 
 
 def test_a_disk_of_unknown_speed_is_taken_for_no_slower_than_time_allows() -> None:

@@ -39,10 +39,11 @@ FAST = 2e-4
 expected: nearly every block is read, and is a point at which the meeting may have to move."""
 
 
-def halving_profile(folder: Path, disk: float = 1e-3) -> str:
+def halving_profile(folder: Path, disk: float = 1e-3, host: float = 1e-6) -> str:
     """A profile file. A token of a layer is computed in a millisecond and read as K and V in `disk`
-    seconds, by default a millisecond too: then half of a history is computed."""
-    return profiles.write(profiles.cost_model(host=1e-6, disk=disk, prefill=1e-3), folder)
+    seconds, by default a millisecond too: then half of a history is computed. Restoring it takes
+    `host` seconds; where that is long, blocks are restored as they come."""
+    return profiles.write(profiles.cost_model(host=host, disk=disk, prefill=1e-3), folder)
 
 
 class HeldDisk:

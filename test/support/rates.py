@@ -27,7 +27,7 @@ class ConstantRates(UnknownCosts):
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return fetched / self.prefill_tokens_per_s
 
-    def split(self, history: History, decoding: int) -> Split | None:
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         if not self.meets:
             return None
         half = sum(span.tokens for span in history.coming) // BLOCK_TOKENS // 2 * BLOCK_TOKENS

@@ -43,7 +43,7 @@ class FetchCosts(Protocol):
 class RestoreCosts(FetchCosts, Protocol):
     """And what ready-first compares requests by, and a meeting point is chosen by."""
 
-    def split(self, history: History, decoding: int) -> Split | None:
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         """See `meeting.SplitCosts`."""
 
     def token_seconds(self, tier: SourceTier) -> float:
@@ -73,7 +73,7 @@ class UnknownCosts:
     def try_seconds(self, context: int, new: int) -> float:
         return 0.0
 
-    def split(self, history: History, decoding: int) -> Split | None:
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         return None
 
 

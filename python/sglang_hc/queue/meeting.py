@@ -1,6 +1,7 @@
 """One history that is computed from its front while its end is read backwards, until both meet.
 
     begin     blocks from the meeting point on are asked for, the last one first
+    has       blocks that came may be restored already, where the costs say that this is faster
     next      before each chunk of the prompt: compute so much more, wait, or restore the rest
     join      the blocks behind the head continue the path that the head's own commit has made
     close     what is not needed any more gives its slots back
@@ -30,15 +31,16 @@ from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 LEAST_TOKENS = BLOCK_TOKENS
-"""Computed at first when the rest is not here yet, and twice as many each further time, so that a
-source that stands still costs few passes."""
+"""Computed at least when the rest is not here yet, and twice as many each time that nothing came
+meanwhile, so that a source that stands still costs few passes."""
 
 
 class SplitCosts(Protocol):
     """Prices a history that is on its way."""
 
-    def split(self, history: History, decoding: int) -> Split | None:
-        """The best meeting point while so many requests decode; None when costs are not known."""
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+        """The best meeting point while so many requests decode; None when costs are not known.
+        early_from: see `best_split`."""
 
 
 class Action(enum.Enum):
@@ -60,6 +62,14 @@ class Step(NamedTuple):
 
     action: Action
     tokens: int = 0
+
+
+class _Given(NamedTuple):
+    """Tokens [head, end) were to be computed while `missing` blocks were not here yet."""
+
+    head: int
+    end: int
+    missing: int
 
 
 ReadTail = Callable[[int, int], list[Promotion]]
@@ -94,8 +104,12 @@ class Meeting:
         self._low = self.end
         self._blocks: dict[int, Promotion] = {}
         self._least = LEAST_TOKENS
-        self._given: tuple[int, int] | None = None  # begin and end of what was to be computed
+        self._given: _Given | None = None
         self._wait_until: float | None = None
+        self.restored: frozenset[int] = frozenset()
+        """Blocks that were restored as they came."""
+        self.as_they_come = True
+        """Blocks are restored so."""
 
     @property
     def stop(self) -> int:
@@ -127,7 +141,24 @@ class Meeting:
         coming = [Span(tier, BLOCK_TOKENS * len(list(run))) for tier, run in groupby(places)]
         begun = head % BLOCK_TOKENS  # tokens of the first block that are computed already
         coming[0] = Span(coming[0].tier, coming[0].tokens - begun)
-        return History(head, coming, self.stop - end * BLOCK_TOKENS, self.new)
+        restored = BLOCK_TOKENS * sum(1 for block in self.restored if block >= end)
+        held = self.stop - end * BLOCK_TOKENS - restored
+        return History(head, coming, held, self.new, restored)
+
+    def has(self, block: int) -> bool:
+        """Whether this block came and is where it was written to: it has not joined the tree, and
+        is not lost."""
+        promotion = self._blocks.get(block)
+        return promotion is not None and self._coming.holds(promotion)
+
+    def can_join(self, head: int) -> bool:
+        """Whether the blocks of the first `head` tokens are in host memory, so that those behind
+        them can continue their path."""
+        return self._front(head // BLOCK_TOKENS) is not None
+
+    def source(self, block: int) -> Promotion:
+        """Where the bytes of a block are that came."""
+        return self._blocks[block]
 
     def is_here(self, head: int) -> bool:
         """Whether nothing behind `head` tokens is still to come."""
@@ -141,13 +172,17 @@ class Meeting:
         missing = self._missing(block)
         if missing == block:
             return Step(Action.RESTORE)
-        if self._given is not None and head > self._given[0]:
-            if head >= self._given[1]:  # else the scheduler's own chunks are shorter
-                self._least *= 2
+        given = self._given
+        if given is not None and head > given.head:
+            if head >= given.end:  # else the scheduler's own chunks are shorter
+                stands_still = self._not_here(given.end // BLOCK_TOKENS) >= given.missing
+                self._least = 2 * self._least if stands_still else LEAST_TOKENS
             self._given = None
             if decoding:  # those have a step between two chunks
                 return Step(Action.WAIT)
-        split = self._costs.split(self.history(head, missing), decoding)
+        split = self._costs.split(
+            self.history(head, missing), decoding, 0 if self.as_they_come else None
+        )
         if split is None:
             return Step(Action.OVER)
         lost = self._lost_up_to(block)
@@ -155,12 +190,14 @@ class Meeting:
             self.read_down_to(block)
             if self._low <= block and self._may_wait(split, decoding, now):
                 return Step(Action.WAIT)
-        wanted = max(head + split.head, head + self._least, lost)
+        wanted = max(head + split.head, head + self._least)
+        wanted = max(min(wanted, missing * BLOCK_TOKENS), lost)
         target = -(-wanted // BLOCK_TOKENS) * BLOCK_TOKENS
         if target >= self.stop:
             return Step(Action.OVER)
-        self._given = head, target
-        self.read_down_to(target // BLOCK_TOKENS)
+        end = target // BLOCK_TOKENS
+        self._given = _Given(head, target, self._not_here(end))
+        self.read_down_to(end)
         return Step(Action.COMPUTE, target - head)
 
     def wait(self, head: int, now: float) -> None:
@@ -174,13 +211,12 @@ class Meeting:
     def join(self, head: int, now: float) -> Sequence[BlockNode] | None:
         """The blocks of the path, those behind `head` tokens ready to be restored. None when they
         are not, because the blocks before them did not get into host memory."""
-        prompt, tree = self._prompt, self._tree
         block = head // BLOCK_TOKENS
-        above = tree.match(prompt.up_to(block)).nodes if block else ()
-        if len(above) < block:
+        front = self._front(block)
+        if front is None:
             return None
-        self._coming.join(above[-1] if above else tree.root(prompt.namespace), now)
-        nodes = tree.match(prompt.up_to(self.end)).nodes
+        self._coming.join(front, now)
+        nodes = self._tree.match(self._prompt.up_to(self.end)).nodes
         if len(nodes) < self.end or not all(node.ready for node in nodes[block:]):
             return None
         return nodes
@@ -188,6 +224,14 @@ class Meeting:
     def close(self) -> None:
         """Give up what has not joined the tree."""
         self._coming.give_up(self._blocks.values())
+
+    def _front(self, block: int) -> BlockNode | None:
+        """The last of the first `block` blocks, or the root; None when one is not in host
+        memory."""
+        if not block:
+            return self._tree.root(self._prompt.namespace)
+        above = self._tree.match(self._prompt.up_to(block)).nodes
+        return above[-1] if len(above) == block else None
 
     def _missing(self, block: int) -> int:
         """One behind the last block, from `block` on, that is not in host memory; `block` when all
@@ -197,6 +241,11 @@ class Meeting:
             if promotion is None or not promotion.is_good:
                 return index + 1
         return block
+
+    def _not_here(self, block: int) -> int:
+        """How many blocks from `block` on are not in host memory."""
+        here = sum(1 for index, found in self._blocks.items() if index >= block and found.is_good)
+        return self.end - block - here
 
     def _lost_up_to(self, block: int) -> int:
         """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
@@ -242,6 +291,11 @@ class Meetings(Generic[K]):
         self._counters = counters
         self._clock = clock
         self._met: tuple[K, Meeting] | None = None
+        self._on_end: list[Callable[[], object]] = []
+
+    def subscribe(self, on_end: Callable[[], object]) -> None:
+        """Call this at the end of every meeting, before its blocks are given up."""
+        self._on_end.append(on_end)
 
     @property
     def under_way(self) -> bool:
@@ -277,9 +331,11 @@ class Meetings(Generic[K]):
         prompt, tree = missing.path.prefix, self._tree
         meeting = Meeting(prompt, first, sources, tree, coming, begin_reads, self._costs)
         history = meeting.history(known, end)
-        split = self._costs.split(history, self.decoding)
+        # A first chunk of a block at least is computed before anything is restored.
+        split = self._costs.split(history, self.decoding, BLOCK_TOKENS)
         if split is None or not 0 < split.head < meeting.stop - known:
             return False
+        meeting.as_they_come = split.as_they_come
         if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
             return False
         self._met = name, meeting
@@ -317,5 +373,7 @@ class Meetings(Generic[K]):
         """The request needs no more of its stored history. Nothing happens if it has no meeting."""
         meeting = self.of(name)
         if meeting is not None:
+            for listener in self._on_end:
+                listener()
             self._met = None
             meeting.close()

@@ -51,7 +51,8 @@ class Restoration:
     recompute: the layers below this one are recomputed and not loaded. It is at least the layer
     plan's recompute count; if it is larger, some stored layers are recomputed too.
     prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
-    attend. Not needed if nothing is recomputed.
+    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path. A path that
+    does not begin at 0 takes nothing from the read buffer.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -60,6 +61,7 @@ class Restoration:
     device_slots: torch.Tensor
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
+    first: int = 0
 
     def spans(self, start: int, stop: int) -> list[HostSpan]:
         """Where tokens [start, stop) lie in the host pool."""
@@ -68,7 +70,7 @@ class Restoration:
         while position < stop:
             block, row = divmod(position, BLOCK_TOKENS)
             rows = min(BLOCK_TOKENS - row, stop - position)
-            spans.append(HostSpan(self.nodes[block].slot, row, rows))
+            spans.append(HostSpan(self.nodes[block - self.first].slot, row, rows))
             position += rows
         return spans
 
@@ -76,7 +78,8 @@ class Restoration:
         """(stop - start,) tokens by which each row's state was computed further from the start;
         None when all were computed at their places."""
         first = self.start // BLOCK_TOKENS
-        shifts = [0 if node.moved is None else node.moved.shift for node in self.nodes[first:]]
+        nodes = self.nodes[first - self.first :]
+        shifts = [0 if node.moved is None else node.moved.shift for node in nodes]
         if not any(shifts):
             return None
         skip = first * BLOCK_TOKENS
@@ -86,7 +89,7 @@ class Restoration:
     def tokens(self) -> npt.NDArray[np.int64]:
         """(stop - start,) token ids."""
         first = self.start // BLOCK_TOKENS
-        packed = b"".join(node.tokens for node in self.nodes[first:])
+        packed = b"".join(node.tokens for node in self.nodes[first - self.first :])
         skip = first * BLOCK_TOKENS
         return unpack_tokens(packed)[self.start - skip : self.stop - skip]
 

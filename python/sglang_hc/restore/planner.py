@@ -76,7 +76,9 @@ class RestoreChoice:
         clock: Callable[[], float] = time.monotonic,
         *,
         always: bool = False,
+        as_they_come: bool = True,
     ) -> None:
+        """See the class. as_they_come: blocks may be restored before all of a history is here."""
         self._costs = costs
         self._always = always
         self._restore_tries = Tries()
@@ -84,6 +86,7 @@ class RestoreChoice:
         self._fetch_tries = Tries()
         self._plan = plan
         self._can_recompute = can_recompute
+        self._as_they_come = as_they_come
         self._counters = counters
         self._clock = clock
         self._link_free = 0.0
@@ -121,6 +124,11 @@ class RestoreChoice:
         seconds = self._copy_seconds(cost, spans, plan.tokens, plan.recompute_layers)
         decision, reason = plan.decision.value, plan.reason.value
         return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
+
+    def as_stored(self, tokens: int) -> Choice:
+        """Restore what a history that was met has left to restore, without weighing it."""
+        decision, reason = Decision.LOAD.value, Reason.AS_STORED.value
+        return Choice(tokens, self._plan.recompute, decision, reason)
 
     def take(self, choice: Choice) -> None:
         """The choice is carried out: count it, and add its copies to the backlog."""
@@ -160,14 +168,20 @@ class RestoreChoice:
         read = self._copy_token(tier)
         return read + host if read else FAR_SECONDS * host
 
-    def split(self, history: History, decoding: int) -> Split | None:
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         """Where a history that comes from below should meet the part of it that is computed; None
         when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
-        can_recompute = self._can_recompute
-        return best_split(cost, self._plan, history, decoding=decoding, can_recompute=can_recompute)
+        return best_split(
+            cost,
+            self._plan,
+            history,
+            decoding=decoding,
+            can_recompute=self._can_recompute,
+            early_from=early_from if self._as_they_come else None,
+        )
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """Seconds by which a request starts sooner with `fetched` more tokens in host memory,

@@ -5,13 +5,17 @@
     pass_ended the batch's forward pass was submitted: what it did not ask for is done, too
     poll       the copies are over: the blocks are unpinned
 
+Blocks of a history that is on its way are restored as they come (`restore_early`), before anything
+is promised with them.
+
 Belongs to the scheduler thread, on the compute stream.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.ranks.agreement import ALONE, Ranks
@@ -79,16 +83,25 @@ class Restorer:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        restorations = [restoration for restoration, _ in queued]
-        rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
-        if self.watch is None:
-            restore = RestorePass(self.path, restorations, rate)
-        else:
-            restore = WatchedPass(self.watch, self.path, restorations, rate)
-        index = self.gate.produce(restore)
+        index = self.gate.produce(self._pass(self.path, [restoration for restoration, _ in queued]))
         self._running[index] = [release for _, release in queued]
         self.gate.recompute(index)
         return index
+
+    def restore_early(self, restorations: Sequence[Restoration]) -> Event:
+        """Submit restorations of blocks that have not joined the tree, and of all their layers.
+        Compute work that is submitted later finds their K and V.
+
+        Returns a point behind the copies. The blocks are not pinned: what was restored counts only
+        if their host slots were still theirs at that point.
+        """
+        self._pass(replace(self.path, read_buffer=None), restorations).finish()
+        return self.path.copy_stream.record()
+
+    def join_early(self, tokens: int) -> None:
+        """So many tokens that were restored early serve their request."""
+        self.counters["restored_tokens"] += tokens
+        self.counters["early_restored_tokens"] += tokens
 
     def run_now(self) -> None:
         """Run queued restorations without a pass, because their batch did not come."""
@@ -137,3 +150,9 @@ class Restorer:
         copied = self._ranks.mark(self.path.copy_stream.record())
         self._releasing.append((copied, restorations))
         return True
+
+    def _pass(self, path: RestorePath, restorations: Sequence[Restoration]) -> RestorePass:
+        rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
+        if self.watch is None:
+            return RestorePass(path, restorations, rate)
+        return WatchedPass(self.watch, path, restorations, rate)

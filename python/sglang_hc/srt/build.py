@@ -199,6 +199,8 @@ def _tiers(
         counters,
         ranks.clock,
         always=config.restore == "always",
+        as_they_come=BLOCK_TOKENS % model.runner.server_args.page_size
+        == 0,  # slots come in whole pages
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None

@@ -8,14 +8,16 @@ request whose prefix has grown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.srt.early import Slots, gaps, woven
 from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.tree.block_tree import BlockNode
 
 
 def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any):
@@ -66,6 +68,8 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.tiers.queue.meetings
+    if not meeting.is_here(head) and _restore_early(tree, meeting, req):
+        return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
         # here. SGLang takes its result in before the next pass.
@@ -76,7 +80,10 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         return UNLIMITED
     if step.action is Action.OVER:
         return UNLIMITED
-    return _aligned(tree, head, step.tokens) if step.action is Action.COMPUTE else 0
+    if step.action is Action.WAIT:
+        return 0
+    tree.early.drop_before(head + step.tokens)
+    return _aligned(tree, head, step.tokens)
 
 
 def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
@@ -85,15 +92,43 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
     return -(-(head + tokens) // unit) * unit - head
 
 
+def _limit(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
+    """Tokens of the prompt that may be restored; of the others at least one is computed."""
+    limit: int = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
+    return min(meeting.stop, limit) // tree.page_size * tree.page_size
+
+
+def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
+    """Restore what has come, while there is room for all of the prompt. False for nothing."""
+    head = len(req.prefix_indices)
+    blocks = tree.early.wanted(meeting, head, _limit(tree, meeting, req))
+    if not blocks or not meeting.can_join(head):
+        return False
+    without_them = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_
+    if without_them < len(req.full_untruncated_fill_ids) - head - tree.early.tokens:
+        tree.early.release()
+        meeting.as_they_come = False
+        return False
+    slots = tree.allocate(BLOCK_TOKENS * len(blocks))
+    if slots is None:
+        return False
+    tree.early.restore(meeting, blocks, slots)
+    return True
+
+
 def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     """Put what was read behind the request's prefix; what cannot be is computed."""
-    head = len(req.prefix_indices)
+    head, stop = len(req.prefix_indices), _limit(tree, meeting, req)
+    tree.early.drop_before(head)
+    there = tree.early.hand_over()
     blocks = tree.tiers.queue.meetings.join(req.rid, head)
-    limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-    stop = min(meeting.stop, limit) // tree.page_size * tree.page_size
     if blocks is None or stop <= head:
+        tree.early.give_back(there)
         return
-    slots, node = tree.load_back(req, blocks, stop)
+    if there:
+        slots, node = _load_rest(tree, req, blocks, stop, there)
+    else:
+        slots, node = tree.load_back(req, blocks, stop)
     if not len(slots):
         return
     tree.inc_lock_ref(node)
@@ -102,3 +137,22 @@ def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     req.prefix_indices = torch.cat([req.prefix_indices, slots])
     req.cache_protected_len = len(req.prefix_indices)
     tree.continue_behind(req, len(slots))
+
+
+def _load_rest(
+    tree: HcRadixCache, req: Any, blocks: Sequence[BlockNode], stop: int, there: Slots
+) -> tuple[torch.Tensor, Any]:
+    """As `HcRadixCache.load_back`, of what `there` lacks; its slots are the tree's from now on, or
+    given back."""
+    restorer, start = tree.tiers.restorer, len(req.prefix_indices)
+    missing = gaps(there, start, stop)
+    count = sum(end - begin for begin, end in missing)
+    others = tree.allocate(count)
+    if others is None:
+        tree.early.give_back(there)
+        return tree.refuse(req, "no_device_slots")
+    slots = woven(there, others, start, stop)
+    promised = tree.promise(req, blocks, slots, restorer.planner.as_stored(count), missing)
+    if len(promised[0]):
+        restorer.join_early(len(slots) - count)
+    return promised

@@ -29,8 +29,10 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.restore.path import Restoration
+from sglang_hc.restore.planner import Choice
 from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.host_match import HostMatch
+from sglang_hc.srt.early import EarlyBlocks
+from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
 from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streams import ComputeStream
@@ -38,20 +40,6 @@ from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
-
-
-class HostPoolFacade:
-    """What SGLang's metrics ask of a host pool: sizes in tokens."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self._host = tiers.host
-
-    @property
-    def logical_size(self) -> int:
-        return self._host.num_slots * BLOCK_TOKENS
-
-    def available_size(self) -> int:
-        return self._host.free_slots * BLOCK_TOKENS
 
 
 class HcRadixCache(RadixCache):
@@ -91,6 +79,8 @@ class HcRadixCache(RadixCache):
         self.host_match = HostMatch(tiers)
         buffer = tiers.restorer.path.read_buffer
         self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
+        self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
+        tiers.queue.meetings.subscribe(self.early.release)
         self._is_built = True
 
     @property
@@ -127,7 +117,7 @@ class HcRadixCache(RadixCache):
         stop = len(req.prefix_indices) + params.host_hit_length
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
-            return self._refuse(req, "blocks_gone")
+            return self.refuse(req, "blocks_gone")
         slots, node = self.load_back(req, blocks, stop)
         req.host_hit_length = len(slots)
         return slots, node
@@ -137,35 +127,40 @@ class HcRadixCache(RadixCache):
     ) -> tuple[torch.Tensor, Any]:
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
         path `blocks` are ready. The request holds a lock on its prefix."""
-        restorer, start = self.tiers.restorer, len(req.prefix_indices)
-        hit, tokens = stop - start, req.full_untruncated_fill_ids
-        new = max(1, len(tokens) - stop)
-        choice = restorer.planner.choose([Span(SourceTier.HOST, hit)], start, new)
+        planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
+        new = max(1, len(req.full_untruncated_fill_ids) - stop)
+        choice = planner.choose([Span(SourceTier.HOST, stop - start)], start, new)
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
-            return self._refuse(req, choice.reason)
+            return self.refuse(req, choice.reason)
         slots = self.allocate(count)
         if slots is None:
-            return self._refuse(req, "no_device_slots")
-        stop = start + count
-        lag = self.tiers.layout.draft.lag
-        key = RadixKey(tokens[start : stop + lag], req.extra_key, is_bigram=self.is_eagle)
-        node = self._extend(req.last_node, key, slots)
+            return self.refuse(req, "no_device_slots")
+        return self.promise(req, blocks, slots, choice, [(start, start + count)])
+
+    def promise(
+        self,
+        req: Any,
+        blocks: Sequence[BlockNode],
+        slots: torch.Tensor,
+        choice: Choice,
+        missing: Sequence[tuple[int, int]],
+    ) -> tuple[torch.Tensor, Any]:
+        """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
+        others the slots hold K and V already."""
+        before, restorer, lag = req.prefix_indices, self.tiers.restorer, self.tiers.layout.draft.lag
+        node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
-            return self._refuse(req, "tree_changed")
-        self.inc_lock_ref(node)
-        restoration = Restoration(
-            tuple(blocks[: -(-(stop + lag) // BLOCK_TOKENS)]),
-            start,
-            stop,
-            slots,
-            choice.recompute,
-            req.prefix_indices,
-        )
-        self.compute_stream.will_read(slots, req.prefix_indices)
+            return self.refuse(req, "tree_changed")
+        self.compute_stream.will_read(slots, before)
         restorer.planner.take(choice)
-        restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
+        for begin, end in missing:
+            path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
+            own = slots[begin - len(before) : end - len(before)]
+            self.inc_lock_ref(node)
+            restoration = Restoration(path, begin, end, own, choice.recompute, before)
+            restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
 
     def continue_behind(self, req: Any, restored: int) -> None:
@@ -175,17 +170,21 @@ class HcRadixCache(RadixCache):
             req.cached_tokens_storage += restored
         self.tiers.capture.drop(req.rid)
 
-    def _extend(self, node: Any, key: RadixKey, slots: torch.Tensor) -> Any:
-        """A new node for `key` below a locked node that the request's match ended at.
+    def _extend(self, req: Any, slots: torch.Tensor) -> Any:
+        """A new node with `slots` for the tokens behind the locked node of a request's prefix.
 
         None when the tree has changed since: the path goes on there by now, or has left the tree.
         The path above is not compared again; a lock keeps it, and a node's end never moves.
         """
+        node, start = req.last_node, len(req.prefix_indices)
+        stop = start + len(slots) + self.tiers.layout.draft.lag
+        tokens = req.full_untruncated_fill_ids[start:stop]
+        key = RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle)
         if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
             return None
         return self._insert_helper(node, key, slots)[1]
 
-    def _refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
+    def refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
         self.tiers.restorer.planner.refuse(reason)
         req.host_hit_length = 0
@@ -200,8 +199,18 @@ class HcRadixCache(RadixCache):
 
     # -- evict -----------------------------------------------------------------------------------
 
+    def evictable_size(self) -> int:
+        """Device slots that can be had back."""
+        return self.early.tokens + int(self.evictable_size_)
+
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots, leaf by leaf."""
+        """Free device slots: leaves of the tree, then those of early blocks."""
+        result = self._evict_leaves(params)
+        if result.num_tokens_evicted < params.num_tokens:
+            result.num_tokens_evicted += self.early.release()
+        return result
+
+    def _evict_leaves(self, params: EvictParams) -> EvictResult:
         if self._device_order is None or self.disable:
             return super().evict(params)
         started = time.perf_counter()

@@ -67,6 +67,10 @@ class Promotions:
     def __contains__(self, block_id: bytes) -> bool:
         return block_id in self._coming
 
+    def holds(self, promotion: Promotion) -> bool:
+        """Whether the bytes are in the promotion's slot, and the slot is still the promotion's."""
+        return promotion.is_good and self._coming.get(promotion.block_id) is promotion
+
     def subscribe(
         self, on_published: Callable[[bytes], object], on_lost: Callable[[bytes], object]
     ) -> None:

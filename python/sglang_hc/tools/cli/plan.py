@@ -13,7 +13,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
-from sglang_hc.policy.meeting import History, Split, best_split
+from sglang_hc.policy.meeting import History, Split, best_split, restore_alone
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.policy.restore_plan import Span
 from sglang_hc.tools.cli.main import UsageError
@@ -151,9 +151,12 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
     copy_busy, compute_busy = busy(alone, chosen)
     head = 0
     if tier is not SourceTier.HOST:
-        head = meeting(chosen, new).head
+        split = meeting(chosen, new)
+        head = split.head
         copy_busy = cost.copy_stored(tier, chosen, context - head)
         compute_busy = layers * cost.prefill_layer(head, 0)
+        if split.as_they_come:
+            compute_busy += restore_alone(cost, chosen, context - head)
     return Report(
         ways={
             "plan": way(chosen),

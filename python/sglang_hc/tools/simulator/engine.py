@@ -256,10 +256,13 @@ class Engine:
         """
         head, prompt, cache = found.device + found.host, job.prompt_tokens, self.cache
         spans = [Span(SourceTier.HOST, found.host)] if found.host else []
-        restored, context, first = 0, found.device, True
+        restored, context, first, meeting = 0, found.device, True, cache.meetings.of(job.number)
+        assert meeting is not None
         while head < prompt:
             self._carry()
             self._deliver()
+            if not first and self._restore_early(job.number, head, stop):
+                continue
             step = cache.next_step(job.number, head, self.now)
             if step.action is Action.WAIT and not first:
                 self._wait_one_pass()
@@ -269,16 +272,19 @@ class Engine:
                 and not first
                 and cache.join(job.number, head, self.now)
             ):
-                plan = self.costs.restored(
-                    [Span(SourceTier.HOST, stop - head)], head, prompt - stop
-                )
+                early = BLOCK_TOKENS * len(meeting.restored)
+                left = [Span(SourceTier.HOST, stop - head - early)] if stop - head > early else []
+                plan = self.costs.restored(left, head + early, prompt - stop)
                 self.now += plan.seconds
-                return restored + plan.tokens
+                return restored + early + plan.tokens
             tokens = prompt - head
             if cache.meetings.of(job.number) is not None:
                 # What is here already joins behind the first chunk, which has at least one block.
                 end = -(-(head + max(step.tokens, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
                 tokens = min(tokens, end - head)
+                meeting.restored = frozenset(
+                    block for block in meeting.restored if block * BLOCK_TOKENS >= head + tokens
+                )
             plan = self.costs.restored(spans, context, tokens)
             self.now += plan.seconds
             restored += plan.tokens
@@ -286,6 +292,20 @@ class Engine:
             spans, context, first = [], head, False
             cache.computed(job, head, self.now)
         return restored
+
+    def _restore_early(self, number: int, head: int, stop: int) -> bool:
+        """Restore what has come of the tokens from `head` to `stop`, where blocks are restored as
+        they come. False for nothing."""
+        meeting = self.cache.meetings.of(number)
+        if meeting is None or not meeting.as_they_come or meeting.is_here(head):
+            return False
+        blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
+        came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
+        if not came or not meeting.can_join(head):
+            return False
+        self.now += self.costs.restored_early(len(came))
+        meeting.restored |= came
+        return True
 
     def _deliver(self) -> None:
         """Reads that are through by now."""

@@ -12,6 +12,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, PlanError
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.policy.restore_plan import RestorePlan, Span, plan_restore
 from sglang_hc.restore.planner import RestoreChoice
@@ -202,6 +203,10 @@ class GpuCosts(RestoreChoice):
     def restored(self, spans: Sequence[Span], context: int, new: int) -> RestorePlan:
         """How `spans` are brought back behind `context` tokens, before `new` ones."""
         return plan_restore(self.cost, self.plan, spans, context=context, new=new)
+
+    def restored_early(self, blocks: int) -> float:
+        """Seconds to restore blocks of a history that is on its way."""
+        return restore_alone(self.cost, self.plan, blocks * BLOCK_TOKENS)
 
     def read_seconds(self, tokens: int) -> float:
         """Disk to host memory."""
