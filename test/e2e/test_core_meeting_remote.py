@@ -109,13 +109,13 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
 def test_disk_and_store_are_read_at_the_same_time(
     wanted: dict, profile: str, tmp_path: Path
 ) -> None:
-    """By the costs half a second of each second of compute: three blocks are computed while the
-    disk reads two and the store six."""
+    """By the costs the disk takes as long for a block as computing one, the store half of it: while
+    the disk reads three and the store six, two are computed, and what comes is restored."""
     reply, seen = run_in_child(behind_a_disk, profile, str(tmp_path / "s"), str(tmp_path / "d"))
     assert reply.tokens == wanted["kv"][1]
     assert seen["meetings"] == seen["meetings_restored"] == 1
-    assert (seen["disk_loaded_blocks"], seen["remote_loaded_blocks"]) == (2, 6)
-    assert reply.cached == reply.storage == 8 * BLOCK_TOKENS
+    assert (seen["disk_loaded_blocks"], seen["remote_loaded_blocks"]) == (3, 6)
+    assert reply.cached == reply.storage == 9 * BLOCK_TOKENS
 
 
 def faults_at_each_block(profile: str, folder: str, kind: str) -> list[Seen]:
