@@ -41,6 +41,9 @@ class SourceTier(enum.Enum):
     DISK = "disk"
     REMOTE = "remote"
 
+    # Tiers are keys for every block that is read, and Enum's own hash is a Python function.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class TierCopy:
