@@ -29,10 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "python"))
+from sglang_hc.tools.bench import report, screen
 
-from sglang_hc.tools.bench import report, screen  # noqa: E402 (a source tree works uninstalled)
+ROOT = Path(__file__).resolve().parents[1]
 
 _MARK = re.compile(
     r"(<!-- table: (?P<file>\S+) (?P<name>[^\s:]+)(?:: (?P<columns>[^\n]+))? -->\n)"
