@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import (
@@ -32,6 +32,45 @@ def test_forms_of_layers_are_recompute_then_hidden_then_kv() -> None:
     )
     assert list(plan.hidden_layers) == [1, 2]
     assert list(plan.kv_layers) == [3, 4, 5]
+
+
+@given(COUNTS, st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_every_stage_of_a_pipeline_has_each_form_or_the_plan_is_refused(counts, stages) -> None:
+    plan = LayerPlan(counts[0], counts[1], counts[2])
+    stages = [*stages, plan.num_layers - sum(stages)]
+    assume(stages[-1] > 0)
+    try:
+        plans = plan.over(stages)
+    except PlanError:
+        stored = [stages[0] - plan.recompute, *stages[1:]]
+        even = stored[0] == min(stored) == max(stored)
+        assert not (even and all(n == 0 or n >= len(stages) for n in counts[1:]))
+        return
+    assert [part.num_layers for part in plans] == stages
+    assert sum(part.hidden for part in plans) == plan.hidden
+    assert [part.recompute for part in plans] == [plan.recompute, *[0] * len(stages[1:])]
+    assert {(part.hidden > 0, part.kv > 0) for part in plans} == {(plan.hidden > 0, plan.kv > 0)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "stages", "parts"),
+    [
+        ((0, 2, 2), [2, 2], ["hidden:1,kv:1"] * 2),
+        ((1, 3, 4), [4, 4], ["recompute:1,hidden:1,kv:2", "hidden:2,kv:2"]),
+        ((3, 0, 5), [4, 4], ["recompute:3,kv:1", "kv:4"]),
+        ((2, 1, 1), [4], ["recompute:2,hidden:1,kv:1"]),
+    ],
+)
+def test_forms_are_shared_by_stages(counts, stages, parts) -> None:
+    assert list(map(str, LayerPlan(*counts).over(stages))) == parts
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [((4, 0, 4), "recompute at most 3"), ((0, 1, 7), "none as hidden")]
+)
+def test_a_stage_without_a_form_is_refused(counts, words) -> None:
+    with pytest.raises(PlanError, match=words):
+        LayerPlan(*counts).over([4, 4])
 
 
 @pytest.mark.parametrize("layer", [-1, 6])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 BLOCK_TOKENS = 64
 """Tokens per block, the unit of residency, hashing and eviction (HCache section 4.2.1)."""
@@ -60,6 +62,34 @@ class LayerPlan:
         if layer < self.recompute:
             return Form.RECOMPUTE
         return Form.HIDDEN if layer < self.recompute + self.hidden else Form.KV
+
+    def over(self, stages: Sequence[int]) -> list[LayerPlan]:
+        """The plan of each stage of a pipeline, given how many layers each has.
+
+        RECOMPUTE layers are first layers of the first stage. Of what is stored, each stage keeps
+        its share in each form: stages restore at the same time, and what is saved of a pass they
+        save in the same steps. Raises PlanError where a stage would lack a form that others have.
+        """
+        if len(stages) == 1:
+            return [self]
+        stored = [stages[0] - self.recompute, *stages[1:]]
+        if stored[0] < 1:
+            raise PlanError(
+                f"layer plan {self}: the first pipeline stage has {stages[0]} layers and would "
+                f"keep none of them; recompute at most {stages[0] - 1}"
+            )
+        total = self.hidden + self.kv
+        ends = [self.hidden * layers // total for layers in accumulate(stored)]
+        hidden = [stop - start for start, stop in pairwise([0, *ends])]
+        kv = [layers - count for layers, count in zip(stored, hidden, strict=True)]
+        for form, whole, parts in (("hidden", self.hidden, hidden), ("kv", self.kv, kv)):
+            if whole and not all(parts):
+                raise PlanError(
+                    f"layer plan {self}: each of the {len(stages)} pipeline stages needs a layer "
+                    f"of each form, and one would have none as {form}; give other counts"
+                )
+        recompute = [self.recompute, *(0 for _ in stages[1:])]
+        return [LayerPlan(*counts) for counts in zip(recompute, hidden, kv, strict=True)]
 
     def __str__(self) -> str:
         counts = (("recompute", self.recompute), ("hidden", self.hidden), ("kv", self.kv))

@@ -1,19 +1,22 @@
-"""Two tensor-parallel ranks: a conversation that was evicted between its turns goes on token for
-token, on both ranks, from memory and from disk, and whatever happens to one of them.
+"""Two tensor-parallel ranks, or two stages of a pipeline: a conversation that was evicted between
+its turns goes on token for token, on both ranks, from memory and from disk, and whatever happens to
+one of them.
 
 The reference is the same conversation on the same two ranks that never leaves the device.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_hc.ranks.agreement import REPORT_S
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
-from support.ranked_core import RankedCore, run_ranks
+from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
 
 MIXED = "recompute:1,hidden:2,kv:1"
 CASES = [
@@ -28,17 +31,22 @@ CASES = [
 ]
 
 
-def both_on_rank(rank: int, port: int, model: str, form: str) -> tuple[Outcome, dict[str, Any]]:
+def both_on_rank(
+    rank: int, port: int, kind: str, model: str, form: str, **env: str
+) -> tuple[Outcome, dict[str, Any]]:
     """The conversations, and the tiers' part of what /server_info shows then."""
-    core = RankedCore(rank, port, *options(form, "float32"), model=model)
+    core = CORES[kind](rank, port, *options(form, "float32"), model=model, **env)
     found = compare(core)
     return found, shown(core)
 
 
 def shown(core: RankedCore) -> dict[str, Any]:
-    """Asked as over HTTP: all ranks get the request in one pass, and only the first one answers."""
+    """Asked as over HTTP, when each rank has shown what it counted: all ranks get the request in
+    one pass, and only the first one answers."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
+    time.sleep(REPORT_S)
+    core.run()
     answers: list[Any] = []
     core.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda out, _: answers.append(out)
     core.inbox.append(GetInternalStateReq())
@@ -66,7 +74,7 @@ def common(stats: dict[str, Any]) -> dict[str, Any]:
     ("model", "form"), [CASES[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES[1:])]
 )
 def test_each_form_float32(models: None, model: str, form: str) -> None:
-    both = run_ranks(both_on_rank, model, form)
+    both = run_ranks(both_on_rank, "tp", model, form)
     found, numbers = [rank for rank, _ in both], [info for _, info in both]
     check_alike(found)
     assert numbers[0]["ranks"] == numbers[1]["ranks"] and len(numbers[0]["ranks"]) == 2
@@ -77,6 +85,66 @@ def test_each_form_float32(models: None, model: str, form: str) -> None:
         check_same_tokens(rank)
         assert rank.worst("error") <= BOUND["float32"]
         assert rank.worst("error", slice(rank.layers - 1, rank.layers)) == 0.0 or form == "hidden"
+
+
+STAGED = [
+    ("llama-gqa", "hidden:2,kv:2"),
+    ("llama-mha", "hidden"),
+    ("llama-mha", "kv"),
+    ("llama-gqa", "recompute:1,hidden:3"),
+    ("qwen3", "recompute:1,kv:3"),
+    ("qwen3", "hidden:2,kv:2"),
+    ("opt", "hidden"),
+    ("deepseek-v2", "recompute:1,kv:3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [STAGED[0], *(pytest.param(*c, marks=pytest.mark.slow) for c in STAGED[1:])],
+)
+def test_each_form_of_two_stages_float32(models: None, model: str, form: str) -> None:
+    both = run_ranks(both_on_rank, "pp", model, form)
+    first, second = (rank for rank, _ in both)
+    assert first.kept["tokens"] == second.kept["tokens"]
+    recomputed = [counted.pop("recomputed_layer_tokens", 0) for counted in both[0][1]["ranks"]]
+    assert recomputed[0] == first.stats.get("recomputed_layer_tokens", 0)
+    assert recomputed[1] == 0 and (recomputed[0] > 0) == ("recompute" in form)
+    for rank, info in both:
+        assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
+        check_same_tokens(rank)
+        assert rank.worst("error") <= BOUND["float32"]
+        assert info["ranks"][0]["restored_tokens"] == info["ranks"][1]["restored_tokens"] > 0
+
+
+def both_on_uneven_stage(rank: int, port: int, form: str) -> tuple[Outcome, tuple[int, ...]]:
+    """The first stage has three layers of four, of which one may be recomputed."""
+    found, _ = both_on_rank(rank, port, "pp", "llama-gqa", form, SGLANG_PP_LAYER_PARTITION="3,1")
+    return found, (found.stats["host_slots"], found.stats["host_bytes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["recompute:2,hidden:2", "recompute:1,kv:3"])
+def test_stages_of_different_size(models: None, form: str) -> None:
+    (first, (slots, size)), (second, (others, less)) = run_ranks(both_on_uneven_stage, form)
+    assert slots == others and (size > less) == (form == "recompute:1,kv:3")
+    for rank in (first, second):
+        check_same_tokens(rank)
+        assert rank.worst("error") <= BOUND["float32"]
+
+
+def spoiled_on_stage(rank: int, port: int) -> Outcome:
+    core = StagedCore(rank, port, *options("hidden:2,kv:2", "float32"), model="llama-gqa")
+    return compare(core, overwrite if rank == 1 else lambda _: None)
+
+
+@pytest.mark.slow
+def test_garbage_of_one_stage_is_noticed(models: None) -> None:
+    """The control: its layers are its own, and the last layer's output is what both go on with."""
+    found = run_ranks(spoiled_on_stage)
+    assert all(rank.evicted["tokens"][1:] != rank.kept["tokens"][1:] for rank in found)
+    first, second = (rank.worst("error") for rank in found)
+    assert first <= BOUND["float32"] and second > 0.1
 
 
 def spoiled_on_rank(rank: int, port: int) -> Outcome:
@@ -98,20 +166,24 @@ def test_garbage_of_one_rank_is_noticed(models: None) -> None:
     assert first == 0.0 and second > 0.1
 
 
-def started(rank: int, port: int, cache: str) -> tuple:
+def started(rank: int, port: int, kind: str, cache: str) -> tuple:
     """What a start without a profile settles on this rank."""
     flags = ("--dtype", "float32", "--hc-host-size-gb", "0.2", "--max-total-tokens", "640")
-    core = RankedCore(rank, port, *flags, profile=None, XDG_CACHE_HOME=cache)
+    core = CORES[kind](rank, port, *flags, profile=None, XDG_CACHE_HOME=cache)
     state, host = core.model_state, core.tree.tiers.host
     files = sorted(path.name for path in Path(cache).rglob("profile-*"))
     return state.cost, str(state.plan), host.num_slots, host.tree.fingerprint, files
 
 
 @pytest.mark.slow
-def test_ranks_measure_together_and_decide_by_one_measurement(models: None, tmp_path: Path) -> None:
-    first, second = run_ranks(started, str(tmp_path))
+@pytest.mark.parametrize(("kind", "parallel"), [("tp", "tensor"), ("pp", "pipeline")])
+def test_ranks_measure_together_and_decide_by_one_measurement(
+    models: None, tmp_path: Path, kind: str, parallel: str
+) -> None:
+    first, second = run_ranks(started, kind, str(tmp_path))
     assert first[:4] == second[:4] and first[0] is not None
-    assert "tensor parallel 2" in first[0].fingerprint
+    assert f"{parallel} parallel 2" in first[0].fingerprint
     assert len(first[4]) == 1, "one rank writes the profile"
     if not first[0].is_noisy:
-        assert run_ranks(started, str(tmp_path))[1][0] == first[0], "the next start takes it"
+        again = run_ranks(started, kind, str(tmp_path))
+        assert again[1][0] == first[0], "the next start takes it"

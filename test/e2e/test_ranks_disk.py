@@ -1,5 +1,5 @@
-"""Two tensor-parallel ranks and their disks: a new server goes on where the last one stopped, and
-what happens to one rank's disk costs cache on both, never a token.
+"""Two tensor-parallel ranks, or two stages of a pipeline, and their disks: a new server goes on
+where the last one stopped, and what happens to one rank's disk costs cache on both, never a token.
 
 Each engine keeps a reference conversation on the device, in a namespace of its own.
 """
@@ -18,7 +18,7 @@ import pytest
 
 from sglang_hc.tools.disk.fsck import check
 from support.disk_store import Faults, FaultyBackend, failing
-from support.ranked_core import RankedCore, run_ranks
+from support.ranked_core import CORES, RankedCore, run_ranks
 
 FLAGS = ("--max-total-tokens", "1600", "--dtype", "float32", "--hc-host-size-gb", "0.2")
 BLOCKS = 256
@@ -46,10 +46,10 @@ def prompts(name: str) -> tuple[list[int], list[int]]:
     return [rng.randrange(3, 900) for _ in range(200)], [rng.randrange(3, 900) for _ in range(20)]
 
 
-def engine(rank: int, port: int, form: str, folder: str, *flags: str) -> RankedCore:
+def engine(rank: int, port: int, kind: str, form: str, folder: str, *flags: str) -> RankedCore:
     model = "deepseek-v2" if "deepseek" in folder else "llama-gqa"
     disk = ("--hc-disk", f"{folder}:1")
-    return RankedCore(rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
+    return CORES[kind](rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
 
 
 def forget(core: RankedCore) -> None:
@@ -82,8 +82,10 @@ def check_tokens(found: list[Turns]) -> None:
     assert restored[0] == restored[1]
 
 
-def first_server(rank: int, port: int, form: str, folder: str) -> tuple[Turns, list[int]]:
-    core = engine(rank, port, form, folder)
+def first_server(
+    rank: int, port: int, kind: str, form: str, folder: str
+) -> tuple[Turns, list[int]]:
+    core = engine(rank, port, kind, form, folder)
     turns = talk(core, "before")
     prompt, _ = prompts("later")
     left = core.ask(prompt, 60).tokens
@@ -92,8 +94,8 @@ def first_server(rank: int, port: int, form: str, folder: str) -> tuple[Turns, l
     return turns, left
 
 
-def second_server(rank: int, port: int, form: str, folder: str) -> Turns:
-    core = engine(rank, port, form, folder)
+def second_server(rank: int, port: int, kind: str, form: str, folder: str) -> Turns:
+    core = engine(rank, port, kind, form, folder)
     prompt, follow = prompts("later")
     said = core.ask(prompt, 60, "kept").tokens
     wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
@@ -103,39 +105,42 @@ def second_server(rank: int, port: int, form: str, folder: str) -> Turns:
 
 
 @pytest.mark.parametrize(
-    ("form", "name"),
+    ("kind", "form", "name"),
     [
-        ("hidden:2,kv:2", "d"),
-        pytest.param("hidden", "d", marks=pytest.mark.slow),
-        pytest.param("kv", "d", marks=pytest.mark.slow),
-        pytest.param("kv", "deepseek", marks=pytest.mark.slow),
+        ("tp", "hidden:2,kv:2", "d"),
+        pytest.param("tp", "hidden", "d", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "d", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "deepseek", marks=pytest.mark.slow),
+        pytest.param("pp", "recompute:1,hidden:3", "d", marks=pytest.mark.slow),
+        pytest.param("pp", "hidden", "d", marks=pytest.mark.slow),
+        pytest.param("pp", "kv", "d", marks=pytest.mark.slow),
     ],
 )
 def test_the_next_server_goes_on_from_both_disks(
-    models: None, tmp_path: Path, form: str, name: str
+    models: None, tmp_path: Path, kind: str, form: str, name: str
 ) -> None:
     folder = tmp_path / name
-    found = run_ranks(first_server, form, str(folder))
+    found = run_ranks(first_server, kind, form, str(folder))
     check_tokens([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
-    assert sorted(part.name for part in folder.iterdir()) == ["tp2-0", "tp2-1"]
+    assert sorted(part.name for part in folder.iterdir()) == [f"{kind}2-0", f"{kind}2-1"]
     assert all(report.blocks and not report.findings for report in check([str(folder)], False))
-    later = run_ranks(second_server, form, str(folder))
+    later = run_ranks(second_server, kind, form, str(folder))
     check_tokens(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
 
-def spoil(core: RankedCore, folder: str) -> None:
+def spoil(core: RankedCore, kind: str, folder: str) -> None:
     """Every block on one rank's disk loses a byte."""
     if core.rank == HIT_BY:
-        for slab in Path(folder, f"tp2-{HIT_BY}", "sglang-hc").glob("slab-*.dat"):
+        for slab in Path(folder, f"{kind}2-{HIT_BY}", "sglang-hc").glob("slab-*.dat"):
             content = bytearray(slab.read_bytes())
             for place in range(4096 + 700, len(content), 4096):
                 content[place] ^= 1
             slab.write_bytes(content)
 
 
-def meet_faults(rank: int, port: int, folder: str) -> dict[str, Turns]:
+def meet_faults(rank: int, port: int, kind: str, folder: str) -> dict[str, Turns]:
     from sglang_hc.store.disk import DiskStore
 
     faults, opened = Faults(), DiskStore.open
@@ -144,9 +149,9 @@ def meet_faults(rank: int, port: int, folder: str) -> dict[str, Turns]:
             *args, backend=FaultyBackend(faults), **options
         )
     scrub = ("--hc-scrub-mb-s", "0")  # it would find damage before a request does
-    core = engine(rank, port, "hidden:2,kv:2", folder, *scrub)
+    core = engine(rank, port, kind, "hidden:2,kv:2", folder, *scrub)
     found = {"well": talk(core, "well")}
-    found["damaged"] = talk(core, "damaged", lambda: spoil(core, folder))
+    found["damaged"] = talk(core, "damaged", lambda: spoil(core, kind, folder))
     faults.on_write = faults.on_allocate = failing(errno.ENOSPC)
     found["full"] = talk(core, "full")
     faults.on_write = faults.on_allocate = lambda path: None
@@ -158,8 +163,11 @@ def meet_faults(rank: int, port: int, folder: str) -> dict[str, Turns]:
     return found
 
 
-def test_what_one_rank_cannot_read_or_write_both_recompute(models: None, tmp_path: Path) -> None:
-    found = run_ranks(meet_faults, str(tmp_path / "d"))
+@pytest.mark.parametrize("kind", CORES)
+def test_what_one_rank_cannot_read_or_write_both_recompute(
+    models: None, tmp_path: Path, kind: str
+) -> None:
+    found = run_ranks(meet_faults, kind, str(tmp_path / "d"))
     for name in found[0]:
         turns = [of_rank[name] for of_rank in found]
         check_tokens(turns)
@@ -175,10 +183,12 @@ def test_what_one_rank_cannot_read_or_write_both_recompute(models: None, tmp_pat
         assert not first.get(f"rank{1 - HIT_BY}_block_{outcome}"), "the other rank's disk is well"
 
 
-def lose_the_process(rank: int, port: int, folder: str) -> tuple[Turns, Turns, dict[str, Any]]:
+def lose_the_process(
+    rank: int, port: int, kind: str, folder: str
+) -> tuple[Turns, Turns, dict[str, Any]]:
     import psutil
 
-    core = engine(rank, port, "kv", folder, "--hc-io", "process")
+    core = engine(rank, port, kind, "kv", folder, "--hc-io", "process")
 
     def kill() -> None:
         if rank == HIT_BY:
@@ -193,8 +203,9 @@ def lose_the_process(rank: int, port: int, folder: str) -> tuple[Turns, Turns, d
 
 
 @pytest.mark.slow
-def test_one_ranks_io_process_dies(models: None, tmp_path: Path) -> None:
-    found = run_ranks(lose_the_process, str(tmp_path / "d"))
+@pytest.mark.parametrize("kind", CORES)
+def test_one_ranks_io_process_dies(models: None, tmp_path: Path, kind: str) -> None:
+    found = run_ranks(lose_the_process, kind, str(tmp_path / "d"))
     for turn in (0, 1):
         check_tokens([of_rank[turn] for of_rank in found])
     assert [after.stored for _, after, _ in found] == [BLOCKS] * 2, "the disk is used again"

@@ -1,9 +1,11 @@
-"""Two tensor-parallel ranks of which one's I/O is late, or answers nothing: nobody hangs, tokens
-are the same, and both ranks take the same decisions, line by line. And what agreeing costs.
+"""Two ranks, tensor-parallel or stages of a pipeline, of which one's I/O is late, or answers
+nothing: nobody hangs, tokens are the same, and both ranks take the same decisions, line by line.
+And what agreeing costs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -16,7 +18,7 @@ import pytest
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.branching_talks import FLAGS, talk
-from support.ranked_core import RankedCore, run_ranks
+from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
 
 TALKS = 6
 LATE = 1
@@ -76,8 +78,10 @@ class OneByOne:
         return getattr(self._inner, name)
 
 
-def run(rank: int, port: int, folder: str, scatter: float, disk: float, loses: bool) -> tuple:
-    core = RankedCore(
+def run(
+    rank: int, port: int, kind: str, folder: str, scatter: float, disk: float, loses: bool
+) -> tuple:
+    core = CORES[kind](
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
         "--hc-trace", f"{folder}/t.jsonl",
     )  # fmt: skip
@@ -98,24 +102,30 @@ def run(rank: int, port: int, folder: str, scatter: float, disk: float, loses: b
     return [core.reply(rid).tokens for rid in rids], counts
 
 
-def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.tp{rank}").open()]
+def decisions(folder: Path, kind: str, rank: int) -> list[dict[str, Any]]:
+    """The trace of a rank. Token ids are made unreadable by a secret of each file; a stage of a
+    pipeline has layers of its own."""
+    lines = [json.loads(line) for line in (folder / f"t.jsonl.{kind}{rank}").open()]
     for line in lines:
         line.pop("tokens", None)
+    if kind == "pp":
+        del lines[0]["slot_bytes"], lines[0]["layer_plan"]
     return lines
 
 
 @pytest.mark.parametrize(
-    ("scatter", "disk", "loses"),
+    ("kind", "scatter", "disk", "loses"),
     [
-        pytest.param(0.0, 2.0, False, marks=pytest.mark.slow),
-        pytest.param(2.0, 0.0, False, marks=pytest.mark.slow),
-        (0.3, 0.5, True),
+        pytest.param("tp", 0.0, 2.0, False, marks=pytest.mark.slow),
+        pytest.param("tp", 2.0, 0.0, False, marks=pytest.mark.slow),
+        ("tp", 0.3, 0.5, True),
+        pytest.param("pp", 0.0, 2.0, False, marks=pytest.mark.slow),
+        pytest.param("pp", 2.0, 0.0, False, marks=pytest.mark.slow),
+        pytest.param("pp", 0.3, 0.5, True, marks=pytest.mark.slow),
     ],
 )
 def test_one_late_rank(
-    models: None, tmp_path: Path, scatter: float, disk: float, loses: bool
+    models: None, tmp_path: Path, kind: str, scatter: float, disk: float, loses: bool
 ) -> None:
     tokens = []
     for name, (late_scatters, late_disk, lost) in {
@@ -124,11 +134,13 @@ def test_one_late_rank(
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        (said, counts), (same, others) = run_ranks(run, str(folder), late_scatters, late_disk, lost)
+        (said, counts), (same, others) = run_ranks(
+            run, kind, str(folder), late_scatters, late_disk, lost
+        )
         tokens.append(said)
         assert said == same
-        trace = decisions(folder, 0)
-        assert trace == decisions(folder, 1)
+        trace = decisions(folder, kind, 0)
+        assert trace == decisions(folder, kind, 1)
         assert len(trace) > 300 and counts["restored_tokens"] > 0
         failed = {key: count for key, count in counts.items() if key.startswith("rank")}
         assert set(failed) <= ({f"rank{LATE}_block_timed_out"} if lost else set())
@@ -218,3 +230,103 @@ def test_a_quiet_pass_has_no_collective_more_than_sglangs_own(models: None) -> N
     more = [some - plain[0] for some in ours]
     assert all(set(some) <= {"broadcast"} for some in more)
     assert sum(not some for some in more) >= 10, more
+
+
+def clear(rank: int, port: int, folder: str) -> dict[str, Any]:
+    """Requests that clear something, while a request runs and when none does. What the second
+    stage saves is in place late."""
+    from sglang.srt.managers import io_struct
+
+    core = StagedCore(
+        rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}:1", "--dtype", "float32",
+        "--max-total-tokens", "1200", "--hc-host-size-gb", "0.2", "--chunked-prefill-size", "256",
+    )  # fmt: skip
+    ranks = core.tree.tiers.ranks
+    if rank == LATE:
+        ranks._executor._inner = Late(ranks._executor._inner, 0.3)
+    answers: dict[str, list[bool]] = {}
+    core.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda answer, _: (
+        answers.setdefault(type(answer).__name__, []).append(getattr(answer, "success", True))
+    )
+    weights = io_struct.UpdateWeightFromDiskReqInput(
+        model_path=core.args.model_path, flush_cache=False
+    )
+    receive, passes = core.scheduler.request_receiver.recv_requests, itertools.count()
+
+    def while_it_runs() -> list[Any]:
+        if next(passes) == 12:
+            core.inbox.extend([weights, io_struct.ClearHiCacheReqInput()])
+        received: list[Any] = receive()
+        return received
+
+    core.scheduler.request_receiver.recv_requests = while_it_runs
+    said = core.ask(PROMPT, 30).tokens
+    core.inbox.append(io_struct.FlushCacheReqInput())
+    core.run()
+    again = core.ask([*PROMPT, *said], 8)
+    core.inbox.extend([io_struct.ClearHiCacheReqInput(), io_struct.FlushCacheReqInput()])
+    core.run()
+    cleared = core.ask([*PROMPT, *said], 8)
+    core.inbox.append(weights)
+    core.run()
+    other = core.ask([*PROMPT, *said], 8, "other")
+    core.settle()
+    return {"again": again, "cleared": cleared, "other": other.tokens, "answers": answers}
+
+
+def test_a_pipeline_is_cleared_when_nothing_is_between_its_stages(
+    models: None, tmp_path: Path
+) -> None:
+    """Both stages come to the place where they wait for each other's votes, although SGLang hands
+    a request on when it was handled; weights and the disk are left alone while a batch runs."""
+    first, second = run_ranks(clear, str(tmp_path / "d"))
+    assert first == second
+    assert first["again"].storage > 600 and first["cleared"].cached == 0
+    assert first["again"].tokens == first["cleared"].tokens == first["other"]
+    assert first["answers"]["UpdateWeightFromDiskReqOutput"] == [False, True]
+    assert first["answers"]["ClearHiCacheReqOutput"] == [False, True]
+
+
+MESSAGES = ("isend", "irecv", "send", "recv", "broadcast", "all_reduce", "all_gather", "barrier")
+
+
+def count_messages(rank: int, port: int, *flags: str) -> list[Counter[str]]:
+    """Messages of each pass of the event loop, from the first to the last of one request."""
+    import torch.distributed as dist
+
+    core = StagedCore(
+        rank, port, "--max-total-tokens", "1200", "--dtype", "float32", "--random-seed", "1", *flags
+    )
+    made: Counter[str] = Counter()
+    for name in MESSAGES:
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kw: Any) -> Any:
+            made[_name] += 1
+            return _original(*args, **kw)
+
+        setattr(dist, name, counted)
+    passes: list[Counter[str]] = []
+    receive = core.scheduler.request_receiver.recv_requests
+
+    def noted() -> Any:
+        passes.append(made.copy())
+        made.clear()
+        return receive()
+
+    core.scheduler.request_receiver.recv_requests = noted
+    core.submit(PROMPT[:100], 80)
+    core.run()
+    return passes
+
+
+def test_a_quiet_pass_of_a_stage_has_no_message_more_than_sglangs_own(models: None) -> None:
+    """A pass with verdicts has one more, as one with a request has: SGLang sends the size of what
+    it sends first, and nothing behind a size of 0."""
+    plain = run_ranks(count_messages, "--hc-disable")
+    ours = run_ranks(count_messages, "--hc-forms", "hidden:2,kv:2")
+    for own, other, message in zip(ours, plain, ("isend", "irecv"), strict=True):
+        quiet = [some for some in own if some in other]
+        told = [some for some in own if some not in other]
+        assert all(some - Counter([message]) in other for some in told)
+        assert len(quiet) > 150 and len(told) < 20

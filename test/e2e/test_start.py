@@ -67,6 +67,23 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
             ("--tp-size", "2", "--enable-attn-tp-input-scattered"),
             ("--enable-attn-tp-input-scattered", "--hc-disable"),
         ),
+        (("--pp-size", "2", "--tp-size", "2"), ("--tp-size", "--pp-size", "--hc-disable")),
+        (("--pp-size", "2", "--dp-size", "2"), ("--dp-size", "--pp-size", "--hc-disable")),
+        (("--pp-size", "2", "--nnodes", "2"), ("--nnodes", "--pp-size", "--hc-disable")),
+        (
+            ("--pp-size", "2", "--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp"}'),
+            ("--hc-remote", "--pp-size", "--hc-disable"),
+        ),
+        (("--pp-size", "2", "--hc-overflow", "reembed"), ("--hc-overflow reembed", "--pp-size")),
+        (("--pp-size", "2", "--hc-exact"), ("--hc-exact", "--pp-size", "--hc-disable")),
+        (("--pp-size", "2", "--hc-read-buffer-gb", "1"), ("--hc-read-buffer-gb", "--pp-size")),
+        (("--pp-size", "2", "--enable-lora"), ("--enable-lora", "--pp-size", "--hc-disable")),
+        (
+            ("--pp-size", "2", "--pp-async-batch-depth", "1"),
+            ("--pp-async-batch-depth", "--pp-size"),
+        ),
+        (("--pp-size", "2", "--enable-dynamic-chunking"), ("--enable-dynamic-chunking", "--pp-")),
+        (("--pp-size", "2", "--speculative-algorithm", "EAGLE"), ("-algorithm with --pp-size",)),
         (("--speculative-algorithm", "DFLASH"), ("algorithm DFLASH", "--hc-disable")),
         (("--speculative-algorithm", "NGRAM"), ("algorithm NGRAM", "needs a GPU")),
         (

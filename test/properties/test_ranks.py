@@ -7,10 +7,12 @@ ever; no slot is lost; and what is restored is right (the machine's own checks).
 
 from __future__ import annotations
 
+import copy
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -136,12 +138,14 @@ class Rank(DiskMachine):
 class Storm:
     """`count` ranks under one stream of random requests."""
 
-    def __init__(self, seed: int, count: int, machine: type[Rank] = Rank) -> None:
+    def __init__(self, seed: int, count: int, *machines: type[Rank]) -> None:
+        """machines: what each rank is; of one kind where one is given."""
         self.rng = random.Random(seed)
         self.ranks: list[Rank] = []
         waits = [lambda rank=rank: self.ranks[rank].work_on() for rank in range(count)]
         self.group: Group[Rank] = Group(count, waits.__getitem__)
-        self.ranks = [machine(agreement) for agreement in self.group.agreements]
+        kinds = machines if len(machines) == count else (machines or (Rank,)) * count
+        self.ranks = [kind(a) for kind, a in zip(kinds, self.group.agreements, strict=True)]
         self.faulty = self.rng.randrange(count)
 
     def run(self, steps: int) -> None:
@@ -149,13 +153,12 @@ class Storm:
             self.go_on()
             self.group.now += self.rng.choice([0.0, 0.001, 0.06])
             patience = self.rng.choice([0.0, 0.05, 10.0])
-            self.group.begin_pass(patience, requests=self.rng.random() < 0.3)
-            for rank in self.ranks:
-                rank.tiers.poll()
-                rank.look()
+            self.begin_pass(patience, requests=self.rng.random() < 0.3)
+            self.all(lambda r: r.tiers.poll())
+            self.all(lambda r: r.look())
             self.action()
             self.compare()
-        together([rank.end for rank in self.ranks])
+        self.together(lambda r: r.end())
         self.compare()
         for name in ("disk_loaded_blocks", "disk_saved_blocks"):
             SEEN[name] += self.ranks[0].disk.counters[name]
@@ -192,7 +195,7 @@ class Storm:
             self.all(lambda r: r.fetch(old, cut, 0))
         elif kind == "stop" and one.fetching:
             self.group.now += rng.choice([0.0, 1.0, 6.0])
-            self.group.begin_pass(0.0, requests=True)
+            self.begin_pass(0.0, requests=True)
             which, cancel = rng.randint(0, 5), rng.random() < 0.3
             self.all(lambda r: r.stop_waiting(which, cancel, 0.0))
         elif kind == "queue" and one.tiers.host.published_blocks:
@@ -208,7 +211,7 @@ class Storm:
             old = rng.randint(0, 50)
             self.all(lambda r: r.pin(old))
         elif kind == "forget" and not one.running:
-            together([rank.tiers.clear for rank in self.ranks])
+            self.together(lambda r: r.tiers.clear())
         elif one.running:
             which, step, drop = rng.randint(0, 5), rng.randint(1, 130), rng.random() < 0.3
             self.all(lambda r: r.compute(which, step))
@@ -216,9 +219,16 @@ class Storm:
             if rng.random() < 0.3:
                 self.all(lambda r: r.finish(which, drop))
 
+    def begin_pass(self, patience: float, *, requests: bool) -> None:
+        self.group.begin_pass(patience, requests=requests)
+
     def all(self, call: Callable[[Rank], object]) -> None:
         for rank in self.ranks:
             call(rank)
+
+    def together(self, call: Callable[[Rank], object]) -> None:
+        """Ranks that wait for each other."""
+        together([partial(call, rank) for rank in self.ranks])
 
 
 ACTIONS = ["turn", "turn", "turn", "start", "fetch", "fetch", "stop", "stop", "queue", "leave",
@@ -236,6 +246,90 @@ class RingRank(Rank):
 
     plan = LayerPlan(0, 1, 1)
     ring = 8192
+
+
+class Stage(Rank):
+    """Has no read buffer: what fits into one depends on the layers of a stage."""
+
+    def look(self) -> None:
+        DiskMachine.look(self)
+
+
+class FirstStage(Stage):
+    plan = LayerPlan(0, 2, 1)
+
+
+class LaterStage(Stage):
+    plan = LayerPlan(0, 1, 2)
+
+
+class Pipeline(Storm):
+    """Two stages. The later one handles a pass when the first has begun and handled the next one;
+    before they wait for each other it catches up, because no batch is between them then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, 2, FirstStage, LaterStage)
+        for rank in self.ranks:
+            rank.tiers.host.tree.fingerprint = b"of both stages"
+        self.later: deque[list[Callable[[], object]]] = deque()
+        self.wanted: deque[object] = deque()
+        self.today: list[Callable[[], object]] = []
+
+    def begin_pass(self, patience: float, *, requests: bool) -> None:
+        first, second = self.group.agreements
+        first.begin_pass()
+        verdicts = first.verdicts(patience, requests=requests)
+        self.today.append(second.begin_pass)
+        if verdicts is not None:
+            self.group.told += 1
+            first.apply(verdicts)
+            self.today.append(partial(second.apply, verdicts))
+
+    def all(self, call: Callable[[Rank], object]) -> None:
+        first, second = self.ranks
+        call(first)
+        self.today.append(partial(call, second))
+
+    def compare(self) -> None:
+        """The first stage is through with a pass; the second handles the one before."""
+        first = self.ranks[0]
+        self.wanted.append(copy.deepcopy(first.picture()))
+        first.notes.lines.clear()
+        self.later.append(self.today)
+        self.today = []
+        if len(self.later) > 1:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        second = self.ranks[1]
+        for call in self.later.popleft():
+            call()
+        assert second.picture() == self.wanted.popleft()
+        second.notes.lines.clear()
+        for rank in self.ranks:
+            rank.every_slot_has_one_owner()
+            rank.what_is_under_way_has_its_slot_for_itself()
+
+    def together(self, call: Callable[[Rank], object]) -> None:
+        while self.later:
+            self.catch_up()
+        for late in self.today:
+            late()
+        self.today = []
+        super().together(call)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_a_stage_that_is_a_pass_behind_decides_alike(seed: int) -> None:
+    Pipeline(seed).run(25)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(seed=SEEDS)
+def test_stages_decide_alike_in_a_thousand_storms(seed: int) -> None:
+    Pipeline(seed).run(30)
 
 
 @pytest.mark.parametrize("machine", [Rank, HiddenRank, RingRank])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, TOGETHER_S, Agreement, Verdicts
+from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Verdicts
 from sglang_hc.ranks.block_io import NEWS, AgreedBlocks
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone
@@ -276,3 +276,17 @@ def test_verdicts_travel() -> None:
     assert isinstance(verdicts, Verdicts)
     assert pickle.loads(pickle.dumps(verdicts)) == verdicts
     assert isinstance(pair.group.agreements[1], Agreement)
+
+
+def test_ranks_show_each_other_what_they_counted_now_and_then() -> None:
+    group: Group = Group(2, no_wait)
+    first, second = group.agreements
+    second.show(lambda: {"lost": 1})
+    assert first.reports({"own": 5}) == [{"own": 5}, {"lost": 1}]
+    group.now += REPORT_S - 0.1
+    second.show(lambda: {"lost": 2})
+    assert first.reports({})[1] == {"lost": 1}
+    group.now += 0.1
+    second.show(lambda: {"lost": 3})
+    assert first.reports({})[1] == {"lost": 3}
+    assert ALONE.reports({"own": 5}) == [{"own": 5}]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.ranks import board as boards
 from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict, verdict_of
-from sglang_hc.ranks.board import PLACES, Kind, VoteBoard
+from sglang_hc.ranks.board import PLACES, REPORT_BYTES, Kind, VoteBoard
 from sglang_hc.store.outcome import Outcome
 
 
@@ -148,3 +148,28 @@ def test_another_process_sees_the_votes() -> None:
     assert one.votes(Kind.BLOCK, 70000) == [Outcome.OK, Outcome.DAMAGED]
     assert one.votes(Kind.SCATTER, 70000) is None
     assert one.votes(Kind.BLOCK, 70000 - PLACES) is None
+
+
+def test_each_rank_shows_what_it_counted_last() -> None:
+    first = VoteBoard.create(3)
+    others = [VoteBoard.attach(first.name, rank, 3) for rank in (1, 2)]
+    assert first.reports() == [{}, {}, {}]
+    others[0].report({"io_losses": 1, "longer": 7})
+    others[1].report({"ok": 2**40})
+    others[0].report({"io_losses": 2})
+    assert first.reports() == others[1].reports() == [{}, {"io_losses": 2}, {"ok": 2**40}]
+    first.vote(Kind.BLOCK, PLACES - 1, Outcome.OK)
+    assert first.reports()[0] == {}, "votes lie elsewhere"
+
+
+def test_half_a_report_is_none() -> None:
+    one = VoteBoard.create(1)
+    one.report({"a": 1})
+    one._reports[9] ^= 1
+    assert one.reports() == [{}]
+    one.report({"a": 1})
+    one.report({"x" * REPORT_BYTES: 1})
+    assert one.reports() == [{"a": 1}], "what does not fit is not shown"
+    room = REPORT_BYTES - 8 - len('{"":1}')
+    one.report({"x" * room: 1})
+    assert one.reports() == [{"x" * room: 1}]

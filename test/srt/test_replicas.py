@@ -13,7 +13,7 @@ from sglang_hc.store.disk import DirectorySpec
 
 
 def test_a_single_server_keeps_what_the_user_gave(tmp_path: Path) -> None:
-    ps = SimpleNamespace(dp_rank=None, tp_rank=0, tp_size=1)
+    ps = SimpleNamespace(dp_rank=None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
     runner = SimpleNamespace(ps=ps, server_args=SimpleNamespace(dp_size=1))
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path}:3", str(tmp_path)))
     alone = place_of(runner)
@@ -22,12 +22,20 @@ def test_a_single_server_keeps_what_the_user_gave(tmp_path: Path) -> None:
     assert alone.suffix == "" and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (3, 1), (8, 1), (1, 2), (1, 8), (2, 4)])
+@pytest.mark.parametrize(
+    ("replicas", "shards", "stages"),
+    [(2, 1, 1), (3, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (1, 1, 2), (2, 2, 3)],
+)
 def test_all_together_use_no_more_than_was_given(
-    tmp_path: Path, replicas: int, shards: int
+    tmp_path: Path, replicas: int, shards: int, stages: int
 ) -> None:
     config = HcConfig(host_size_gb=1.0, disk=(f"{tmp_path / 'ssd'}:5", str(tmp_path / "rest")))
-    places = [Place(r, replicas, s, shards) for r in range(replicas) for s in range(shards)]
+    places = [
+        Place(replica, replicas, shard, shards, stage, stages)
+        for replica in range(replicas)
+        for shard in range(shards)
+        for stage in range(stages)
+    ]
     count = len(places)
     assert sum(host_share(config, one) for one in places) <= GIB
     specs = [directories(config, one) for one in places]
@@ -45,6 +53,9 @@ def test_the_folder_names_the_number_of_ranks(tmp_path: Path) -> None:
     assert spec.path == str(tmp_path / "dp1" / "tp2-0")
     assert directories(config, Place(1, 2, 0, 2)) == (spec,), "the next start finds it"
     assert Place(0, 1, 1, 4).suffix == ".tp1" and Place(1, 2, 3, 4).suffix == ".dp1.tp3"
+    (spec,) = directories(config, Place(0, 1, 1, 2, 0, 3))
+    assert spec.path == str(tmp_path / "pp3-0" / "tp2-1")
+    assert Place(0, 1, 0, 1, 2, 3).suffix == ".pp2"
 
 
 def test_a_folder_of_another_rank_is_refused(tmp_path: Path) -> None:
@@ -60,6 +71,10 @@ def test_a_folder_of_another_rank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tp2-0").rename(tmp_path / "tp2-1")
     (tmp_path / "kept").rename(tmp_path / "tp2-0")
     assert [directories(config, place)[0].path[-1] for place in (first, second)] == ["0", "1"]
+    directories(config, Place(0, 1, 1, 2, 1, 2))
+    (tmp_path / "pp2-1").rename(tmp_path / "pp2-0")
+    with pytest.raises(ConfigError, match="the folder holds the blocks of pp2-1/tp2-1"):
+        directories(config, Place(0, 1, 1, 2, 0, 2))
 
 
 def test_a_folder_is_claimed_while_it_is_empty(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_hc.config import HcConfig
 from sglang_hc.errors import ConfigError
+from sglang_hc.forms import LayerPlan
 from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
-from sglang_hc.srt.model_state import refuse_model
+from sglang_hc.srt.model_state import _for_all, _plan, refuse_model
 from sglang_hc.srt.start_group import StartGroup
 from support.start_groups import on_ranks
 
@@ -62,6 +64,36 @@ def test_a_model_whose_ranks_have_all_heads_is_refused_on_several() -> None:
     refuse_model(torch.nn.Module(), StartGroup(1, 2))
     with pytest.raises(ConfigError, match="--tp-size above 1 with GPT2LMHeadModel"):
         refuse_model(GPT2LMHeadModel(), StartGroup(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("forms", "wrong"),
+    [
+        ("recompute:2,kv:4", None),
+        ("recompute:3,kv:3", "recompute at most 2"),
+        ("hidden:2,kv:4", None),
+        ("hidden:1,kv:5", "none as hidden"),
+    ],
+)
+def test_every_stage_of_a_pipeline_keeps_a_layer_of_each_form(
+    forms: str, wrong: str | None
+) -> None:
+    runner = SimpleNamespace(model_config=SimpleNamespace(num_hidden_layers=6))
+
+    def plan() -> LayerPlan:
+        return _plan(runner, HcConfig(forms=forms), None, None, None, [3, 3])
+
+    if wrong is None:
+        assert str(plan()) == forms
+        return
+    with pytest.raises(ConfigError, match=f"--hc-forms {forms} with --pp-size 2: .*{wrong}"):
+        plan()
+
+
+def test_a_plan_that_was_chosen_fits_all_stages() -> None:
+    assert _for_all(LayerPlan(0, 2, 4), [3, 3]) == LayerPlan(0, 2, 4)
+    assert _for_all(LayerPlan(0, 1, 5), [3, 3]) == LayerPlan(0, 0, 6)
+    assert _for_all(LayerPlan(0, 5, 1), [3, 3]) == LayerPlan(0, 6, 0)
 
 
 def test_hidden_form_is_exact_where_every_rank_proved_it() -> None:

@@ -1,4 +1,5 @@
-"""How long the clock of decisions may stand still: never while somebody's wait ends by it."""
+"""How long the clock of decisions may stand still: never while somebody's wait ends by it. And when
+the requests of a pass go on to the next stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt.verdicts import FETCHING_S, KEEPING_S, WAITING_S, patience
+from sglang_hc.srt.verdicts import FETCHING_S, KEEPING_S, WAITING_S, NextStage, patience
 
 
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
@@ -40,3 +41,43 @@ def test_without_a_disk_only_turns_and_pins_count() -> None:
     some = tiers(waiting=1)
     some.disk = None
     assert patience(some) == WAITING_S
+
+
+class Pipeline:
+    """What `NextStage` asks of a scheduler."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.ps = SimpleNamespace(pp_rank=stage, pp_size=stages)
+        self.began: list[Any] = []
+
+    def _pp_send_pyobj_to_next_stage(self, requests: list[Any], async_send: bool) -> list[Any]:
+        self.began.append(requests)
+        return [f"{requests} on its way"]
+
+
+def test_requests_go_on_before_they_are_handled_and_only_once() -> None:
+    scheduler = Pipeline(1, 3)
+    stage = NextStage(scheduler)
+    for requests in (["a"], []):
+        stage.send(requests)
+        assert scheduler.began[-1] == requests
+        # The scheduler has handled them, sends them, and waits for that in its next pass.
+        sent = scheduler._pp_send_pyobj_to_next_stage(requests, async_send=True)
+        assert sent == [f"{requests} on its way"]
+    assert scheduler.began == [["a"], []] and stage.sent == []
+
+
+def test_what_the_scheduler_has_not_asked_for_is_kept_while_it_is_sent() -> None:
+    scheduler = Pipeline(0, 2)
+    stage = NextStage(scheduler)
+    stage.send([1])
+    stage.send([2])
+    both = scheduler._pp_send_pyobj_to_next_stage([2], async_send=True)
+    assert both == ["[1] on its way", "[2] on its way"]
+
+
+@pytest.mark.parametrize(("stage", "stages"), [(0, 1), (2, 3)])
+def test_from_the_last_stage_requests_go_nowhere(stage: int, stages: int) -> None:
+    scheduler = Pipeline(stage, stages)
+    NextStage(scheduler).send([1])
+    assert scheduler.began == []

@@ -52,8 +52,8 @@ class Core:
     restored; None leaves it to the flags, or to measuring.
     """
 
-    rank = 0
-    """Tensor-parallel rank; see `ranked_core.RankedCore`."""
+    tp_rank = pp_rank = 0
+    """Of several ranks; see `ranked_core.RankedCore`."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Core:
         self.args = prepare_server_args(argv)
         self.args.check_lora_server_args()  # as SGLang's launcher does
         publish(self.args, role="scheduler")
-        ports, rank = PortArgs.init_new(self.args), self.rank
-        self.scheduler = Scheduler(self.args, ports, rank, rank, 0, 0, 0, 0, None)
+        ports, tp, pp = PortArgs.init_new(self.args), self.tp_rank, self.pp_rank
+        self.scheduler = Scheduler(self.args, ports, tp + pp, tp, 0, pp, 0, 0, None)
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
         self._connect()
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)

@@ -1,7 +1,7 @@
-"""SGLang's real scheduler on two tensor-parallel ranks: a process each, one body of a test in both.
+"""SGLang's real scheduler on two ranks: a process each, one body of a test in both.
 
 Both processes make the same calls on their own core. Requests are handed in on the first rank only
-and reach the other by SGLang's own broadcast; the first rank also says when nothing is left to do.
+and reach the other as SGLang sends them; the first rank also says when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_hc.tools.bench.server import free_port
 from support.core import Core, Idle
@@ -36,15 +36,23 @@ class Inbox:
 
 
 class RankedCore(Core):
-    """One rank's core. `submit`, `ask`, `run` and the rest are to be called on both alike."""
+    """The core of one of two tensor-parallel ranks. `submit`, `ask`, `run` and the rest are to be
+    called on both alike."""
+
+    ranks = "--tp-size"
+    env: ClassVar[dict[str, str]] = ENV
 
     def __init__(self, rank: int, port: int, *flags: str, **options: Any) -> None:
         self.rank = rank
+        self._take_place(rank)
         import torch._dynamo
 
         torch._dynamo.config.disable = True
-        ranks = ("--tp-size", "2", "--nccl-port", str(port))
-        super().__init__(*ranks, *flags, **{**ENV, **options})
+        ranks = (self.ranks, "2", "--nccl-port", str(port))
+        super().__init__(*ranks, *flags, **{**self.env, **options})
+
+    def _take_place(self, rank: int) -> None:
+        self.tp_rank = rank
 
     def _connect(self) -> None:
         import dataclasses
@@ -73,6 +81,40 @@ class RankedCore(Core):
             self.inbox.clear()
         received: list[Any] = self._receiver.recv_requests()
         return received
+
+
+class StagedCore(RankedCore):
+    """The core of one of two stages of a pipeline. Between two calls of `run` nothing is under way:
+    so `run` is not to be told a number of iterations."""
+
+    ranks = "--pp-size"
+    env: ClassVar[dict[str, str]] = {
+        name: value for name, value in ENV.items() if name != "SGLANG_CPU_OMP_THREADS_BIND"
+    }
+
+    def _take_place(self, rank: int) -> None:
+        self.pp_rank = rank
+
+    def receive(self) -> list[Any]:
+        received = super().receive()
+        if self.rank == 0 and any(isinstance(one, Stop) for one in received):
+            # Behind the end of its loop the scheduler sends nothing, and waits for nothing sent.
+            if self.tree_is_ours:
+                sent = self._receiver.next_stage.sent
+            else:
+                sent = self.scheduler._pp_send_pyobj_to_next_stage(received, async_send=True)
+            for part in sent:
+                part.work.wait()
+            sent.clear()
+        return received
+
+    @property
+    def tree_is_ours(self) -> bool:
+        return hasattr(self.tree, "tiers")
+
+
+CORES = {"tp": RankedCore, "pp": StagedCore}
+"""By the name that folders and traces of such ranks have."""
 
 
 def _take(inbox: Inbox, _flags: int) -> Any:

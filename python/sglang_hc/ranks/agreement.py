@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel group decide alike while they serve.
+"""How the ranks of one model decide alike while they serve.
 
 Every rank has its own scheduler, tree, tiers and I/O, and none asks another before it decides. They
 stay equal because they decide from equal inputs. Requests come to all ranks in one order, by
@@ -12,12 +12,17 @@ rank 0 puts in front of a pass's requests:
 
 A pass in which nothing ended and nobody looks at the clock sends nothing. `Alone` is a group of
 one: everything is as its own rank sees it.
+
+The stages of a pipeline handle a pass one after the other, so `apply` comes to a later stage later,
+at the same place of its decisions. Nobody may wait for the votes of all ranks (`settle`) while a
+batch is between two stages: the later one votes when it has the batch behind it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +38,9 @@ TOGETHER_S = 0.05
 
 ENDED_SCATTERS = 2
 """So many ended scatters are told at once: each holds a snapshot buffer."""
+
+REPORT_S = 0.5
+"""What a rank counted is shown to the others so often."""
 
 MARK_PASSES = 2
 """Passes after which a point on the device is taken to be reached."""
@@ -80,6 +88,9 @@ class Ranks(Protocol):
     def counts(self) -> dict[str, int]:
         """What failed, by rank: `rank1_scatter_io_error` and so on."""
 
+    def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
+        """What each rank counted, by rank: of this one `own`, of others what they showed last."""
+
     def leave(self) -> None:
         """The server stops: nothing is decided in common any more."""
 
@@ -101,6 +112,9 @@ class Alone:
 
     def counts(self) -> dict[str, int]:
         return {}
+
+    def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
+        return [own]
 
     def leave(self) -> None:
         return None
@@ -153,12 +167,14 @@ class Agreement:
         time while all ranks wait for each other's votes."""
         self.clock = AgreedClock(now)
         self.count = board.ranks
-        self._rank = board.rank
+        self.rank = board.rank
+        self._board = board
         self._own_clock = clock
         self._ballots = {kind: Ballot(board, kind, wait) for kind in Kind}
         self._executor: AgreedExecutor | None = None
         self._blocks: AgreedBlocks | None = None
         self._told = now
+        self._shown = -math.inf
 
     # -- Ranks -----------------------------------------------------------------------------------
 
@@ -181,6 +197,11 @@ class Agreement:
             for (rank, outcome), count in ballot.failures.items()
         }
 
+    def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
+        found = self._board.reports()
+        found[self.rank] = own
+        return found
+
     def leave(self) -> None:
         for ballot in self._ballots.values():
             ballot.leave()
@@ -193,6 +214,13 @@ class Agreement:
         for part in (self._executor, self._blocks):
             if part is not None:
                 part.vote()
+
+    def show(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Every rank, once a pass: `counts` are shown to the others every REPORT_S."""
+        now = self._own_clock()
+        if now >= self._shown + REPORT_S:
+            self._shown = now
+            self._board.report(counts())
 
     def verdicts(self, patience: float, *, requests: bool) -> Verdicts | None:
         """For rank 0: what to tell all ranks before the requests of this pass; None for nothing.

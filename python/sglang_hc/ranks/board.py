@@ -1,4 +1,4 @@
-"""Votes of the ranks of one node, in memory that all of them map.
+"""Votes of the ranks of one node, and what each of them counted, in memory that all of them map.
 
 A rank says how its part of an operation ended by one byte, which the others read when they want to:
 no message, no lock, and nobody is held up. Several nodes share no memory; they are refused at the
@@ -11,6 +11,11 @@ import enum
 import mmap
 import os
 import secrets
+import struct
+import zlib
+from collections.abc import Mapping
+
+import msgspec
 
 from sglang_hc.store.outcome import Outcome
 
@@ -19,6 +24,12 @@ PLACES = 1 << 16
 
 _TOKEN_BYTES = 16
 """In front of the votes, by which the memory is recognised."""
+
+REPORT_BYTES = 1 << 16
+"""Room for what one rank counted. A longer report is not shown."""
+
+_REPORT = struct.Struct("<II")
+"""Length and CRC-32 of a report, in front of it: whoever reads a half of it notices."""
 
 _LAPS = 16
 _CODES: dict[Outcome, int] = {outcome: code for code, outcome in enumerate(Outcome, 1)}
@@ -45,6 +56,7 @@ class VoteBoard:
         self.rank, self.ranks = rank, ranks
         self._descriptor = descriptor
         self._memory = memoryview(mmap.mmap(descriptor, self.size(ranks)))
+        self._reports = self._memory[-ranks * REPORT_BYTES :]
         votes = self._memory[_TOKEN_BYTES:]
         self._votes = [
             [votes[(kind * ranks + of) * PLACES :][:PLACES] for of in range(ranks)] for kind in Kind
@@ -72,7 +84,7 @@ class VoteBoard:
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes; the system gives a page when it is first written."""
-        return _TOKEN_BYTES + len(Kind) * ranks * PLACES
+        return _TOKEN_BYTES + ranks * (len(Kind) * PLACES + REPORT_BYTES)
 
     @property
     def name(self) -> str:
@@ -100,4 +112,22 @@ class VoteBoard:
             if outcome is None:
                 return None
             found.append(outcome)
+        return found
+
+    def report(self, counts: Mapping[str, int]) -> None:
+        """Show the other ranks what this one has counted."""
+        text = msgspec.json.encode(dict(counts))
+        if _REPORT.size + len(text) <= REPORT_BYTES:
+            entry = _REPORT.pack(len(text), zlib.crc32(text)) + text
+            self._reports[self.rank * REPORT_BYTES :][: len(entry)] = entry
+
+    def reports(self) -> list[dict[str, int]]:
+        """What each rank showed last, by rank; nothing of one that is about to show more."""
+        found = []
+        for rank in range(self.ranks):
+            entry = bytes(self._reports[rank * REPORT_BYTES :][:REPORT_BYTES])
+            length, digest = _REPORT.unpack_from(entry)
+            text = entry[_REPORT.size : _REPORT.size + length]
+            whole = length and zlib.crc32(text) == digest
+            found.append(msgspec.json.decode(text, type=dict[str, int]) if whole else {})
         return found

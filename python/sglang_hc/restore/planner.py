@@ -63,7 +63,8 @@ class RestoreChoice:
 
     costs: None if the machine could not be measured; then everything that is stored is restored.
     always: restore everything, whatever it costs.
-    can_recompute: whether the model's first layers can be run on their own.
+    plan: of the whole model; ranks that have some of its layers each decide alike.
+    can_recompute: whether layers that are stored can be recomputed instead.
     counters: gets `restore_decision_*` and `restore_reason_*`.
     """
 
@@ -84,7 +85,7 @@ class RestoreChoice:
         self._restore_tries = Tries()
         self._hidden_tries = Tries()
         self._fetch_tries = Tries()
-        self._plan = plan
+        self.plan = plan
         self._can_recompute = can_recompute
         self._as_they_come = as_they_come
         self._counters = counters
@@ -106,7 +107,7 @@ class RestoreChoice:
         if cost is None:
             total = sum(span.tokens for span in spans)
             reason = ALWAYS if self._always else NOT_MEASURED
-            return Choice(total, self._plan.recompute, Decision.LOAD.value, reason)
+            return Choice(total, self.plan.recompute, Decision.LOAD.value, reason)
         plan = self._planned(cost, spans, context, new)
         skipped = self._skips_hidden(plan)
         tries = self._hidden_tries if skipped else self._restore_tries
@@ -115,12 +116,12 @@ class RestoreChoice:
             tokens = 0
             if tries.due:
                 tokens = affordable(
-                    cost, self._plan, spans, context=context, new=new, seconds=plan.seconds
+                    cost, self.plan, spans, context=context, new=new, seconds=plan.seconds
                 )
             if tokens:
-                copies = self._copy_seconds(cost, spans, tokens, self._plan.recompute)
+                copies = self._copy_seconds(cost, spans, tokens, self.plan.recompute)
                 reason = plan.reason.value
-                return Choice(tokens, self._plan.recompute, TRY, reason, copies, skipped)
+                return Choice(tokens, self.plan.recompute, TRY, reason, copies, skipped)
         seconds = self._copy_seconds(cost, spans, plan.tokens, plan.recompute_layers)
         decision, reason = plan.decision.value, plan.reason.value
         return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
@@ -128,7 +129,7 @@ class RestoreChoice:
     def as_stored(self, tokens: int) -> Choice:
         """Restore what a history that was met has left to restore, without weighing it."""
         decision, reason = Decision.LOAD.value, Reason.AS_STORED.value
-        return Choice(tokens, self._plan.recompute, decision, reason)
+        return Choice(tokens, self.plan.recompute, decision, reason)
 
     def take(self, choice: Choice) -> None:
         """The choice is carried out: count it, and add its copies to the backlog."""
@@ -176,7 +177,7 @@ class RestoreChoice:
             return None
         return best_split(
             cost,
-            self._plan,
+            self.plan,
             history,
             decoding=decoding,
             can_recompute=self._can_recompute,
@@ -213,7 +214,7 @@ class RestoreChoice:
         cost = self._weighed
         if cost is None:
             return 0.0
-        return TRY_SHARE * self._plan.num_layers * cost.prefill_layer(new, context)
+        return TRY_SHARE * self.plan.num_layers * cost.prefill_layer(new, context)
 
     @property
     def _weighed(self) -> CostModel | None:
@@ -226,7 +227,7 @@ class RestoreChoice:
 
     def _skips_hidden(self, plan: RestorePlan) -> bool:
         """Whether the plan loads something, but none of the stored HIDDEN layers."""
-        stored = self._plan
+        stored = self.plan
         return bool(plan.tokens and stored.hidden) and (
             plan.recompute_layers >= stored.recompute + stored.hidden
         )
@@ -236,7 +237,7 @@ class RestoreChoice:
     ) -> RestorePlan:
         return plan_restore(
             cost,
-            self._plan,
+            self.plan,
             spans,
             context=context,
             new=new,
@@ -247,7 +248,7 @@ class RestoreChoice:
     def _copy_seconds(
         self, cost: CostModel, spans: Sequence[Span], restored: int, recompute: int
     ) -> float:
-        stored = self._plan
+        stored = self.plan
         kv = min(stored.kv, stored.num_layers - recompute)
         hidden = stored.num_layers - recompute - kv
         seconds, left = 0.0, restored
@@ -265,7 +266,7 @@ class RestoreChoice:
         of a copy does not show; 0 when it is not known."""
         if self._costs is None or tier not in self._costs.model.copies:
             return 0.0
-        return self._costs.model.copy_stored(tier, self._plan, LONG_HISTORY) / LONG_HISTORY
+        return self._costs.model.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, decision: str, reason: str) -> None:
         self._counters[f"restore_decision_{decision}"] += 1

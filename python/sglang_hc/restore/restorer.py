@@ -21,7 +21,7 @@ from sglang_hc.device.copy_stream import Event
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.path import Restoration, RestorePath
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import Choice, RestoreChoice
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.tree.host_tier import HostTier
 
@@ -60,6 +60,12 @@ class Restorer:
     def under_way(self) -> int:
         """Restorations queued or running."""
         return len(self._queued) + sum(len(done) for done in self._running.values())
+
+    def recomputed(self, choice: Choice) -> int:
+        """Layers of this rank that a choice recomputes: those of its plan, and without the stages
+        of a pipeline as many more as the choice has."""
+        planned = self.path.pool.layout.plan.recompute
+        return planned + choice.recompute - self.planner.plan.recompute
 
     def queue(self, restoration: Restoration, release: Callable[[], None]) -> None:
         """Restore in the next pass; `release` is called when its device slots hold the state."""

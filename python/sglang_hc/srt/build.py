@@ -104,7 +104,7 @@ def _sizes(model: Model, device: Device) -> TierSizes:
     hidden_bytes = taps.row_bytes if taps is not None else 0
     shape = StateShape(device.pool.num_layers, hidden_bytes, device.pool.part_bytes, dtype)
     draft, drafted = draft_layers(model.draft, model.params.is_eagle, group)
-    layout = BlockLayout(state.plan, shape, draft)
+    layout = BlockLayout(state.own_plan, shape, draft)
     size = host_share(model.config, place_of(runner))
     num_slots = group.least(size // layout.slot_bytes)
     if num_slots < 1:
@@ -119,8 +119,8 @@ def _sizes(model: Model, device: Device) -> TierSizes:
         num_slots,
         num_slots * BLOCK_TOKENS,
     )
-    fingerprint = layout.fingerprint(*model_identity(runner, group), *_product(model), *drafted)
-    return TierSizes(layout, num_slots, fingerprint)
+    own = layout.fingerprint(*model_identity(runner, group), *_product(model), *drafted)
+    return TierSizes(layout, num_slots, bytes.fromhex(group.digest(own.hex())))
 
 
 def _product(model: Model) -> list[str]:
@@ -147,7 +147,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
     """Host memory, executor and disk. The I/O process is started here and not by the launcher,
     because only now the sizes are known; see docs/decisions.md."""
     config, runner, capture = model.config, model.runner, model.state.memory
-    plan = model.state.plan
+    plan = sizes.layout.plan
     memory = MemorySpec(
         sizes.layout,
         sizes.num_slots,
@@ -195,7 +195,7 @@ def _tiers(
     planner = RestoreChoice(
         costs,
         state.plan,
-        device.recomputer is not None,
+        device.recomputer is not None and not state.has_stages,
         counters,
         ranks.clock,
         always=config.restore == "always",
@@ -227,7 +227,7 @@ def _tiers(
         io.memory.pool,
         device.pool,
         StagingRing.sized_for(
-            sizes.layout.shape, device.pool.device, copy_stream, model.state.group.size > 1
+            sizes.layout.shape, device.pool.device, copy_stream, model.runner.ps.tp_size > 1
         ),
         device.recomputer,
         _read_buffer(model, device, io, host, queue, ranks),
@@ -248,8 +248,11 @@ def _tiers(
 
 def _can_meet(model: Model, device: Device) -> bool:
     """Prompts come in chunks, and where bits count a prefill was proven to make those of decoding:
-    what is stored of the end of a history may have any computed front before it then."""
-    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0 and model.draft is None
+    what is stored of the end of a history may have any computed front before it then. Not tested
+    with the stages of a pipeline."""
+    if model.draft is not None or model.state.has_stages:
+        return False
+    chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
     return chunked and (device.recomputer is not None or not model.config.exact)
 
 
@@ -309,7 +312,8 @@ def _read_buffer(
     model: Model, device: Device, io: Io, host: HostTier, queue: QueueView, ranks: Ranks
 ) -> ReadBuffer | None:
     size = read_buffer_bytes(model.config, on_gpu=device.pool.device.type == "cuda")
-    if not size:
+    # What it holds is pinned. Stages, whose layers differ in size, would not pin the same blocks.
+    if not size or model.state.has_stages:
         return None
     try:
         frames = frames_for(size, io.memory.pool.layout, device.pool.device, device.copy_stream)

@@ -22,6 +22,7 @@ from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model_state import MODEL_STATE, ModelState
 from sglang_hc.srt.scheduler import BUILDING
 from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.start_group import StartGroup
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,15 @@ def device_of(model: Model) -> Device:
         pool = KvPoolRows(runner.token_to_kv_pool, state.layers, columns=columns, draft=draft)
     except UnsupportedPool as error:
         raise ConfigError(f"{error}. Add --hc-disable to serve without the tiers") from None
+    stage = StartGroup.of_stage(runner)
     recomputer, pieces = recomputer_for(
-        model.config, runner, pool, model.allocator, state.plan, state.memory.taps, state.group
+        model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
     )
     project, read = PROJECTIONS["sglang"], gather
     if pool.device.type == "cuda" and state.layers is not None:
         project = fastest_projection(runner, state.layers, model.allocator)
-    if state.memory.ring is not None and state.plan.kv:
-        layers = state.plan.kv_layers
+    if state.memory.ring is not None and state.own_plan.kv:
+        layers = state.own_plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns, draft)
     copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])

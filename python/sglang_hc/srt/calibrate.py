@@ -129,6 +129,7 @@ def fingerprint(runner: Any, disks: tuple[str, ...], hidden: bool) -> str:
         *(["fixed tiles"] if has_fixed_tiles(runner.model) else []),
         *(["deterministic"] if args.enable_deterministic_inference else []),
         *([f"tensor parallel {runner.ps.tp_size}"] if runner.ps.tp_size > 1 else []),
+        *([f"pipeline parallel {runner.ps.pp_size}"] if runner.ps.pp_size > 1 else []),
         _device_name(runner),
         *_kernels(runner),
         *(f"disk {Path(DirectorySpec.parse(disk).path).resolve()}" for disk in disks),

@@ -11,20 +11,35 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import (
+    ClearHiCacheReqOutput,
+    UpdateWeightFromDiskReqOutput,
+    UpdateWeightsFromDistributedReqOutput,
+    UpdateWeightsFromIPCReqOutput,
+    UpdateWeightsFromTensorReqOutput,
+)
+
 from sglang_hc.errors import ConfigError
 from sglang_hc.srt import verdicts
-from sglang_hc.srt.model_state import MODEL_STATE
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.speculation import hand_over
 from sglang_hc.srt.tree_backend import HcRadixCache
 
 logger = logging.getLogger(__name__)
 
+REFUSED_UPDATE: dict[str, type[Any]] = {
+    "update_weights_from_disk": UpdateWeightFromDiskReqOutput,
+    "update_weights_from_distributed": UpdateWeightsFromDistributedReqOutput,
+    "update_weights_from_tensor": UpdateWeightsFromTensorReqOutput,
+    "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
+}
+"""What SGLang answers to each weight update."""
+
 
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND Scheduler.__init__: the tree factory learns whose tree it builds, and what cannot be
-    served is refused in one line, without the stack that led there. One of several tensor-parallel
-    ranks takes part in their verdicts from then on."""
+    served is refused in one line, without the stack that led there. One of several ranks takes part
+    in their verdicts from then on."""
     token = BUILDING.set(OwnScheduler(self))
     try:
         build(self, *args, **kwargs)
@@ -80,24 +95,40 @@ def forward(
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info, and what each rank
-    counted. All tensor-parallel ranks are asked in the same pass, so they can exchange it here;
-    only the first one's answer is sent."""
-    runner = self.tp_worker.model_runner
-    tree = tree_of(runner)
+    counted. Only the first rank's answer is sent."""
+    tree = tree_of(self.tp_worker.model_runner)
     if tree is not None:
         numbers = tree.stats()
-        counts = getattr(runner, MODEL_STATE).group.each(tree.tiers.counts())
+        counts = tree.tiers.ranks.reports(tree.tiers.counts())
         if len(counts) > 1:
             numbers["ranks"] = counts
         result.internal_state["hc"] = numbers
     return result
 
 
-def weights_changed(result: Any, self: Any, recv_req: Any) -> None:
-    """AFTER each weight update: nothing saved under the old weights may be served."""
+def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND each weight update: nothing saved under the old weights may be served."""
     tree = tree_of(self.tp_worker.model_runner)
-    if tree is not None:
-        tree.forget_saved()
+    if tree is None:
+        return original(self, recv_req)
+    if tree.is_between_stages:
+        return REFUSED_UPDATE[original.__name__](
+            success=False,
+            message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
+            "wait for the requests, or abort them, and try again",
+        )
+    result = original(self, recv_req)
+    tree.forget_saved()
+    return result
+
+
+def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.clear_hicache_storage_wrapped: the disk is not cleared while a batch is
+    between two stages of a pipeline."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is not None and tree.is_between_stages:
+        return ClearHiCacheReqOutput(success=False)
+    return original(self, recv_req)
 
 
 def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.device.exactness import Exactness
-from sglang_hc.forms import LayerPlan
+from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.layer_plan import AutoPlan, auto_plan
 from sglang_hc.srt import calibrate
@@ -41,18 +42,26 @@ MODEL_STATE = "_hc_model"
 class ModelState:
     """What `after_load_model` settled for one model runner.
 
-    cost: None where the machine could not be measured. layers: adapters of all layers, None where
-    the plan has no hidden layers. memory: what capture needs of the device. proof: what was
-    measured of hidden form, None where it is not used. group: the tensor-parallel ranks that
-    settled it together.
+    plan: of the whole model. held: the layers that this rank has, all or those of its pipeline
+    stage. own_plan: of these, numbered from 0. cost: None where the machine could not be measured.
+    layers: adapters of the held layers, None where none of them is hidden. memory: what capture
+    needs of the device. proof: what was measured of hidden form, None where it is not used. group:
+    the ranks that settled it together.
     """
 
     plan: LayerPlan
+    held: range
+    own_plan: LayerPlan
     cost: CostModel | None
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
     group: StartGroup
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether other ranks have the model's other layers."""
+        return len(self.held) < self.plan.num_layers
 
     def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
         """Of everything that a restoration of this server may bring back; KV form is a copy.
@@ -64,7 +73,7 @@ class ModelState:
             assert self.proof is not None
             found.append((self.proof.wrong is None, self.proof.difference))
         # With costs to decide by, layers that are stored may be recomputed as well.
-        chosen = self.cost is not None and restore == "cost"
+        chosen = self.cost is not None and restore == "cost" and not self.has_stages
         if pieces is not None and (self.plan.recompute or chosen):
             found.append((pieces.bit, pieces.difference))
         exactness = Exactness(all(bit for bit, _ in found), max(error for _, error in found))
@@ -93,15 +102,19 @@ def after_load_model(result: Any, self: Any) -> None:
         proof = of_all_ranks(settle(layers, config.exact), group)
         reason = _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
-    plan = group.first(lambda: _plan(self, config, cost, layers, reason))
+    held = families.held_layers(self.model, self.model_config.num_hidden_layers)
+    stages = group.each(len(held))[:: self.ps.tp_size]
+    plan = group.first(lambda: _plan(self, config, cost, layers, reason, stages))
+    own = plan.over(stages)[self.ps.pp_rank]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
-    memory = take_capture_memory(self, plan, layers, group)
-    state = ModelState(plan, cost, layers if plan.hidden else None, memory, proof, group)
+    memory = take_capture_memory(self, own, layers, group)
+    layers = layers if own.hidden else None
+    state = ModelState(plan, held, own, cost, layers, memory, proof, group)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None
-        for index, layer in enumerate(plan.hidden_layers):
+        for index, layer in enumerate(own.hidden_layers):
             memory.taps.install(index, layers[layer].qkv)
 
 
@@ -134,21 +147,41 @@ def _plan(
     cost: CostModel | None,
     layers: list[families.LayerAdapter] | None,
     reason: str | None,
+    stages: Sequence[int],
 ) -> LayerPlan:
     """The layer plan: what the user asked for, as far as this model can be restored that way.
 
-    reason: why hidden states cannot be used; None when they can.
+    reason: why hidden states cannot be used; None when they can. stages: how many layers each stage
+    of the pipeline has.
     """
     if config.forms == "auto":
         plan, why = _auto(runner, config, cost, layers, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
-        return plan
+        return _for_all(plan, stages)
     plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
     if plan.hidden and reason is not None:
         logger.warning(
             "sglang-hc: --hc-forms %s is served without hidden: %s", config.forms, reason
         )
-        return LayerPlan(plan.recompute, 0, plan.hidden + plan.kv)
+        plan = LayerPlan(plan.recompute, 0, plan.hidden + plan.kv)
+    try:
+        plan.over(stages)
+    except PlanError as error:
+        raise ConfigError(
+            f"--hc-forms {config.forms} with --pp-size {len(stages)}: {error}"
+        ) from None
+    return plan
+
+
+def _for_all(plan: LayerPlan, stages: Sequence[int]) -> LayerPlan:
+    """`plan`, or where not every stage can have a layer of each form, all layers in the form that
+    most of them have."""
+    try:
+        plan.over(stages)
+    except PlanError:
+        layers = plan.num_layers
+        plan = LayerPlan(0, layers, 0) if plan.hidden > plan.kv else LayerPlan(0, 0, layers)
+        logger.info("sglang-hc: layer plan %s, because every pipeline stage needs each form", plan)
     return plan
 
 
@@ -175,7 +208,9 @@ def _auto(
         calibrate.tiers_of(config),
         allow_hidden=reason is None,
         # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.
+        # In a pipeline only layers of its first stage could be, which the costs do not know.
         allow_recompute=not config.exact
+        and runner.ps.pp_size == 1
         and recompute_excluded(runner.server_args, type(runner.model).__name__) is None,
     )
     return found if reason is None else found._replace(explanation=f"{found.explanation}; {reason}")

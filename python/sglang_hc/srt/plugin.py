@@ -105,17 +105,13 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
         (f"{chat}._convert_to_internal_request", HookType.AFTER, chat_head.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
-        *((f"{updates}.{name}", HookType.AFTER, hooks.weights_changed) for name in UPDATES),
+        (f"{scheduler}.clear_hicache_storage_wrapped", HookType.AROUND, hooks.clear_storage),
+        *(
+            (f"{updates}.{name}", HookType.AROUND, hooks.change_weights)
+            for name in hooks.REFUSED_UPDATE
+        ),
         *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
     ]
-
-
-UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
 
 
 def missing() -> list[str]:

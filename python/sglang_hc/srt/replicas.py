@@ -1,9 +1,10 @@
 """Which of the server's schedulers this one is, and what it has of the server's memory and disks.
 
 Data-parallel replicas (`--dp-size`) have nothing to agree on. A conversation that returns to
-another replica finds its state only in a remote store. The tensor-parallel ranks of a replica
-(`--tp-size`) hold the same blocks, each its own part of them. The user's sizes are the server's, so
-each scheduler takes its part, and a folder of its own on each disk.
+another replica finds its state only in a remote store. The pipeline stages of a replica
+(`--pp-size`) and the tensor-parallel ranks of each (`--tp-size`) hold the same blocks, each its own
+part of them. The user's sizes are the server's, so each scheduler takes its part, and a folder of
+its own on each disk.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ RANK_FILE = "rank"
 
 
 class Place(NamedTuple):
-    """Rank `shard` of the `shards` that serve replica `replica` of `replicas`."""
+    """Tensor-parallel rank `shard` of the `shards` of stage `stage` of the `stages` that serve
+    replica `replica` of `replicas`."""
 
     replica: int
     replicas: int
     shard: int
     shards: int
+    stage: int = 0
+    stages: int = 1
 
     @property
     def folders(self) -> list[tuple[str, int]]:
         """Folders inside each other that lead to this scheduler's own, and how many stand side by
         side in each. The number of ranks is part of the name: other parts fit other numbers."""
-        found = []
-        if self.replicas > 1:
-            found.append((f"dp{self.replica}", self.replicas))
-        if self.shards > 1:
-            found.append((f"tp{self.shards}-{self.shard}", self.shards))
-        return found
+        found = [(f"dp{self.replica}", self.replicas)] if self.replicas > 1 else []
+        return [*found, *self._rank_folders]
+
+    @property
+    def _rank_folders(self) -> list[tuple[str, int]]:
+        ranks = ("pp", self.stage, self.stages), ("tp", self.shard, self.shards)
+        return [(f"{kind}{count}-{number}", count) for kind, number, count in ranks if count > 1]
+
+    @property
+    def part(self) -> str:
+        """Which part of each block it holds; empty where it holds whole blocks."""
+        return "/".join(name for name, _ in self._rank_folders)
 
     @property
     def suffix(self) -> str:
@@ -47,6 +57,7 @@ class Place(NamedTuple):
             f".{kind}{number}"
             for kind, number, count in (
                 ("dp", self.replica, self.replicas),
+                ("pp", self.stage, self.stages),
                 ("tp", self.shard, self.shards),
             )
             if count > 1
@@ -56,12 +67,19 @@ class Place(NamedTuple):
 def place_of(runner: Any) -> Place:
     """Which scheduler a model runner belongs to."""
     state = runner.ps
-    return Place(state.dp_rank or 0, runner.server_args.dp_size, state.tp_rank, state.tp_size)
+    return Place(
+        state.dp_rank or 0,
+        runner.server_args.dp_size,
+        state.tp_rank,
+        state.tp_size,
+        state.pp_rank,
+        state.pp_size,
+    )
 
 
 def host_share(config: HcConfig, place: Place) -> int:
     """Bytes of the scheduler's host tier."""
-    return host_bytes(config) // (place.replicas * place.shards)
+    return host_bytes(config) // (place.replicas * place.stages * place.shards)
 
 
 def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
@@ -76,9 +94,9 @@ def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:
             with suppress(OSError):  # another was faster, or opening it will say what is wrong
                 os.mkdir(spec.path, DIRECTORY_MODE)
         specs = [spec.for_user(name, count) for spec in specs]
-    if place.shards > 1:
+    if place.part:
         for spec in specs:
-            _claim(spec, place.folders[-1][0])
+            _claim(spec, place.part)
     return tuple(specs)
 
 

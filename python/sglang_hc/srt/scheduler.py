@@ -24,6 +24,13 @@ class OwnScheduler:
         return queue
 
     @property
+    def is_between_stages(self) -> bool:
+        """Whether a batch may be on its way from one stage of a pipeline to the next."""
+        scheduler = self._scheduler()
+        several: bool = scheduler.ps.pp_size > 1  # type: ignore[union-attr]
+        return several and not scheduler.is_fully_idle()  # type: ignore[union-attr]
+
+    @property
     def decoding(self) -> int:
         """Requests that decode."""
         return len(self._scheduler().running_batch.reqs)  # type: ignore[union-attr]

@@ -156,11 +156,12 @@ def _unserved_algorithm(args: Any) -> tuple[bool, str, str]:
 
 
 def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
-    """What tensor-parallel ranks cannot do together."""
-    if args.tp_size == 1:
+    """What the ranks of one model cannot do together."""
+    if args.tp_size * args.pp_size == 1:
         return []
-    ranks = "with --tp-size above 1"
+    ranks = f"with {'--tp-size' if args.pp_size == 1 else '--pp-size'} above 1"
     return [
+        *(_refusals_with_stages(args, config) if args.pp_size > 1 else []),
         (
             args.nnodes > 1,
             f"--nnodes above 1 {ranks}",
@@ -190,6 +191,39 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
     ]
 
 
+def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
+    """What the stages of a pipeline cannot do, beside what ranks cannot."""
+    stages = "with --pp-size above 1"
+    return [
+        (args.tp_size > 1, f"--tp-size above 1 {stages}", "both together were not tested"),
+        (
+            args.pp_async_batch_depth > 0,
+            f"--pp-async-batch-depth {stages}",
+            "results that are handled later were not tested",
+        ),
+        (
+            bool(args.enable_dynamic_chunking),
+            "--enable-dynamic-chunking",
+            "stages would learn the sizes of chunks beside requests that restore",
+        ),
+        (
+            config.exact,
+            f"--hc-exact {stages}",
+            "recomputed layers are proven on the first stage only",
+        ),
+        (
+            bool(config.read_buffer_gb),
+            f"--hc-read-buffer-gb {stages}",
+            "it would hold other tokens on each stage",
+        ),
+        (
+            bool(args.enable_lora or args.lora_paths),
+            f"--enable-lora {stages}",
+            "both together were not tested",
+        ),
+    ]
+
+
 def _refusals(args: Any) -> list[tuple[bool, str, str]]:
     return [
         _unserved_algorithm(args),
@@ -203,7 +237,6 @@ def _refusals(args: Any) -> list[tuple[bool, str, str]]:
             "--speculative-adaptive",
             "verify passes change their width, which was never tested",
         ),
-        (args.pp_size > 1, "--pp-size above 1", "a rank holds a part of the layers only"),
         (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),
         (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
         (args.dcp_size > 1, "--dcp-size above 1", "a rank holds a part of the tokens only"),

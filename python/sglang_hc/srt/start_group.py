@@ -1,10 +1,12 @@
-"""The tensor-parallel ranks of one model while they start: what they have to agree on.
+"""The ranks of one model while they start: what they have to agree on.
 
-Each rank has its part of the weights, its own memory and its own clock, yet all of them must build
-tiers of the same size, with the same plan and the same costs, and run the same number of
-collectives meanwhile. What depends on the rank is exchanged here, over SGLang's gloo group of the
-CPUs. Every call is a collective: all ranks make the same calls in the same order. While requests
-are served, ranks agree in another way (`sglang_hc.ranks`), which costs a quiet pass nothing.
+A rank is a process with a part of every layer (`--tp-size`), with some of the layers (`--pp-size`:
+a stage of the pipeline), or both. Each rank has its own memory and its own clock, yet all of them
+must build tiers of as many blocks, with the same plan and the same costs, and run the same number
+of collectives meanwhile. What depends on the rank is exchanged here, over SGLang's gloo group of
+the CPUs. Every call is a collective: all ranks make the same calls in the same order. While
+requests are served, ranks agree in another way (`sglang_hc.ranks`), which costs a quiet pass
+nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from sglang.srt.distributed import get_world_group
 
 from sglang_hc.errors import ConfigError
 
@@ -31,7 +34,17 @@ class StartGroup:
 
     @classmethod
     def of(cls, runner: Any) -> StartGroup:
-        """The group of a model runner."""
+        """All ranks of a model runner's model, those of the first pipeline stage first."""
+        state = runner.ps
+        size = state.tp_size * state.pp_size
+        if size == 1:
+            return cls(0, 1)
+        rank = state.pp_rank * state.tp_size + state.tp_rank
+        return cls(rank, size, get_world_group().cpu_group)
+
+    @classmethod
+    def of_stage(cls, runner: Any) -> StartGroup:
+        """The ranks that have a model runner's layers, each its part of them."""
         state = runner.ps
         if state.tp_size == 1:
             return cls(0, 1)

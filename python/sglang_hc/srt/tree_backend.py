@@ -159,7 +159,7 @@ class HcRadixCache(RadixCache):
             path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
             own = slots[begin - len(before) : end - len(before)]
             self.inc_lock_ref(node)
-            restoration = Restoration(path, begin, end, own, choice.recompute, before)
+            restoration = Restoration(path, begin, end, own, restorer.recomputed(choice), before)
             restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
 
@@ -369,8 +369,15 @@ class HcRadixCache(RadixCache):
                 self.tiers.clear()
         super().reset()
 
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether a batch is on its way through a pipeline: then its stages cannot wait for each
+        other, and nothing may be cleared."""
+        return self._scheduler.is_between_stages
+
     def forget_saved(self) -> None:
-        """The weights changed: nothing saved is valid. Requests may be running."""
+        """The weights changed: nothing saved is valid. Requests may be running, but not in a
+        pipeline."""
         with self.compute_stream.entered():
             self.tiers.clear()
         if self.tiers.disk is not None:

@@ -1,9 +1,14 @@
-"""Tensor-parallel ranks that serve: rank 0's verdicts ride in the stream of requests.
+"""Ranks that serve: rank 0's verdicts ride in the stream of requests.
 
 Each rank votes at the beginning of every pass. Rank 0 puts what it has to tell in front of the
-requests that it has received, SGLang's own broadcast brings them to all ranks, and every rank
-applies them before it handles the requests. So they cost no collective of their own, and a pass
-without news is as long as it was (`ranks.agreement`).
+requests that it has received, SGLang brings these to all ranks, and every rank applies the verdicts
+before it handles the requests. So they cost no collective of their own, and a pass without news is
+as long as it was (`ranks.agreement`).
+
+To the tensor-parallel ranks of a stage SGLang broadcasts the requests of a pass, before anybody
+handles them. To the next stage of a pipeline it sends them when they have been handled. Ranks wait
+for each other's votes while they handle a request that clears the cache; so here each stage sends
+them on as soon as it has them.
 """
 
 from __future__ import annotations
@@ -45,11 +50,31 @@ def ranks_of(group: StartGroup) -> Ranks:
     wrong = group.reason(wrong)
     if wrong is not None:
         raise ConfigError(
-            f"--tp-size {group.size}: {wrong}; all ranks must be on one node and run as one user. "
-            "Add --hc-disable to serve without the tiers"
+            f"--tp-size or --pp-size above 1: {wrong}; all ranks must be on one node and run as "
+            "one user. Add --hc-disable to serve without the tiers"
         )
     assert board is not None
     return Agreement(board, now)
+
+
+class NextStage:
+    """Where the requests of a pass go from here; nowhere from the last stage of a pipeline."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """Sends in place of the scheduler, which keeps what is being sent until it is there."""
+        self._send = scheduler._pp_send_pyobj_to_next_stage
+        self._is_last = scheduler.ps.pp_rank == scheduler.ps.pp_size - 1
+        self.sent: list[Any] = []
+        if not self._is_last:
+            scheduler._pp_send_pyobj_to_next_stage = self._take_sent
+
+    def send(self, requests: list[Any]) -> None:
+        if not self._is_last:
+            self.sent += self._send(requests, async_send=True)
+
+    def _take_sent(self, requests: list[Any], async_send: bool) -> list[Any]:
+        sent, self.sent = self.sent, []
+        return sent
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -58,11 +83,18 @@ class VotingReceiver(SchedulerRequestReceiver):
 
     tiers: Tiers
     ranks: Agreement
+    next_stage: NextStage
+
+    def recv_requests(self) -> list[Any]:
+        requests: list[Any] = super().recv_requests()
+        self.next_stage.send(requests)
+        return requests
 
     def _pull_raw_reqs(self) -> list[Any] | None:
         self.ranks.begin_pass()
+        self.ranks.show(self.tiers.counts)
         requests: list[Any] | None = super()._pull_raw_reqs()
-        if self.ps.tp_rank != 0:
+        if self.ranks.rank != 0:
             return requests
         assert requests is not None
         verdicts = self.ranks.verdicts(patience(self.tiers), requests=bool(requests))
@@ -77,7 +109,9 @@ def attach(scheduler: Any) -> None:
         return
     before = scheduler.request_receiver
     same = {field.name: getattr(before, field.name) for field in fields(before)}
-    scheduler.request_receiver = VotingReceiver(**same, tiers=tree.tiers, ranks=ranks)
+    scheduler.request_receiver = VotingReceiver(
+        **same, tiers=tree.tiers, ranks=ranks, next_stage=NextStage(scheduler)
+    )
     scheduler._request_dispatcher += TypeBasedDispatcher([(Verdicts, ranks.apply)])
 
 

@@ -116,7 +116,7 @@ class Tiers:
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""
-        plan = str(self.layout.plan)
+        plan = str(self.restorer.planner.plan)
         return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **self.counts()}
 
     def levels(self) -> dict[str, float]:

@@ -53,7 +53,7 @@ def test_folders_of_replicas_and_ranks_are_walked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The directory that was given to --hc-disk is enough, and its own store counts as well."""
-    parts = [tmp_path / name for name in ("", "dp0/tp2-0", "dp0/tp2-1", "dp1/tp2-0", "tp4-3")]
+    parts = [tmp_path / name for name in ("", "dp0/tp2-0", "dp0/tp2-1", "dp1/tp2-0", "pp2-1/tp4-3")]
     for part in parts:
         part.mkdir(parents=True, exist_ok=True)
         fill(part, count=4)

@@ -102,8 +102,9 @@ def family_of(model: torch.nn.Module) -> Family | None:
 
 
 def restorable_layers(model: torch.nn.Module) -> list[LayerAdapter] | None:
-    """Adapters of all layers of a listed family; None for another family, and for quantised
-    projections: what they keep is not a matrix of the model's type, and none was ever checked."""
+    """Adapters of a listed family's layers that this rank has; None for another family, and for
+    quantised projections: what they keep is not a matrix of the model's type, and none was ever
+    checked."""
     family = family_of(model)
     if family is None:
         return None
@@ -112,6 +113,12 @@ def restorable_layers(model: torch.nn.Module) -> list[LayerAdapter] | None:
 
 
 def layer_modules(model: torch.nn.Module, family: Family) -> list[LayerAdapter]:
-    """Adapters of all layers in order."""
-    layers = model.get_submodule(family.layers)
-    return [LayerAdapter(getattr(layer, family.attention), family) for layer in layers]
+    """Adapters of the layers that this rank has, in order."""
+    every = list(model.get_submodule(family.layers))
+    held = held_layers(model, len(every))
+    return [LayerAdapter(getattr(every[index], family.attention), family) for index in held]
+
+
+def held_layers(model: torch.nn.Module, count: int) -> range:
+    """Which of a model's `count` layers this rank has: those of its pipeline stage."""
+    return range(getattr(model, "start_layer", 0), getattr(model, "end_layer", count))

@@ -29,7 +29,7 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         str(args.attention_backend),
         str(args.kv_cache_dtype),
         group.digest(weights_digest(runner.model)),
-        *([f"tensor parallel {group.size}"] if group.size > 1 else []),
+        *([f"{group.size} ranks"] if group.size > 1 else []),
     ]
 
 

@@ -34,7 +34,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.kv_pool import KvPoolRows
-from sglang_hc.srt.model.families import FAMILIES
+from sglang_hc.srt.model.families import FAMILIES, held_layers
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 from sglang_hc.srt.start_group import StartGroup
 
@@ -267,8 +267,13 @@ def recomputer_for(
     taps: TapBuffer | None,
     group: StartGroup,
 ) -> tuple[LayerRecomputer | None, Pieces | None]:
-    """Runs the model's first layers, and what was measured of it; None where it cannot, or where
-    --hc-exact demands more than was proven, and no layer of the plan asks for it."""
+    """Runs the model's first layers, and what was measured of it; None where it cannot, on a
+    pipeline stage behind the first, and where --hc-exact demands more than was proven and no layer
+    of the plan asks for it.
+
+    plan: of the layers that this rank has. group: the ranks of its stage."""
+    if held_layers(runner.model, plan.num_layers).start > 0:
+        return None, None
     planned = bool(plan.recompute)
     reason = recompute_excluded(runner.server_args, type(runner.model).__name__)
     if reason is None:

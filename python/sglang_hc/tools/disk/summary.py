@@ -17,7 +17,7 @@ from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, UnknownVersion
 from sglang_hc.store.disk.opening import store_root, version_message
 
-_PART = re.compile(r"dp\d+|tp\d+-\d+")
+_PART = re.compile(r"dp\d+|[pt]p\d+-\d+")
 """Folders of the parts of one server."""
 
 
