@@ -94,7 +94,6 @@ STAGED = [
     ("llama-gqa", "recompute:1,hidden:3"),
     ("qwen3", "recompute:1,kv:3"),
     ("qwen3", "hidden:2,kv:2"),
-    ("opt", "hidden"),
     ("deepseek-v2", "recompute:1,kv:3"),
 ]
 
@@ -113,8 +112,13 @@ def test_each_form_of_two_stages_float32(models: None, model: str, form: str) ->
     for rank, info in both:
         assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
         check_same_tokens(rank)
-        assert rank.worst("error") <= BOUND["float32"]
+        assert worst_of_stage(rank) <= BOUND["float32"]
         assert info["ranks"][0]["restored_tokens"] == info["ranks"][1]["restored_tokens"] > 0
+
+
+def worst_of_stage(rank: Outcome) -> float:
+    """Largest error of the layers that a stage has, over all turns."""
+    return max(max(turn) for turn in rank.evicted["error"])
 
 
 def both_on_uneven_stage(rank: int, port: int, form: str) -> tuple[Outcome, tuple[int, ...]]:
@@ -130,7 +134,7 @@ def test_stages_of_different_size(models: None, form: str) -> None:
     assert slots == others and (size > less) == (form == "recompute:1,kv:3")
     for rank in (first, second):
         check_same_tokens(rank)
-        assert rank.worst("error") <= BOUND["float32"]
+        assert worst_of_stage(rank) <= BOUND["float32"]
 
 
 def spoiled_on_stage(rank: int, port: int) -> Outcome:
@@ -143,7 +147,7 @@ def test_garbage_of_one_stage_is_noticed(models: None) -> None:
     """The control: its layers are its own, and the last layer's output is what both go on with."""
     found = run_ranks(spoiled_on_stage)
     assert all(rank.evicted["tokens"][1:] != rank.kept["tokens"][1:] for rank in found)
-    first, second = (rank.worst("error") for rank in found)
+    first, second = map(worst_of_stage, found)
     assert first <= BOUND["float32"] and second > 0.1
 
 

@@ -21,6 +21,9 @@ from support.branching_talks import FLAGS, talk
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
 
 TALKS = 6
+MORE_AT_ONCE = ("--max-running-requests", "6")
+"""A pipeline divides them by its stages."""
+
 LATE = 1
 """The rank whose I/O is late."""
 
@@ -83,7 +86,7 @@ def run(
 ) -> tuple:
     core = CORES[kind](
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
-        "--hc-trace", f"{folder}/t.jsonl",
+        "--hc-trace", f"{folder}/t.jsonl", *(MORE_AT_ONCE if kind == "pp" else ()),
     )  # fmt: skip
     ranks = core.tree.tiers.ranks
     if rank == LATE:
@@ -249,7 +252,7 @@ def clear(rank: int, port: int, folder: str) -> dict[str, Any]:
         answers.setdefault(type(answer).__name__, []).append(getattr(answer, "success", True))
     )
     weights = io_struct.UpdateWeightFromDiskReqInput(
-        model_path=core.args.model_path, flush_cache=False
+        model_path=core.args.model_path, load_format="auto", flush_cache=False
     )
     receive, passes = core.scheduler.request_receiver.recv_requests, itertools.count()
 
