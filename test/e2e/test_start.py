@@ -82,7 +82,10 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
             ("--pp-size", "2", "--pp-async-batch-depth", "1"),
             ("--pp-async-batch-depth", "--pp-size"),
         ),
-        (("--pp-size", "2", "--enable-dynamic-chunking"), ("--enable-dynamic-chunking", "--pp-")),
+        (
+            ("--pp-size", "2", "--enable-dynamic-chunking"),
+            ("--enable-dynamic-chunking", "--hc-disable"),
+        ),
         (("--pp-size", "2", "--speculative-algorithm", "EAGLE"), ("-algorithm with --pp-size",)),
         (("--speculative-algorithm", "DFLASH"), ("algorithm DFLASH", "--hc-disable")),
         (("--speculative-algorithm", "NGRAM"), ("algorithm NGRAM", "needs a GPU")),
