@@ -21,6 +21,7 @@ from support.meetings import (
     BLOCKS,
     FAST,
     PROMPT,
+    HeldDisk,
     Seen,
     check_moved,
     counted,
@@ -103,6 +104,7 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
     core, history, _ = start("kv", profile, *flags, seconds=STORE_SECONDS / 2)
     disk = core.tree.tiers.disk._io._near._store
     assert disk.remove(blocks_of(core, history)[5:]) == BLOCKS - 5
+    HeldDisk(core)  # what is read comes in the pass that asks for it
     return counted(core, lambda: core.ask(history, 24))
 
 
