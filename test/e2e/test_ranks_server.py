@@ -50,7 +50,7 @@ def test_a_server_of_two_ranks(models: None, tmp_path: Path, kind: str) -> None:
         assert generate(server, PROMPT, 40)[0] == first
         wait_for(lambda: sum(one.get("io_restarts", 0) for one in ranks(server)) == 1)
         wait_for(lambda: sorted(one.get("io_losses", 0) for one in ranks(server)) == [0, 1])
-        post(server, "/flush_cache")
+        post(server, "/flush_cache?timeout=60")
         assert generate(server, history, 16) == (wanted, blocks * 64)
         wait_for(lambda: len({one.get("restored_tokens") for one in ranks(server)}) == 1)
         assert numbers(server)["restored_tokens"] >= blocks * 64

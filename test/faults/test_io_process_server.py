@@ -45,7 +45,7 @@ def test_killed_processes_cost_no_token(models: None, tmp_path: Path) -> None:
         assert generate(server, PROMPT, 40)[0] == first
         wait_for(lambda: numbers(server).get("io_restarts"))
         assert numbers(server)["io_losses"] == 1
-        post(server, "/flush_cache")
+        post(server, "/flush_cache?timeout=60")
         assert generate(server, history, 16) == (wanted, len(history) // 64 * 64)
 
         orphan = io_process(server)
