@@ -88,7 +88,7 @@ STEPS = (
     ),
     Step(
         "kernels",
-        "kernels of sgl-kernel-ext against torch and SGLang's",
+        "kernels of sgl-kernel-ext against torch and sgl_kernel",
         2.0,
         (f"{GPU}.kernels", "--tokens", "1024", "4096", "--shapes", "mha-7b", "gqa-8b"),
         takes_server_args=False,

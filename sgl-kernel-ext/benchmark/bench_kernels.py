@@ -1,4 +1,4 @@
-"""Times the kernels on a CUDA GPU against torch, SGLang's kernels and the machine's ceilings.
+"""Times the kernels on a CUDA GPU against torch, sgl_kernel's copies and the machine's ceilings.
 
 Each round runs every arm once (A B A B), timed with CUDA events after the L2 cache was flushed.
 Writes JSON: per arm the median, least and greatest milliseconds and what part of the ceiling that
@@ -80,8 +80,7 @@ class Layer:
         half = shape.head_size // 2
         inverse = 10000.0 ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
         angles = self.positions.float()[:, None] * inverse
-        self.rotary = Rotary(torch.cat((angles.cos(), angles.sin()), dim=-1))
-        self.epilogue = Epilogue(rotary=self.rotary)
+        self.epilogue = Epilogue(rotary=Rotary(torch.cat((angles.cos(), angles.sin()), dim=-1)))
         rows = (2 * count, shape.heads, shape.head_size)
         self.k_pool, self.v_pool = torch.zeros(rows, **bf16), torch.zeros(rows, **bf16)
 
@@ -91,35 +90,11 @@ class Layer:
 
 
 def epilogue_group(layer: Layer) -> Group:
-    """K-RoPE and scatter; SGLang's fused kernel rotates in place, so its arm copies K first."""
+    """K-RoPE and scatter."""
     arms: dict[str, Callable[[], object]] = {
         "torch": lambda: reference.kv_epilogue(layer.kv, *layer.places, layer.epilogue),
         "triton": lambda: triton_kv.kv_epilogue(layer.kv, *layer.places, layer.epilogue),
     }
-    if layer.kv.is_cuda:
-        try:
-            from sglang.kernels.ops.attention.rope import apply_rope_inplace_with_kvcache
-        except ImportError as error:
-            print(f"no SGLang rope arm: {error}", file=sys.stderr)
-        else:
-            split = layer.width // 2
-            heads = (layer.shape.heads, layer.shape.head_size)
-            query = torch.zeros(layer.count, 1, heads[1], dtype=layer.kv.dtype, device="cuda")
-
-            def sglang_arm() -> None:
-                apply_rope_inplace_with_kvcache(
-                    query,
-                    layer.kv[:, :split].clone().unflatten(1, heads),
-                    layer.kv[:, split:].unflatten(1, heads),
-                    layer.k_pool.flatten(1),
-                    layer.v_pool.flatten(1),
-                    layer.rotary.cos_sin_cache,
-                    layer.positions,
-                    layer.slots,
-                    is_neox=True,
-                )
-
-            arms["sglang"] = sglang_arm
     moved = 2 * layer.kv.numel() * layer.kv.element_size()
     return Group("epilogue", arms, (layer.k_pool, layer.v_pool), moved)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import groupby
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -106,10 +106,10 @@ class Meeting:
         self._least = LEAST_TOKENS
         self._given: _Given | None = None
         self._wait_until: float | None = None
-        self.restored: frozenset[int] = frozenset()
-        """Blocks that were restored as they came."""
+        self.restored: Collection[int] = ()
+        """Blocks that the device has now, because they were restored as they came."""
         self.as_they_come = True
-        """Blocks are restored so."""
+        """Whether blocks are restored when they come."""
 
     @property
     def stop(self) -> int:

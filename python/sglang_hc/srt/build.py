@@ -192,6 +192,7 @@ def _tiers(
     # What one rank sees corrects no costs of several: they must decide alike.
     if costs is not None and timer is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer, copy_stream)
+    whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
     planner = RestoreChoice(
         costs,
         state.plan,
@@ -199,8 +200,7 @@ def _tiers(
         counters,
         ranks.clock,
         always=config.restore == "always",
-        as_they_come=BLOCK_TOKENS % model.runner.server_args.page_size
-        == 0,  # slots come in whole pages
+        as_they_come=whole_pages,
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None

@@ -59,7 +59,7 @@ class EarlyBlocks:
         the blocks have tokens. What runs on the model's stream later finds them there."""
         self._meeting = meeting
         self._slots.update(zip(blocks, slots.split(BLOCK_TOKENS), strict=True))
-        meeting.restored = frozenset(self._slots)
+        meeting.restored = self._slots.keys()
         self._compute.will_read(slots)
         with self._compute.entered():
             restorations = [self._restoration(meeting, run) for run in _runs(blocks)]
@@ -87,7 +87,8 @@ class EarlyBlocks:
             self._copied.wait()
         meeting = self._meeting
         self._drop([n for n in self._slots if meeting is None or not meeting.has(n)])
-        slots, self._slots = self._slots, {}
+        slots = self._slots.copy()
+        self._slots.clear()
         return slots
 
     def give_back(self, slots: Slots) -> None:
@@ -109,8 +110,6 @@ class EarlyBlocks:
 
     def _drop(self, blocks: list[int]) -> None:
         self.give_back({block: self._slots.pop(block) for block in blocks})
-        if self._meeting is not None:
-            self._meeting.restored = frozenset(self._slots)
 
 
 def gaps(there: Slots, start: int, stop: int) -> list[tuple[int, int]]:
