@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from itertools import groupby
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -106,7 +106,7 @@ class Meeting:
         self._least = LEAST_TOKENS
         self._given: _Given | None = None
         self._wait_until: float | None = None
-        self.restored: Collection[int] = ()
+        self.restored: Set[int] = frozenset()
         """Blocks that the device has now, because they were restored as they came."""
         self.as_they_come = True
         """Whether blocks are restored when they come."""
