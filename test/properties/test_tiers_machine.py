@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -35,10 +36,19 @@ RESTORED: Counter[str] = Counter()
 EARLY: Counter[str] = Counter()
 
 
-def state(layer: int, salt: str | None, tokens: list[int], position: int) -> torch.Tensor:
-    """Hidden state of one position: depends on every token up to it and on the namespace."""
-    seed = zlib.crc32(repr((layer, salt, tokens[: position + 1])).encode())
-    return torch.tensor([(seed >> (4 * i)) & 255 for i in range(HIDDEN_BYTES)], dtype=torch.uint8)
+POWERS = np.cumprod(np.full(DEVICE_SLOTS, 0x9E3779B97F4A7C15, np.uint64), dtype=np.uint64)
+
+
+def states(layer: int, salt: str | None, tokens: list[int], first: int, stop: int) -> torch.Tensor:
+    """Hidden states (stop - first, HIDDEN_BYTES) uint8 of positions [first, stop): each depends on
+    every token up to it and on the namespace."""
+    known = np.asarray(tokens[:stop], np.uint64) + np.uint64(1)
+    sums = np.cumsum(known * POWERS[:stop], dtype=np.uint64)[first:]
+    mixed = sums + np.uint64(zlib.crc32(repr((layer, salt)).encode()))
+    for shift in (29, 32):
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(shift)
+    return torch.from_numpy(mixed.view(np.uint8).reshape(-1, HIDDEN_BYTES))
 
 
 @dataclass
@@ -81,7 +91,7 @@ class TiersMachine(RuleBasedStateMachine):
         salt, tokens = restoration.nodes[0].namespace, restoration.tokens().tolist()
         positions = torch.arange(len(tokens))
         for layer in range(restoration.recompute):
-            rows = torch.stack([state(layer, salt, tokens, int(p)) for p in positions])
+            rows = states(layer, salt, tokens, 0, len(tokens))
             self.pool.write_hidden(layer, rows, positions, restoration.device_slots)
 
     def make_copy_stream(self) -> object:
@@ -219,7 +229,7 @@ class TiersMachine(RuleBasedStateMachine):
     def check_layer(self, req: Running, layer: int, length: int) -> None:
         """The first `length` positions hold exactly what the model would have computed."""
         slots = torch.tensor(req.slots[:length])
-        hidden = torch.stack([state(layer, req.salt, req.tokens, p) for p in range(length)])
+        hidden = states(layer, req.salt, req.tokens, 0, length)
         wanted = project(layer, hidden, torch.arange(length))
         for part, rows in zip(self.pool.rows(layer), wanted, strict=True):
             assert torch.equal(part[slots], rows), f"layer {layer}: a restored row is wrong"
@@ -236,7 +246,7 @@ class TiersMachine(RuleBasedStateMachine):
         positions = torch.arange(req.computed, stop)
         slots = torch.tensor(req.slots[req.computed : stop])
         for layer in range(self.plan.num_layers):
-            rows = torch.stack([state(layer, req.salt, req.tokens, int(p)) for p in positions])
+            rows = states(layer, req.salt, req.tokens, req.computed, stop)
             self.pool.write_hidden(layer, rows, positions, slots)
             if layer in self.plan.hidden_layers:
                 taps.append(rows)

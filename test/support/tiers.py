@@ -117,8 +117,8 @@ class ToyPool:
 
 def project(layer: int, hidden: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     """A stand-in for the projection: depends on layer, state and position."""
-    mixed = hidden.to(torch.int64) * 3 + positions[:, None] * 7 + layer
-    return [(mixed + part).to(torch.uint8) for part in range(len(PARTS))]
+    mixed = hidden * 3 + (positions[:, None] * 7 + layer).to(torch.uint8)  # modulo 256
+    return [mixed + part for part in range(len(PARTS))]
 
 
 class NoScheduler:
