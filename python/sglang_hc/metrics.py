@@ -96,6 +96,7 @@ COUNTS = {
     "disk_evicted_blocks": "Blocks that left the disk for room.",
     "disk_expired_blocks": "Blocks that left the disk by age.",
     "disk_directory_pauses": "Times a directory was left alone because it kept failing.",
+    "disk_scrubbed_bytes": "Bytes on disk that the scrubber has verified.",
     "disk_scrub_damaged": "Blocks on disk that the scrubber found damaged.",
     "disk_index_refused": "Changes that the index of the disk tier did not take.",
     "disk_maintenance_errors": "Rounds of upkeep of the disk tier that failed.",

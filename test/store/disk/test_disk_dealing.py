@@ -52,7 +52,7 @@ class FakeDirectory:
     def usable(self) -> bool:
         return self.up
 
-    def free_slots(self, slot_bytes: int) -> int:
+    def free_slots(self) -> int:
         return self.free
 
 
@@ -161,7 +161,7 @@ def test_a_new_directory_takes_what_a_full_one_would_evict_for(scratch: Path) ->
     before = len(store)
     _, fresh = store.directories
     written = 0
-    while fresh.free_slots(store.model.slot_format.slot_bytes) >= 8:
+    while fresh.free_slots() >= 8:
         written += 8
         assert put(store, make_path(8, seed=1000 + written)) == [Outcome.OK] * 8
     assert written > 16 and store.counters()["evicted_blocks"] == 0

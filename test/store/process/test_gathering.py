@@ -63,7 +63,7 @@ class FakeLink:
                 scattered.append(Completion(request.ticket, True))
             elif isinstance(request, (Read, Write)):
                 blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
-        self.replies.append(wire.Answers(scattered, blocks, [], False, 1, {}))
+        self.replies.append(wire.Answers(scattered, blocks, {}, False, 1, {}))
 
 
 class Run:

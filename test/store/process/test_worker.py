@@ -203,22 +203,23 @@ def test_what_a_directory_takes_away_and_brings_back_reaches_the_mirror(
         worker.report()
         while said:
             message = wire.decode_reply(said.pop(0))
-            if isinstance(message, wire.Known):
-                mirror.update(message.block_ids)
-            elif isinstance(message, wire.Answers):
-                assert len(message.removed) <= 3
-                mirror.difference_update(message.removed)
+            if isinstance(message, wire.Answers):
+                assert len(message.changes) <= 3
+                here = {name for name, there in message.changes.items() if there}
+                mirror.update(here)
+                mirror.difference_update(message.changes.keys() - here)
 
     listen()
     assert mirror == set(names(blocks))
-    second = worker._store.directories[1]
+    second = worker.disk._store.directories[1]
     while not second.breaker.failed():
         """Fails until it gets a pause."""
     for _ in range(4):
         listen()
     assert len(mirror) == 8 and not mirror & second.places.keys()
     second.breaker.succeeded()
-    listen()
+    for _ in range(3):
+        listen()
     assert mirror == set(names(blocks))
     worker.take(wire.Close())
 

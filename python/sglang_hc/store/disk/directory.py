@@ -6,16 +6,19 @@ import logging
 import os
 import re
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.backend import FILE_MODE
 from sglang_hc.store.disk.format import ID_BYTES, Chunk, SlotFormat
-from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import IndexDamaged, Place
+from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Owner, Place, Row
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ LOCK_NAME = "lock"
 GIGABYTE = 10**9
 _NAMESPACES_KEPT = 4096
 _TOUCHES_KEPT = 1 << 16
+_ACCESS_QUANTUM_S = 10
 
 
 class DirectoryError(Exception):
@@ -36,10 +40,6 @@ class DirectoryError(Exception):
 class DirectoryLost(DirectoryError):
     """The device of a directory fails. That is not the user's mistake; other directories may
     work."""
-
-
-class DirectoryFailed(Exception):
-    """The directory failed while in use. It is not used again before a restart."""
 
 
 @dataclass(frozen=True)
@@ -92,48 +92,116 @@ class StoredModel:
         return cls(SlotFormat(tuple(Chunk(*chunk) for chunk in chunks)), fingerprint, label)
 
 
-@dataclass(eq=False)
 class Directory:
-    """An open directory for one model. Made by `opening.open_directory`.
+    """An open directory for one model: where its blocks lie, and which were used when. Thread-safe.
 
-    lock: descriptor that holds the lock. model: the model's number in this index.
-    breaker: gives the directory a pause when its I/O keeps failing. failure: why the directory is
-    out of use until a restart. places: block identity -> packed schema.Place of this model's
-    blocks. A dictionary that is only changed by the store; looking into it needs no lock.
-    undeleted: removed blocks whose rows the index would not delete yet. touches: uses that the
-    index was not told of yet: (microseconds since 1970, hits, identities in path order).
-    making_room: held by the thread that evicts.
+    Made by `opening.open_directory`. lock: descriptor that holds the lock. number: the model's in
+    this index.
+
+    places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
+    changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
+    its I/O keeps failing. failure: why it is out of use until a restart. making_room: held by the
+    thread that evicts. namespace: number of a namespace label in the index.
     """
 
-    root: str
-    lock: int
-    index: Index
-    slabs: SlabSet
-    model: int
-    breaker: CircuitBreaker
-    places: dict[bytes, int] = field(default_factory=dict)
-    undeleted: deque[tuple[bytes, Place]] = field(default_factory=deque)
-    touches: deque[tuple[int, int, Sequence[bytes]]] = field(
-        default_factory=lambda: deque(maxlen=_TOUCHES_KEPT)
-    )
-    making_room: threading.Lock = field(default_factory=threading.Lock)
-    failure: str | None = None
-    _namespaces: dict[str, int] = field(default_factory=dict)
+    def __init__(
+        self,
+        root: str,
+        lock: int,
+        index: Index,
+        slabs: SlabSet,
+        model: StoredModel,
+        number: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.root = root
+        self.index = index
+        self.slabs = slabs
+        self.model = model
+        self.number = number
+        self.clock = clock
+        self.breaker = CircuitBreaker(clock)
+        self.places: dict[bytes, int] = {}
+        self.failure: str | None = None
+        self.making_room = threading.Lock()
+        self.namespace = lru_cache(_NAMESPACES_KEPT)(index.namespace)
+        self._lock_file = lock
+        self._removed: deque[bytes] = deque()
+        self._undeleted: deque[Owner | Row] = deque()
+        """Owners of slots whose rows the index would not delete yet."""
+        self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
+        """Uses that the index was not told of yet: (microseconds since 1970, hits, identities in
+        path order)."""
+        self._counting = threading.Lock()
+        self._counted: Counter[str] = Counter()
+
+    def load(self) -> None:
+        """Read where the blocks lie. Raises IndexDamaged."""
+        places = self.index.places(self.number)
+        taken = list(places.values())
+        if self.index.count() != len(places):  # a second pass over the table only if it gives
+            taken += self.index.other_places(self.number)
+        if not {*map(type, places)} <= {bytes}:
+            raise IndexDamaged("a row holds values of a wrong type")
+        try:
+            packed = np.fromiter(taken, dtype=np.int64, count=len(taken))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise IndexDamaged(f"a row holds something else than a place: {error}") from error
+        self.slabs.adopt(packed)
+        self.places = places
+
+    # -- health -------------------------------------------------------------------------------
 
     def usable(self) -> bool:
         """Whether this directory may be asked now. Cheap; takes no lock."""
         return self.failure is None and self.breaker.allows()
 
+    def count(self, name: str, amount: int = 1) -> None:
+        """Count something that no answer to a read or a write tells."""
+        with self._counting:
+            self._counted[name] += amount
+
+    def counters(self) -> Counter[str]:
+        """All that was counted since the directory was opened."""
+        with self._counting:
+            return self._counted.copy()
+
+    def io_failed(self) -> None:
+        """A read or write of a slot failed. After several in a row the directory gets a pause."""
+        if self.breaker.failed():
+            self.count("directory_pauses")
+            logger.error(
+                "%s keeps failing; it is not used for a while, and its blocks are not found",
+                self.root,
+            )
+
+    def io_succeeded(self) -> None:
+        """A read or write of a slot came back well."""
+        if self.breaker.succeeded():
+            logger.warning("%s answers again; it is used again", self.root)
+
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Index work. A damaged index takes the directory out of use and raises DirectoryFailed."""
+        """Index work. A damaged index takes the directory out of use; IndexDamaged is raised then,
+        and from then on."""
         if self.failure:
-            raise DirectoryFailed(self.failure)
+            raise IndexDamaged(self.failure)
         try:
             yield
         except IndexDamaged as error:
             self.fail(f"the index is damaged: {error}")
-            raise DirectoryFailed(str(error)) from error
+            raise
+
+    @contextmanager
+    def _if_possible(self) -> Iterator[None]:
+        """Index work that may be left undone. A refusal is counted; `guarded` tells of damage."""
+        try:
+            with self.guarded():
+                yield
+        except IndexFull:
+            self.count("index_refused")
+        except IndexDamaged:
+            pass
 
     def fail(self, reason: str) -> None:
         """Take the directory out of use; the index is rebuilt at the next start."""
@@ -151,38 +219,122 @@ class Directory:
             except OSError as error:
                 logger.error("%s: cannot leave a mark: %s", self.root, error)
 
-    def namespace(self, label: str) -> int:
-        """Number of a namespace label in this index."""
-        number = self._namespaces.get(label)
-        if number is None:
-            if len(self._namespaces) >= _NAMESPACES_KEPT:
-                self._namespaces.clear()
-            number = self._namespaces[label] = self.index.namespace(label)
-        return number
+    # -- blocks -------------------------------------------------------------------------------
 
     def acquire(self, block_id: bytes) -> Place | None:
-        """Where a block of this model lies, with a lease on it; None when it is not here."""
+        """Where a block of this model lies, with a lease on its slot, so that the slot is not used
+        again meanwhile; None when the block is not here."""
         while True:
             packed = self.places.get(block_id)
             if packed is None:
                 return None
             place = Place.unpack(packed)
             if not self.slabs.lease(place):
+                self.remove([block_id])  # its slab is gone: it is not found again
                 return None
             if self.places.get(block_id) == packed:
                 return place
             self.slabs.unlease([place])  # it moved meanwhile
 
-    def free_slots(self, slot_bytes: int) -> int:
-        """Slots of this size that can be taken without evicting anything."""
-        used, there = self.slabs.usage(slot_bytes)
-        return there - used + self.slabs.growable_slots(slot_bytes)
+    def free_slots(self) -> int:
+        """Slots that can be taken without evicting anything."""
+        size = self.model.slot_format.slot_bytes
+        used, there = self.slabs.usage(size)
+        return there - used + self.slabs.growable_slots(size)
+
+    def remove(self, block_ids: Iterable[bytes]) -> int:
+        """Remove blocks of this model and free their slots. Returns how many this call removed: of
+        two that remove the same block only one gets it."""
+        if self.failure:
+            return 0
+        owners = []
+        for block_id in block_ids:
+            packed = self.places.pop(block_id, None)
+            if packed is not None:
+                owners.append(Owner(self.number, block_id, *Place.unpack(packed)))
+        self._removed.extend(owner.block_id for owner in owners)
+        self._delete(owners)
+        return len(owners)
+
+    def remove_rows(self, rows: Sequence[Row]) -> int:
+        """Remove blocks of any model. Returns how many this call removed."""
+        count = self.remove(row.block_id for row in rows if row.model == self.number)
+        return count + self._delete([row for row in rows if row.model != self.number])
+
+    def drop_damaged(self, owner: Owner | Row) -> bool:
+        """Remove a block that failed its checks; its slot is not used again before a restart.
+
+        Call while the slot is leased. False when another thread has removed it already.
+        """
+        mine = owner.model == self.number
+        first = (self.remove([owner.block_id]) if mine else self._delete([owner])) > 0
+        if first:
+            self.slabs.quarantine(Place(owner.slab, owner.slot))
+        return first
+
+    def drop_slab(self, number: int) -> bool:
+        """Remove a whole slab with every block in it. False while it is used."""
+        self.remove([i for i, packed in self.places.copy().items() if packed >> 32 == number])
+        with self.guarded():
+            return self.slabs.drop(number)
+
+    def _delete(self, owners: Sequence[Owner | Row]) -> int:
+        """Delete rows and free their slots; what the index refuses is left to `retry_removals`.
+        Returns how many slots are free."""
+        count = 0
+        for start in range(0, len(owners), ROWS_PER_COMMIT):
+            some = owners[start : start + ROWS_PER_COMMIT]
+            with self._if_possible():
+                try:
+                    freed = self.index.delete(some)
+                except IndexFull:
+                    self._undeleted.extend(one for one in some if one.model == self.number)
+                    raise
+                self.slabs.release(freed)
+                count += len(freed)
+        return count
+
+    def retry_removals(self) -> bool:
+        """Delete rows of removed blocks that the index had refused to. True when it did."""
+        return self._delete([self._undeleted.popleft() for _ in range(len(self._undeleted))]) > 0
+
+    def take_removed(self) -> list[bytes]:
+        """Identities of blocks that left since the last call."""
+        return [self._removed.popleft() for _ in range(len(self._removed))]
+
+    # -- use ----------------------------------------------------------------------------------
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """See `DiskStore.touch`."""
+        self._touches.append((int(self.clock() * 1e6), 0, block_ids))
+
+    def hit(self, block_id: bytes, position: int) -> None:
+        """Note that a block was served."""
+        self._touches.append((self.access_time(position), 1, (block_id,)))
+
+    def access_time(self, position: int) -> int:
+        """Microseconds since 1970, coarse on purpose and less by the block's position, so that the
+        blocks of one prefix that are used together age from their end."""
+        return int(self.clock()) // _ACCESS_QUANTUM_S * _ACCESS_QUANTUM_S * 1_000_000 - position
+
+    def flush_touches(self) -> None:
+        """Write the noted uses to the index."""
+        uses: dict[bytes, tuple[int, int]] = {}
+        with suppress(IndexError):  # another thread may take the last one
+            while self._touches:
+                when, hits, block_ids = self._touches.popleft()
+                for position, block_id in enumerate(block_ids):
+                    if block_id in self.places:
+                        accessed, before = uses.get(block_id, (0, 0))
+                        uses[block_id] = (max(accessed, when - position), before + hits)
+        with self._if_possible():
+            self.index.touch(self.number, uses)
 
     def close(self) -> None:
         """Close everything and give the lock back."""
         self.slabs.close()
         self.index.close()
-        os.close(self.lock)
+        os.close(self._lock_file)
 
 
 def used_bytes(root: str) -> int:

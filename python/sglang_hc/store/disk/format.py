@@ -9,7 +9,7 @@ Never change the magics, VERSION's place in the headers, or the meaning of a ver
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -30,9 +30,7 @@ LABEL_MAX = 256
 SLAB_HEADER_BYTES = CHUNK_ALIGN
 
 _SLAB = struct.Struct("<8sHHIQIIQ")
-_SLOT = struct.Struct("<8sHHHH16s16s16sQII")
-_TOKENS_AT, _LABEL_AT, _POSITION_AT, _TABLE_AT = 80, 336, 592, 640
-_POSITION = struct.Struct("<I")
+_SLOT = struct.Struct(f"<8sHHHH16s16s16sQII{TOKENS_MAX}s{LABEL_MAX}sI44x")
 _ENTRY = struct.Struct("<II16s")
 _DIGEST_PREFIX = struct.Struct("<16s16sII")
 
@@ -67,7 +65,7 @@ def pages(size: int) -> int:
 
 def slot_header_bytes(chunks: int) -> int:
     """Size of the header of a slot with that many chunks."""
-    return pages(_TABLE_AT + _ENTRY.size * chunks + DIGEST_BYTES)
+    return pages(_SLOT.size + _ENTRY.size * chunks + DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,7 @@ class SlabHeader:
         """Raises FormatError for anything but an intact header of this version."""
         magic, version, _, slab, slot_bytes, slots, _, created = _SLAB.unpack_from(page)
         _check_head(magic, SLAB_MAGIC, version, "slab")
-        body, digest = page[: SLAB_HEADER_BYTES - DIGEST_BYTES], page[-DIGEST_BYTES:]
-        if xxhash.xxh3_128_digest(body) != bytes(digest):
-            raise FormatError("slab header does not match its digest")
+        _check_digest(page, "slab")
         return cls(slab, slot_bytes, slots, created)
 
     @property
@@ -167,26 +163,15 @@ class SlotHeader:
         if len(self.tokens) > TOKENS_MAX:
             raise ValueError(f"{len(self.tokens)} bytes of tokens; a block has {TOKENS_MAX}")
         page[:] = bytes(len(page))
+        table = b"".join(_ENTRY.pack(*entry) for entry in self.table)
+        page[_SLOT.size : _SLOT.size + len(table)] = table
         _SLOT.pack_into(
             page,
             0,
-            SLOT_MAGIC,
-            VERSION,
-            len(page) // CHUNK_ALIGN,
-            0,
-            len(self.table),
-            self.block_id,
-            self.parent_id,
-            self.fingerprint,
-            self.created,
-            len(self.tokens),
-            len(label),
+            *(SLOT_MAGIC, VERSION, len(page) // CHUNK_ALIGN, 0, len(self.table)),
+            *(self.block_id, self.parent_id, self.fingerprint, self.created),
+            *(len(self.tokens), len(label), self.tokens, label, self.position),
         )
-        page[_TOKENS_AT : _TOKENS_AT + len(self.tokens)] = self.tokens
-        page[_LABEL_AT : _LABEL_AT + len(label)] = label
-        _POSITION.pack_into(page, _POSITION_AT, self.position)
-        for index, entry in enumerate(self.table):
-            _ENTRY.pack_into(page, _TABLE_AT + _ENTRY.size * index, *entry)
         page[-DIGEST_BYTES:] = xxhash.xxh3_128_digest(page[:-DIGEST_BYTES])
 
     @classmethod
@@ -196,25 +181,21 @@ class SlotHeader:
         if len(page) < size:
             raise FormatError("slot header is cut off")
         page = page[:size]
-        if xxhash.xxh3_128_digest(page[:-DIGEST_BYTES]) != bytes(page[-DIGEST_BYTES:]):
-            raise FormatError("slot header does not match its digest")
+        _check_digest(page, "slot")
         fields = _SLOT.unpack_from(page)
-        _, _, _, _, count, block_id, parent_id, fingerprint = fields[:8]
-        created, tokens, label = fields[8:]
-        if slot_header_bytes(count) != size or tokens > TOKENS_MAX or label > LABEL_MAX:
+        count, block_id, parent_id, fingerprint, created = fields[4:9]
+        token_bytes, label_bytes, tokens, label, position = fields[9:]
+        if slot_header_bytes(count) != size or token_bytes > TOKENS_MAX or label_bytes > LABEL_MAX:
             raise FormatError("slot header contradicts itself")
-        table = tuple(
-            _ENTRY.unpack_from(page, _TABLE_AT + _ENTRY.size * index) for index in range(count)
-        )
         return cls(
             block_id,
             parent_id,
             fingerprint,
             created,
-            _POSITION.unpack_from(page, _POSITION_AT)[0],
-            bytes(page[_TOKENS_AT : _TOKENS_AT + tokens]),
-            bytes(page[_LABEL_AT : _LABEL_AT + label]).decode("utf-8", "replace"),
-            table,
+            position,
+            tokens[:token_bytes],
+            label[:label_bytes].decode("utf-8", "replace"),
+            tuple(_ENTRY.iter_unpack(page[_SLOT.size : _SLOT.size + _ENTRY.size * count])),
         )
 
     def names_its_tokens(self) -> bool:
@@ -249,6 +230,11 @@ def make_table(
         )
         for layer, offset, length in chunks
     )
+
+
+def _check_digest(page: bytes | memoryview, what: str) -> None:
+    if xxhash.xxh3_128_digest(page[:-DIGEST_BYTES]) != bytes(page[-DIGEST_BYTES:]):
+        raise FormatError(f"{what} header does not match its digest")
 
 
 def _check_head(magic: bytes, expected: bytes, version: int, what: str) -> None:
@@ -309,16 +295,12 @@ def read_header(read: ReadAt) -> SlotHeader:
         raise Damaged(str(error)) from None
 
 
-def check_slot(read: ReadAt, slot_bytes: int) -> Iterator[tuple[SlotHeader, int]]:
-    """Verify everything in a slot of any model, chunk by chunk.
-
-    Yields (header, bytes read) after the header and after each chunk, so that the caller can stop
-    or slow down. Raises Damaged, or OSError.
-    """
+def check_slot(read: ReadAt, slot_bytes: int) -> SlotHeader:
+    """The header of a slot of any model, if everything in the slot is in order. Raises Damaged, or
+    OSError."""
     header = read_header(read)
     if not header.names_its_tokens():
         raise Damaged("the identity is not the hash of the tokens")
-    yield header, header.header_bytes
     offset = header.header_bytes
     for index, (layer, length, _) in enumerate(header.table):
         if length % CHUNK_ALIGN or offset + length > slot_bytes:
@@ -328,4 +310,4 @@ def check_slot(read: ReadAt, slot_bytes: int) -> Iterator[tuple[SlotHeader, int]
             raise Damaged(f"the file ends in layer {layer}")
         check_chunk(header, index, data)
         offset += length
-        yield header, length
+    return header

@@ -16,8 +16,8 @@ from sglang_hc.store.disk.format import Chunk, SlabHeader
 from sglang_hc.store.disk.index_file import (
     IndexFile,
     Model,
+    Owner,
     Place,
-    Resident,
     Row,
     translated,
 )
@@ -26,6 +26,7 @@ ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""
 _FOREVER = (1 << 63) - 1
 _PACKED = "(slab<<32)|slot"
+_ROW = "model, block_id, namespace, slab, slot, created, accessed, hits"
 _MANY_NAMESPACES = 5000
 
 
@@ -125,27 +126,18 @@ class Index(IndexFile):
             connection.execute(f"INSERT INTO blocks VALUES {values}", [*chain.from_iterable(rows)])
         return [Place(*row) for row in replaced]
 
-    def delete(self, fingerprint: bytes, block_ids: Sequence[bytes]) -> list[Place]:
-        """Remove at most ROWS_PER_COMMIT rows; the places they held are free when this returns."""
-        with self._transaction(durable=False) as connection:
-            found = connection.execute(
-                "DELETE FROM blocks WHERE model=(SELECT model FROM models WHERE fingerprint=?)"
-                f" AND block_id IN ({_marks(block_ids)}) RETURNING slab, slot",
-                (fingerprint, *block_ids),
-            ).fetchall()
-        return [Place(*row) for row in found]
-
-    def delete_at(self, model: int, rows: Sequence[tuple[bytes, Place]]) -> list[Place]:
-        """Remove at most ROWS_PER_COMMIT rows, but only those that still name these places."""
+    def delete(self, owners: Sequence[Owner | Row]) -> list[Place]:
+        """Remove at most ROWS_PER_COMMIT rows, but only those that still name these slots, which
+        are free when this returns."""
         places: list[Place] = []
         with self._transaction(durable=False) as connection:
-            for block_id, place in rows:
+            for one in owners:
                 done = connection.execute(
                     "DELETE FROM blocks WHERE model=? AND block_id=? AND slab=? AND slot=?",
-                    (model, block_id, place.slab, place.slot),
+                    (one.model, one.block_id, one.slab, one.slot),
                 )
                 if done.rowcount:
-                    places.append(place)
+                    places.append(Place(one.slab, one.slot))
         return places
 
     def touch(self, model: int, uses: Mapping[bytes, tuple[int, int]]) -> None:
@@ -186,10 +178,10 @@ class Index(IndexFile):
     def oldest(
         self,
         limit: int,
-        behind: Resident | None = None,
+        behind: Row | None = None,
         before: int | None = None,
         slot_bytes: int | None = None,
-    ) -> list[Resident]:
+    ) -> list[Row]:
         """The least recently used blocks of all models, oldest first.
 
         behind: go on after this one. before: only what was last used before that time.
@@ -197,9 +189,8 @@ class Index(IndexFile):
         """
         cursor = (behind.accessed, behind.model, behind.block_id) if behind else (-1, 0, b"")
         return self._read(
-            Resident,
-            "SELECT fingerprint, block_id, accessed, hits, model FROM blocks"
-            " CROSS JOIN models USING(model) CROSS JOIN slabs USING(slab)"
+            Row,
+            f"SELECT {_ROW} FROM blocks CROSS JOIN slabs USING(slab)"
             " WHERE (accessed, model, block_id) > (?, ?, ?) AND accessed < ?"
             " AND (? IS NULL OR slabs.slot_bytes = ?)"
             " ORDER BY accessed, model, block_id LIMIT ?",
@@ -219,8 +210,7 @@ class Index(IndexFile):
         """Rows in order of slab and slot, behind `after`."""
         return self._read(
             Row,
-            "SELECT model, block_id, namespace, slab, slot, created, accessed, hits FROM blocks"
-            " WHERE (slab, slot) > (?, ?) ORDER BY slab, slot LIMIT ?",
+            f"SELECT {_ROW} FROM blocks WHERE (slab, slot) > (?, ?) ORDER BY slab, slot LIMIT ?",
             *after,
             limit,
         )

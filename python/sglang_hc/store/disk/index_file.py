@@ -62,8 +62,17 @@ class Place(NamedTuple):
         return cls(packed >> 32, packed & 0xFFFFFFFF)
 
 
+class Owner(NamedTuple):
+    """A block and the slot that it owns. model: the fingerprint's number in this one directory."""
+
+    model: int
+    block_id: bytes
+    slab: int
+    slot: int
+
+
 class Row(NamedTuple):
-    """One block's row. Times in microseconds since 1970."""
+    """One block's row, an `Owner` and more. Times in microseconds since 1970."""
 
     model: int
     block_id: bytes
@@ -73,19 +82,6 @@ class Row(NamedTuple):
     created: int
     accessed: int
     hits: int
-
-
-class Resident(NamedTuple):
-    """A block that could be evicted. `accessed` in microseconds since 1970.
-
-    model: the fingerprint's number in this one directory.
-    """
-
-    fingerprint: bytes
-    block_id: bytes
-    accessed: int
-    hits: int
-    model: int
 
 
 class Model(NamedTuple):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from sglang_hc.forms import CHUNK_ALIGN
-from sglang_hc.store.disk.catalog import Catalog
-from sglang_hc.store.disk.directory import Directory, DirectoryFailed
+from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import Damaged, check_slot
-from sglang_hc.store.disk.index_file import IndexFull, Place, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 _SCRUB_ROWS = 256
+_FIRST = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -40,98 +39,77 @@ class Scrubber:
     """Verifies all blocks of all models in a directory, round and round, in order of their
     places."""
 
-    def __init__(self, blocks: Catalog, directory: Directory) -> None:
-        self._blocks = blocks
+    def __init__(self, directory: Directory, stop: threading.Event) -> None:
         self._directory = directory
-        self._work = self._rounds()
+        self._stop = stop
+        self._after = _FIRST
+        self._credit = 0
 
-    def step(self, budget: int, stop: threading.Event) -> None:
-        """Verify until `budget` bytes are read, a round ends or `stop` is set; a block that is
-        damaged counts for one page at least."""
-        done = 0
-        while done < budget and not stop.is_set():
-            read = next(self._work)
-            if not read:
-                break
-            done += read
-        self._blocks.counted.add("scrubbed_bytes", done)
-
-    def close(self) -> None:
-        """Give up the block that is being verified: its slot is leased."""
-        self._work.close()
-
-    def _rounds(self) -> Generator[int, None, None]:
-        while True:
-            try:
-                yield from self._all_rows(self._directory)
-            except (DirectoryFailed, IndexFull) as error:
-                self._blocks.counted.add("maintenance_errors")
-                logger.warning("%s: scrubbing put off: %s", self._directory.root, error)
-            yield 0
-
-    def _all_rows(self, directory: Directory) -> Iterator[int]:
-        after = (-1, -1)
-        while directory.usable():
+    def step(self, budget: int) -> None:
+        """Verify blocks until `budget` bytes are read, a round ends or `stop` is set. What the last
+        block took beyond the budget is taken from the next steps. A block that is damaged counts
+        for one page at least. Raises IndexDamaged, IndexFull."""
+        directory = self._directory
+        self._credit = min(self._credit, 0) + budget
+        while self._credit > 0:
             with directory.guarded():
-                rows = directory.index.rows(after, _SCRUB_ROWS)
+                rows = directory.index.rows(self._after, _SCRUB_ROWS)
                 fingerprints = {m.model: m.fingerprint for m in directory.index.models()}
-            if not rows:
-                return
             for row in rows:
-                after = (row.slab, row.slot)
-                fingerprint = fingerprints.get(row.model)
-                if fingerprint is not None and directory.usable():
-                    yield from self._check(directory, row, fingerprint)
+                if self._credit <= 0 or self._stop.is_set() or not directory.usable():
+                    return
+                self._after = (row.slab, row.slot)
+                read = self._check(row, fingerprints.get(row.model))
+                self._credit -= read
+                directory.count("scrubbed_bytes", read)
+            if not rows:
+                self._after = _FIRST
+                return
 
-    def _check(self, directory: Directory, row: Row, fingerprint: bytes) -> Iterator[int]:
-        slot = Place(row.slab, row.slot)
-        if not directory.slabs.lease(slot):
-            return
+    def _check(self, row: Row, fingerprint: bytes | None) -> int:
+        """Verify one block; remove it if it is damaged. Returns the bytes that this took."""
+        directory, place = self._directory, Place(row.slab, row.slot)
+        if not directory.slabs.lease(place):
+            return 0
         try:
             with directory.guarded():  # the row may have gone before the lease
-                place = directory.index.place(row.model, row.block_id)
-            if place != slot:
-                return
-            slot_bytes = directory.slabs.sizes().get(row.slab, 0)
-            steps = check_slot(
-                lambda buffers, offset: directory.slabs.read(slot, buffers, offset), slot_bytes
+                if directory.index.place(row.model, row.block_id) != place:
+                    return 0
+            size = directory.slabs.sizes().get(row.slab, 0)
+            header = check_slot(
+                lambda buffers, offset: directory.slabs.read(place, buffers, offset), size
             )
-            for header, read in steps:
-                if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
-                    raise Damaged("the slot holds another block")
-                yield read
+            if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
+                raise Damaged("the slot holds another block")
+            return size
         except (Damaged, OSError) as problem:
             logger.warning("%s: scrub drops a block: %s", directory.root, problem)
-            self._blocks.counted.add("scrub_damaged")
+            directory.count("scrub_damaged")
             if isinstance(problem, OSError):
-                self._blocks.io_failed(directory)
-            if self._remove(directory, fingerprint, row.block_id):
-                directory.slabs.quarantine(slot)
-            yield CHUNK_ALIGN
+                directory.io_failed()
+            directory.drop_damaged(row)
+            return CHUNK_ALIGN
         finally:
-            directory.slabs.unlease([slot])
-
-    def _remove(self, directory: Directory, fingerprint: bytes, block_id: bytes) -> int:
-        if fingerprint == self._blocks.model.fingerprint:
-            return self._blocks.remove([block_id], [directory])
-        return self._blocks.remove_rows(directory, fingerprint, [block_id])
+            directory.slabs.unlease([place])
 
 
 class Maintenance:
     """Tends one directory, on a thread of its own once `start` was called: a directory that hangs
-    holds up no other. The thread never dies of an error: it says so, counts it and goes on."""
+    holds up no other. The thread never dies of an error: it says so, counts it and goes on.
+
+    share: this directory's part of the pace of scrubbing.
+    """
 
     def __init__(
-        self, blocks: Catalog, directory: Directory, evictor: Evictor, upkeep: Upkeep
+        self, directory: Directory, evictor: Evictor, upkeep: Upkeep, share: float
     ) -> None:
-        self._blocks = blocks
         self._directory = directory
         self._evictor = evictor
         self._ttl = upkeep.ttl_s
-        self._pace = upkeep.scrub_bytes_per_s // len(blocks.directories)
-        self._scrubber = Scrubber(blocks, directory)
+        self._budget = int(upkeep.scrub_bytes_per_s * share * TICK_S)
         self._next_expiry = 0.0
         self._stop = threading.Event()
+        self._scrubber = Scrubber(directory, self._stop)
         self._thread = threading.Thread(target=self._run, name="hc-disk-maintenance", daemon=True)
 
     def start(self) -> None:
@@ -143,7 +121,6 @@ class Maintenance:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._scrubber.close()
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -153,30 +130,31 @@ class Maintenance:
         try:
             self.tick()
         except Exception:
-            self._blocks.counted.add("maintenance_errors")
+            self._directory.count("maintenance_errors")
             logger.exception("disk maintenance failed; trying again")
 
     def tick(self) -> None:
         """One round of everything that is due."""
-        blocks, directory = self._blocks, self._directory
+        directory = self._directory
         if self._stop.is_set() or not directory.usable():
             return
         try:
-            blocks.flush_touches(directory)
-            blocks.retry_removals(directory)
-            self._expire()
-            self._evictor.trim(directory)
-            self._evictor.prepare(directory)
-        except (DirectoryFailed, IndexFull, OSError) as error:
-            blocks.counted.add("maintenance_errors")
+            directory.flush_touches()
+            directory.retry_removals()
+            self.expire()
+            self._evictor.trim()
+            with directory.guarded():
+                directory.slabs.prepare(directory.model.slot_format.slot_bytes)
+            self._scrubber.step(self._budget)
+        except (IndexDamaged, IndexFull, OSError) as error:
+            directory.count("maintenance_errors")
             logger.warning("%s: maintenance put off: %s", directory.root, error)
             if isinstance(error, OSError):
-                blocks.io_failed(directory)
-        if self._pace:
-            self._scrubber.step(int(self._pace * TICK_S), self._stop)
+                directory.io_failed()
 
-    def _expire(self) -> None:
-        now = self._blocks.clock()
+    def expire(self) -> None:
+        """Remove blocks that are too old, if it is time to look. Raises IndexDamaged, IndexFull."""
+        now = self._directory.clock()
         if self._ttl is not None and now >= self._next_expiry:
             self._next_expiry = now + min(60.0, self._ttl / 10)
-            self._evictor.expire(self._directory, now - self._ttl)
+            self._evictor.expire(now - self._ttl)

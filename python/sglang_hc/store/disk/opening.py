@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
-from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import (
     DIRECTORY_MODE,
@@ -109,14 +106,14 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
     clock, slot_format = opening.clock, opening.model.slot_format
     with ExitStack() as held:
         held.callback(index.close)
-        model = index.register_model(
+        number = index.register_model(
             opening.model.fingerprint,
             clip_label(opening.model.label),
             slot_format.chunks,
             slot_format.slot_bytes,
             int(clock() * 1e6),
         )
-        index.forget_unused(keep=model)
+        index.forget_unused(keep=number)
         budget = _budget(root, opening.spec)
         data_bytes = _keep_budget(opening, budget, index)
         slabs = SlabSet(root, backend, index, data_bytes, clock)
@@ -124,25 +121,10 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
         slabs.open_all()
         _shrink(root, slabs, index)
         _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
-        directory = Directory(root, lock, index, slabs, model, CircuitBreaker(clock))
-        _load_rows(directory)
+        directory = Directory(root, lock, index, slabs, opening.model, number, clock)
+        directory.load()
         held.pop_all()
         return directory
-
-
-def _load_rows(directory: Directory) -> None:
-    places = directory.index.places(directory.model)
-    taken = list(places.values())
-    if directory.index.count() != len(places):  # a second pass over the table only if it gives
-        taken += directory.index.other_places(directory.model)
-    if not {*map(type, places)} <= {bytes}:
-        raise IndexDamaged("a row holds values of a wrong type")
-    try:
-        packed = np.fromiter(taken, dtype=np.int64, count=len(taken))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise IndexDamaged(f"a row holds something else than a place: {error}") from error
-    directory.slabs.adopt(packed)
-    directory.places = places
 
 
 # -- folder and lock ------------------------------------------------------------------------------

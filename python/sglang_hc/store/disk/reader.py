@@ -1,15 +1,17 @@
-"""Reading blocks into host slots and proving every byte."""
+"""Reading blocks of one directory into host slots and proving every byte."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_hc.store.disk.backend import ThreadMemory
-from sglang_hc.store.disk.catalog import Catalog, Location
-from sglang_hc.store.disk.format import Chunk, Damaged, SlotHeader, check_chunk, check_header
+from sglang_hc.store.disk.directory import Directory
+from sglang_hc.store.disk.format import Chunk, Damaged, check_chunk, check_header
+from sglang_hc.store.disk.index_file import Owner, Place
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -33,72 +35,60 @@ class Read:
     layers: Collection[int] | None = None
     deadline: float | None = None
 
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
-@dataclass(eq=False)
-class _Found:
-    """A read of a block that is here. page: memory for its header."""
 
+class _Found(NamedTuple):
+    """A read of a block that is here, its slot leased. page: memory for its header."""
+
+    place: Place
     read: Read
-    location: Location
     page: memoryview
 
-    def place_in_order(self) -> tuple[int, int, int]:
-        directory, place = self.location
-        return id(directory), place.slab, place.slot
-
-    @property
-    def can_join(self) -> bool:
-        """Whether one call may read it together with its neighbours."""
-        late = self.read.deadline is not None and time.monotonic() >= self.read.deadline
-        return self.read.layers is None and not late
+    def can_join(self, other: _Found) -> bool:
+        """Whether one call may read it and then the other one."""
+        follows = other.place == (self.place.slab, self.place.slot + 1)
+        reads = (self.read, other.read)
+        return follows and not any(read.layers is not None or read.is_late for read in reads)
 
 
 class BlockReader:
-    """Reads blocks of one catalog. Thread-safe."""
+    """Reads blocks of one directory. Thread-safe."""
 
-    def __init__(self, blocks: Catalog) -> None:
-        self._blocks = blocks
-        self._format = blocks.model.slot_format
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._format = directory.model.slot_format
         self._pages = ThreadMemory()
 
-    def read_many(self, reads: Sequence[Read]) -> list[Outcome]:
-        """See DiskStore.read_many."""
-        outcomes: dict[Read, Outcome] = {}
+    def read_many(self, reads: Sequence[Read]) -> dict[Read, Outcome]:
+        """See `DiskStore.read_many`. A block that is not here any more is MISSING."""
+        outcomes = dict.fromkeys(reads, Outcome.MISSING)
         found: list[_Found] = []
         size = self._format.header_bytes
         pages = self._pages.get(size * len(reads))
         for number, read in enumerate(reads):
-            location = self._blocks.acquire(read.block_id)
-            if location is None:
-                outcomes[read] = self._not_here(read.block_id)
-            else:
-                found.append(_Found(read, location, pages[number * size : (number + 1) * size]))
+            place = self._directory.acquire(read.block_id)
+            if place is not None:
+                found.append(_Found(place, read, pages[number * size : (number + 1) * size]))
         try:
             for run in self._runs(found):
                 together = len(run) > 1 and self._fetch_run(run)
                 for one in run:
                     outcomes[one.read] = self._finish(one, fetched=together)
         finally:
-            for one in found:
-                self._blocks.release(one.location)
-        return [outcomes[read] for read in reads]
+            self._directory.slabs.unlease(one.place for one in found)
+        return outcomes
 
-    def _not_here(self, block_id: bytes) -> Outcome:
-        if self._blocks.contains([block_id]):  # its slab is gone: not found again
-            self._blocks.remove([block_id])
-        return self._blocks.absence(block_id)
-
-    def _runs(self, found: Iterable[_Found]) -> Iterator[list[_Found]]:
+    def _runs(self, found: Sequence[_Found]) -> Iterator[list[_Found]]:
         """Blocks that one call can read, because they lie side by side in one slab."""
         run: list[_Found] = []
         most = max(1, RUN_BYTES // self._format.slot_bytes)
-        for one in sorted(found, key=_Found.place_in_order):
-            if run:
-                directory, slab, slot = run[-1].place_in_order()
-                follows = one.place_in_order() == (directory, slab, slot + 1)
-                if not follows or len(run) == most or not (run[-1].can_join and one.can_join):
-                    yield run
-                    run = []
+        for one in sorted(found, key=lambda one: one.place):
+            if run and (len(run) == most or not run[-1].can_join(one)):
+                yield run
+                run = []
             run.append(one)
         if run:
             yield run
@@ -108,64 +98,50 @@ class BlockReader:
         only those that cannot be read are lost."""
         size = self._format.block_bytes
         buffers = [part for one in run for part in (one.page, one.read.into[:size])]
-        directory, place = run[0].location
         try:
-            done = directory.slabs.read(place, buffers)
+            done = self._directory.slabs.read(run[0].place, buffers)
         except (OSError, KeyError):
             return False
         return done == len(run) * self._format.slot_bytes
 
     def _finish(self, one: _Found, fetched: bool) -> Outcome:
-        """Read a block unless that was done, prove it, and count what came of it."""
-        blocks, block_id, directory = self._blocks, one.read.block_id, one.location.directory
-        try:
-            wanted = self._wanted(one.read)
-            if not fetched:
-                self._fetch(one, wanted)
-            header = check_header(one.page, block_id, blocks.model.fingerprint, self._format.chunks)
-            self._prove(header, one.read.into, wanted)
-        except _TimedOut:
-            outcome = Outcome.TIMED_OUT
-        except Damaged as problem:
-            if blocks.drop_damaged(block_id, one.location):
-                logger.warning("block %s dropped: %s", block_id.hex(), problem)
-            outcome = Outcome.DAMAGED
-        except (OSError, KeyError) as error:
-            if blocks.drop_damaged(block_id, one.location):
-                logger.warning("block %s dropped, it cannot be read: %r", block_id.hex(), error)
-            blocks.io_failed(directory)
-            outcome = Outcome.IO_ERROR
-        else:
-            if 0 in wanted:  # so that a block that is read layer by layer counts once
-                blocks.hit(directory, block_id, header.position)
-            blocks.io_succeeded(directory)
-            blocks.counted.add("read_blocks")
-            return Outcome.OK
-        blocks.counted.add(f"read_{outcome.value}")
-        return outcome
-
-    def _wanted(self, read: Read) -> Sequence[int]:
-        """Numbers of the chunks that are wanted."""
+        """Read a block unless that was done, and prove it; it is removed if that fails."""
+        directory, read = self._directory, one.read
         chunks = self._format.chunks
-        if read.layers is None:
-            return range(len(chunks))
-        return [number for number, chunk in enumerate(chunks) if chunk.layer in read.layers]
+        wanted = [
+            number
+            for number, chunk in enumerate(chunks)
+            if read.layers is None or chunk.layer in read.layers
+        ]
+        try:
+            if not fetched:
+                self._fetch(one, [chunks[number] for number in wanted])
+            header = check_header(one.page, read.block_id, directory.model.fingerprint, chunks)
+            for number in wanted:
+                _, start, length = chunks[number]
+                check_chunk(header, number, read.into[start : start + length])
+        except _TimedOut:
+            return Outcome.TIMED_OUT
+        except (Damaged, OSError, KeyError) as problem:
+            if directory.drop_damaged(Owner(directory.number, read.block_id, *one.place)):
+                logger.warning("block %s dropped: %r", read.block_id.hex(), problem)
+            if isinstance(problem, Damaged):
+                return Outcome.DAMAGED
+            directory.io_failed()
+            return Outcome.IO_ERROR
+        if 0 in wanted:  # so that a block that is read layer by layer counts once
+            directory.hit(read.block_id, header.position)
+        directory.io_succeeded()
+        return Outcome.OK
 
-    def _fetch(self, one: _Found, wanted: Sequence[int]) -> None:
+    def _fetch(self, one: _Found, chunks: Sequence[Chunk]) -> None:
         """Raises Damaged, OSError, _TimedOut, and KeyError when the slab is gone."""
-        directory, place = one.location
-        chunks = [self._format.chunks[number] for number in wanted]
         for offset, buffers in _pieces(one.page, chunks, one.read.into):
-            if one.read.deadline is not None and time.monotonic() >= one.read.deadline:
+            if one.read.is_late:
                 raise _TimedOut
-            if directory.slabs.read(place, buffers, offset) < sum(map(len, buffers)):
+            done = self._directory.slabs.read(one.place, buffers, offset)
+            if done < sum(map(len, buffers)):
                 raise Damaged("the file ends inside the block")
-
-    def _prove(self, header: SlotHeader, data: memoryview, wanted: Sequence[int]) -> None:
-        """Raises Damaged."""
-        for number in wanted:
-            _, start, length = self._format.chunks[number]
-            check_chunk(header, number, data[start : start + length])
 
 
 def _pieces(

@@ -1,10 +1,13 @@
 """The disk store: blocks of one model over one or several directories.
 
-What `Catalog` answers, `expect` and `order` are for the scheduler thread: they look into memory,
-never at a disk, and wait for nobody. Reads, writes and removals are for any number of I/O threads
-at once. Nothing is believed that lies on a disk: every read proves identity and digests (HCache
-section 4.2 for the layout, docs/disk-format.md for the bytes). Once open, trouble is an answer and
-a counter, not an exception.
+A block lies whole in one directory. A directory that failed, or whose I/O keeps failing, is out of
+use: its blocks are not found, and the other directories go on.
+
+Lookups, `touch`, `expect` and `order` are for the scheduler thread: they look into memory, never at
+a disk, and wait for nobody. Reads, writes and removals are for any number of I/O threads at once.
+Nothing is believed that lies on a disk: every read proves identity and digests (HCache section 4.2
+for the layout, docs/disk-format.md for the bytes). Once open, trouble is an answer and a counter,
+not an exception.
 """
 
 from __future__ import annotations
@@ -14,22 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import Backend
-from sglang_hc.store.disk.catalog import Catalog
-from sglang_hc.store.disk.directory import (
-    Directory,
-    DirectoryFailed,
-    DirectoryLost,
-    DirectorySpec,
-    StoredModel,
-)
+from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec, StoredModel
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.index_file import Place
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
 from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader, Read
@@ -44,31 +41,29 @@ SlotBytes = memoryview | npt.NDArray[np.uint8]
 _DEFAULTS = Upkeep()
 
 
-class DiskStore(Catalog):
+class DiskStore:
     """See the module. Made by `open`; `close` it, so that the next start is quick."""
 
     def __init__(
-        self,
-        directories: Sequence[Directory],
-        model: StoredModel,
-        upkeep: Upkeep,
-        clock: Callable[[], float],
+        self, directories: Sequence[Directory], model: StoredModel, upkeep: Upkeep
     ) -> None:
-        super().__init__(directories, model, clock)
-        self._evictor = Evictor(self, upkeep.watermarks)
-        self._reader = BlockReader(self)
-        self._writer = BlockWriter(self, self._evictor)
-        self.maintenance = [Maintenance(self, d, self._evictor, upkeep) for d in directories]
+        self.directories = tuple(directories)
+        self.model = model
         self.slot_bytes = model.slot_format.block_bytes
         """Bytes of one block, which is a slot of the host tier."""
-        if upkeep.ttl_s is not None:
-            for directory in directories:
-                with suppress(DirectoryFailed):  # it is out of use then
-                    self._evictor.expire(directory, clock() - upkeep.ttl_s)
-            self.drain_removed()
-        if upkeep.background:
-            for one in self.maintenance:
+        self._uses: dict[bytes, float] = {}
+        evictors = {d: Evictor(d, self._uses, upkeep.watermarks) for d in directories}
+        self._readers = {directory: BlockReader(directory) for directory in directories}
+        self._writer = BlockWriter(evictors, model.slot_format.slot_bytes)
+        share = 1 / len(directories)
+        self.maintenance = [Maintenance(d, evictors[d], upkeep, share) for d in directories]
+        self._in_use_before = set(directories)
+        for one in self.maintenance:
+            with suppress(IndexDamaged, IndexFull):  # it is out of use then, or tries again
+                one.expire()
+            if upkeep.background:
                 one.start()
+        self.drain_removed()
 
     @classmethod
     def open(
@@ -89,7 +84,7 @@ class DiskStore(Catalog):
             for spec in directories:
                 opening = Opening(spec, model, backend, clock)
                 opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
-            return cls(opened, model, upkeep, clock)
+            return cls(opened, model, upkeep)
         except BaseException:
             for directory in opened:
                 directory.close()
@@ -103,11 +98,74 @@ class DiskStore(Catalog):
         size = self.model.slot_format.slot_bytes
         return sum(directory.slabs.data_bytes // size for directory in self.directories)
 
+    def in_use(self) -> list[Directory]:
+        """The directories that may be asked now: neither failed nor paused because of failures."""
+        return [directory for directory in self.directories if directory.usable()]
+
+    def contains(self, block_ids: Sequence[bytes]) -> int:
+        """How many of the first identities are here without a gap. A block in a directory that is
+        out of use is not here. A yes is no promise: the read proves it."""
+        known = [directory.places for directory in self.in_use()]
+        if len(known) == 1:
+            return len(list(takewhile(known[0].__contains__, block_ids)))
+        for count, block_id in enumerate(block_ids):
+            for places in known:
+                if block_id in places:
+                    break
+            else:
+                return count
+        return len(block_ids)
+
+    def directory_of(self, block_id: bytes) -> Directory | None:
+        """The directory in use that has this block; None when none has."""
+        return next((d for d in self.in_use() if block_id in d.places), None)
+
+    def absence(self, block_id: bytes) -> Outcome:
+        """The answer to a read of a block that `directory_of` does not find."""
+        out = any(block_id in d.places for d in self.directories if not d.usable())
+        return Outcome.IO_ERROR if out else Outcome.MISSING
+
+    def __len__(self) -> int:
+        return sum(len(directory.places) for directory in self.in_use())
+
+    def block_ids(self) -> list[bytes]:
+        """Identities of all blocks here, for whoever mirrors them from the start. One that lies in
+        two directories is named twice."""
+        return [name for directory in self.in_use() for name in directory.places.copy()]
+
+    def drain_removed(self) -> list[bytes]:
+        """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
+        For whoever mirrors what is on disk; a block may have been written again meanwhile."""
+        return [name for directory in self.directories for name in directory.take_removed()]
+
+    def take_directory_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """(identities in directories that are in use again, identities in those that went out of
+        use), each since the last call. For one caller, who mirrors what can be read."""
+        now = set(self.in_use())
+        before, self._in_use_before = self._in_use_before, now
+        back = [name for directory in now - before for name in directory.places.copy()]
+        lost = [name for directory in before - now for name in directory.places.copy()]
+        return back, lost
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """Note that a prefix path was used, wherever it was served from; identities in path order,
+        so that a block never looks younger than its parent. Blocks that are not here are ignored.
+        The sequence must not change afterwards.
+
+        Costs one append for each directory; upkeep writes it to the indexes.
+        """
+        for directory in self.directories:
+            directory.touch(block_ids)
+
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         """When waiting requests will use blocks, as far as that has changed since the last call: a
         rank, smaller is sooner, or None for no more. What is needed is evicted last, and of that
         what is needed last first. Blocks need not be here."""
-        self._evictor.expect(uses)
+        for block_id, use in uses.items():
+            if use is None:
+                self._uses.pop(block_id, None)
+            else:
+                self._uses[block_id] = use
 
     def order(self) -> list[Directory]:
         """The directories in use, in the order in which the next block should be offered to them:
@@ -115,8 +173,8 @@ class DiskStore(Catalog):
         return self._writer.dealer.order()
 
     def counters(self) -> Counter[str]:
-        """Sums since the store was opened."""
-        return self.counted.snapshot()
+        """What no answer tells: sums since the store was opened."""
+        return sum((directory.counters() for directory in self.directories), Counter())
 
     # -- I/O threads --------------------------------------------------------------------------
 
@@ -145,9 +203,7 @@ class DiskStore(Catalog):
         cannot be read is removed, and its slot is not used again before a restart; the next lookup
         says no, unless another directory has the block too. A late block stays.
         """
-        return self._reader.read_many(
-            [Read(name, self._view(into), None, deadline) for name, into, deadline in wanted]
-        )
+        return self._read([Read(name, self._view(into), None, due) for name, into, due in wanted])
 
     def read(
         self,
@@ -157,16 +213,31 @@ class DiskStore(Catalog):
         deadline: float | None = None,
     ) -> Outcome:
         """Fetch chunks of one block, as `read_many`. layers: which, all by default."""
-        return self._reader.read_many([Read(block_id, self._view(into), layers, deadline)])[0]
+        return self._read([Read(block_id, self._view(into), layers, deadline)])[0]
+
+    def _read(self, reads: Sequence[Read]) -> list[Outcome]:
+        by_directory: dict[Directory | None, list[Read]] = {}
+        for read in reads:
+            by_directory.setdefault(self.directory_of(read.block_id), []).append(read)
+        absent = by_directory.pop(None, [])
+        outcomes = {read: self.absence(read.block_id) for read in absent}
+        for directory, some in by_directory.items():
+            assert directory is not None
+            outcomes |= self._readers[directory].read_many(some)
+        return [outcomes[read] for read in reads]
+
+    def remove(self, block_ids: Sequence[bytes]) -> int:
+        """Remove blocks from all directories and free their slots; returns how many."""
+        return sum(directory.remove(block_ids) for directory in self.directories)
 
     def clear(self) -> int:
         """Remove all blocks of this model, those in paused directories too; returns how many."""
-        return sum(self.remove(list(d.places.copy()), [d]) for d in self.directories)
+        return sum(directory.remove(directory.places.copy()) for directory in self.directories)
 
     def flush(self) -> None:
         """Write noted access times to the indexes."""
         for directory in self.in_use():
-            self.flush_touches(directory)
+            directory.flush_touches()
 
     def tick(self) -> None:
         """One round of upkeep in every directory."""

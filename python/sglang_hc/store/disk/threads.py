@@ -31,16 +31,6 @@ BATCH_BLOCKS = 32
 BATCH_BYTES = 64 << 20
 """Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
 
-_COUNTED = (
-    "evicted_blocks",
-    "expired_blocks",
-    "directory_pauses",
-    "index_refused",
-    "scrub_damaged",
-    "maintenance_errors",
-)
-"""Counters of the store that no answer tells."""
-
 
 class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
@@ -86,7 +76,6 @@ class DiskThreads:
         return [SourceTier.DISK] * len(block_ids)
 
     def changes(self) -> Mapping[bytes, bool]:
-        """As `ProcessBlocks.changes`."""
         back, lost = self._store.take_directory_changes()
         gone = [*lost, *self._store.drain_removed()]
         if not self._has_named:
@@ -101,35 +90,26 @@ class DiskThreads:
         return not self._store.contains((block_id,))
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        return self.submit_write(Write(ticket, block, slot, deadline))
-
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self.submit_read(Read(ticket, block_id, slot, deadline))
-
-    def submit_write(self, write: Write) -> bool:
-        """As `write`."""
         for directory in self._store.order():
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
-                self._writes[directory].submit(write)
+                self._writes[directory].submit(Write(ticket, block, slot, deadline))
                 return True
         return False
 
-    def submit_read(self, read: Read) -> None:
-        """As `read`."""
-        directory = self._store.directory_of(read.block_id)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        directory = self._store.directory_of(block_id)
         if directory is None:
-            self._answer(read.ticket, self._store.absence(read.block_id))
+            self.answer(ticket, self._store.absence(block_id))
         else:
-            self._reads[directory].submit(read)
+            self._reads[directory].submit(Read(ticket, block_id, slot, deadline))
 
     def flush(self) -> None:
         """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
         before, self._counted = self._counted, self._store.counters()
-        for name in _COUNTED:
-            if self._counted[name] != before[name]:
-                self.counts[f"disk_{name}"] += self._counted[name] - before[name]
+        for name, more in (self._counted - before).items():
+            self.counts[f"disk_{name}"] += more
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
@@ -153,7 +133,8 @@ class DiskThreads:
 
     # -- threads ---------------------------------------------------------------------------------
 
-    def _answer(self, ticket: int, outcome: Outcome) -> None:
+    def answer(self, ticket: int, outcome: Outcome) -> None:
+        """Say how an operation ended. Any thread."""
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
         self._on_done()
 
@@ -165,13 +146,13 @@ class DiskThreads:
             logger.exception("reading %d blocks from disk failed", len(batch))
             outcomes = [Outcome.IO_ERROR] * len(batch)
         for move, outcome in zip(batch, outcomes, strict=True):
-            self._answer(move.ticket, outcome)
+            self.answer(move.ticket, outcome)
 
     def _write(self, directory: Directory, batch: list[Write]) -> None:
         now = time.monotonic()
         for move in batch:
             if move.deadline <= now:
-                self._answer(move.ticket, Outcome.TIMED_OUT)
+                self.answer(move.ticket, Outcome.TIMED_OUT)
         fresh = [move for move in batch if now < move.deadline]
         items = [(move.block, self._pool.slot(move.slot)) for move in fresh]
         try:
@@ -180,4 +161,4 @@ class DiskThreads:
             logger.exception("writing %d blocks to disk failed", len(fresh))
             outcomes = [Outcome.IO_ERROR] * len(fresh)
         for move, outcome in zip(fresh, outcomes, strict=True):
-            self._answer(move.ticket, outcome)
+            self.answer(move.ticket, outcome)

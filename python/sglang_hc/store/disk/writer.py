@@ -11,16 +11,15 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.store.disk.backend import ThreadMemory
-from sglang_hc.store.disk.catalog import Catalog, Location
-from sglang_hc.store.disk.directory import Directory, DirectoryFailed
+from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import SlotHeader, clip_label, make_table
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.index_file import IndexFull, Place, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -43,13 +42,12 @@ class Block:
 
 @dataclass
 class _Write:
-    """One block of a batch: where it goes, and what became of it so far."""
+    """One block of a batch, what became of it so far, and where it goes: a leased slot."""
 
     block: Block
     data: memoryview
     outcome: Outcome = Outcome.IO_ERROR
-    location: Location | None = None
-    published: bool = False
+    location: tuple[Directory, Place] | None = None
 
 
 class Dealer:
@@ -60,7 +58,6 @@ class Dealer:
     """
 
     def __init__(self, directories: Sequence[Directory], slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
         self._lock = threading.Lock()
         self._weights = {d: max(1, d.slabs.data_bytes // slot_bytes) for d in directories}
         self._credits = dict.fromkeys(directories, 0)
@@ -76,9 +73,9 @@ class Dealer:
             return usable
         first = self._next(usable)
         others = [directory for directory in usable if directory is not first]
-        if first.free_slots(self._slot_bytes):
+        if first.free_slots():
             return [first, *others]
-        free = {directory: directory.free_slots(self._slot_bytes) for directory in others}
+        free = {directory: directory.free_slots() for directory in others}
         others.sort(key=free.__getitem__, reverse=True)
         return [*others, first] if free[others[0]] else [first, *others]
 
@@ -93,13 +90,11 @@ class Dealer:
 
 
 class BlockWriter:
-    """Writes blocks of one catalog. Thread-safe."""
+    """Writes blocks of one model to its directories. Thread-safe."""
 
-    def __init__(self, blocks: Catalog, evictor: Evictor) -> None:
-        self._blocks = blocks
-        self._evictor = evictor
-        self._format = blocks.model.slot_format
-        self.dealer = Dealer(blocks.directories, self._format.slot_bytes)
+    def __init__(self, evictors: Mapping[Directory, Evictor], slot_bytes: int) -> None:
+        self._evictors = evictors
+        self.dealer = Dealer([*evictors], slot_bytes)
         self._lock = threading.Lock()
         self._under_way: set[bytes] = set()
         self._pages = ThreadMemory()
@@ -107,41 +102,37 @@ class BlockWriter:
     def write_many(
         self, items: Sequence[tuple[Block, memoryview]], first: Directory | None
     ) -> list[Outcome]:
-        """See DiskStore.write_many."""
-        outcomes: list[Outcome] = []
-        for start in range(0, len(items), ROWS_PER_COMMIT):
-            batch = [_Write(*item) for item in items[start : start + ROWS_PER_COMMIT]]
-            self._write_batch(batch, first)
-            outcomes += [write.outcome for write in batch]
-        for outcome in outcomes:
-            name = "written_blocks" if outcome is Outcome.OK else f"write_{outcome.value}"
-            self._blocks.counted.add(name)
-        return outcomes
+        """See `DiskStore.write_many`."""
+        writes = [_Write(block, data) for block, data in items]
+        for start in range(0, len(writes), ROWS_PER_COMMIT):
+            self._write_batch(writes[start : start + ROWS_PER_COMMIT], first)
+        return [write.outcome for write in writes]
 
     def _write_batch(self, batch: Sequence[_Write], first: Directory | None) -> None:
-        begun: list[_Write] = []
-        last: dict[Directory, Place] = {}
-        """Where the last block of this batch went, so that the next one lies beside it."""
+        begun = [write for write in batch if self._begin(write)]
+        written: dict[Directory, list[tuple[_Write, Place]]] = {}
         try:
-            for number, write in enumerate(batch, start=1):
-                if self._begin(write.block.block_id):
-                    begun.append(write)
-                    order = self._order(first)
-                    more = len(batch) - number
-                    if first is None:  # the others of the batch are dealt out too
-                        more //= max(1, len(order))
-                    self._write_bytes(write, order, last, more)
+            for number, write in enumerate(begun, start=1):
+                more = len(begun) - number
+                if first is None:
+                    order = self.dealer.order()
+                    more //= max(1, len(order))  # the others of the batch are dealt out too
                 else:
-                    write.outcome = Outcome.DUPLICATE
-            for directory in self._blocks.directories:
-                self._publish(directory, _written_to(directory, begun))
+                    order = [first, *(d for d in self._evictors if d is not first)]
+                self._write_bytes(write, order, written, more)
+            for directory, writes in written.items():
+                self._publish(directory, writes)
         finally:
             for write in begun:
                 self._end(write)
 
-    def _begin(self, block_id: bytes) -> bool:
+    def _begin(self, write: _Write) -> bool:
+        """False for a block that is there, or that somebody else is writing."""
+        block_id = write.block.block_id
         with self._lock:
-            if block_id in self._under_way or self._blocks.directory_of(block_id):
+            there = any(d.usable() and block_id in d.places for d in self._evictors)
+            if there or block_id in self._under_way:
+                write.outcome = Outcome.DUPLICATE
                 return False
             self._under_way.add(block_id)
             return True
@@ -149,118 +140,89 @@ class BlockWriter:
     def _end(self, write: _Write) -> None:
         if write.location is not None:
             directory, place = write.location
-            if not write.published:
+            if write.outcome is not Outcome.OK:
                 directory.slabs.release([place])
             directory.slabs.unlease([place])
         with self._lock:
             self._under_way.discard(write.block.block_id)
 
-    def _order(self, first: Directory | None) -> list[Directory]:
-        """The directories to try, one after the other."""
-        if first is None:
-            return self.dealer.order()
-        return sorted(self._blocks.in_use(), key=lambda directory: directory is not first)
-
     def _write_bytes(
-        self, write: _Write, order: Sequence[Directory], last: dict[Directory, Place], more: int
+        self,
+        write: _Write,
+        order: Sequence[Directory],
+        written: dict[Directory, list[tuple[_Write, Place]]],
+        more: int,
     ) -> None:
-        """Take a slot and write header and chunks. The outcome is OK if the bytes were written.
+        """Take a slot in the first of these directories that has one, and write header and chunks.
 
-        more: blocks of the batch that will go to the same directory.
+        written: of this batch, by directory; gets the block. It is to lie beside the one before it,
+        and `more` blocks of the batch beside it.
         """
-        write.outcome = Outcome.IO_ERROR
-        for directory in order:
+        for directory in filter(Directory.usable, order):
+            behind = written[directory][-1][1] if directory in written else None
             try:
-                place = self._evictor.slot(directory, last.get(directory), more)
+                place = self._evictors[directory].slot(behind, more)
                 if place is None:
                     write.outcome = Outcome.NO_SPACE
                     continue
-                write.location = Location(directory, place)
-                last[directory] = place
-                directory.slabs.write(place, self._slot_content(write))
-                write.outcome = Outcome.OK
-            except OSError as error:
-                write.outcome = self._failed(directory, error)
-            except DirectoryFailed:
+                write.location = directory, place
+                directory.slabs.write(place, self._slot_content(directory, write))
+                written.setdefault(directory, []).append((write, place))
+            except IndexDamaged:
                 continue
+            except (OSError, IndexFull) as error:
+                write.outcome = _failed(directory, error)
             return
 
-    def _slot_content(self, write: _Write) -> list[memoryview]:
+    def _slot_content(self, directory: Directory, write: _Write) -> list[memoryview]:
         """Header and chunks. The header's memory is this thread's, until it asks again."""
-        block, blocks = write.block, self._blocks
+        block, model = write.block, directory.model
         header = SlotHeader(
             block.block_id,
             block.parent_id,
-            blocks.model.fingerprint,
-            int(blocks.clock() * 1e6),
+            model.fingerprint,
+            int(directory.clock() * 1e6),
             block.position,
             block.tokens,
             block.namespace,
-            make_table(block.block_id, blocks.model.fingerprint, self._format.chunks, write.data),
+            make_table(block.block_id, model.fingerprint, model.slot_format.chunks, write.data),
         )
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
-        return [page, write.data[: self._format.block_bytes]]
+        return [page, write.data[: model.slot_format.block_bytes]]
 
-    def _failed(self, directory: Directory, error: OSError) -> Outcome:
+    def _publish(self, directory: Directory, writes: Sequence[tuple[_Write, Place]]) -> None:
+        """Sync the bytes, commit the rows, and only then let lookups see the blocks."""
+        outcome = Outcome.OK
+        try:
+            directory.slabs.sync(place.slab for _, place in writes)
+            with directory.guarded():
+                rows = [_row(directory, write.block, place) for write, place in writes]
+                replaced = directory.index.insert(rows)
+            directory.slabs.release(replaced)
+            directory.places.update((w.block.block_id, place.pack()) for w, place in writes)
+            directory.io_succeeded()
+        except (OSError, IndexFull, IndexDamaged) as error:
+            outcome = _failed(directory, error)
+        for write, _ in writes:
+            write.outcome = outcome
+
+
+def _row(directory: Directory, block: Block, place: Place) -> Row:
+    namespace = directory.namespace(clip_label(block.namespace))
+    created, accessed = int(directory.clock() * 1e6), directory.access_time(block.position)
+    return Row(directory.number, block.block_id, namespace, *place, created, accessed, 0)
+
+
+def _failed(directory: Directory, error: Exception) -> Outcome:
+    """The answer to writes that failed so; counted and logged."""
+    if isinstance(error, IndexFull):
+        logger.warning("%s: the index takes no more blocks: %s", directory.root, error)
+        directory.count("index_refused")
+        return Outcome.NO_SPACE
+    if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return Outcome.NO_SPACE
         logger.warning("%s: a block could not be written: %s", directory.root, error)
-        self._blocks.io_failed(directory)
-        return Outcome.IO_ERROR
-
-    def _publish(self, directory: Directory, writes: Sequence[_Write]) -> None:
-        """Sync the bytes, commit the rows, and only then let lookups see the blocks."""
-        if not writes:
-            return
-        for write in writes:
-            write.outcome = Outcome.IO_ERROR  # until the rows are committed
-        places = [write.location.place for write in writes if write.location is not None]
-        try:
-            directory.slabs.sync(place.slab for place in places)
-            with directory.guarded():
-                rows = [self._row(directory, write) for write in writes]
-                replaced = directory.index.insert(rows)
-            directory.slabs.release(replaced)
-        except (OSError, IndexFull, DirectoryFailed) as error:
-            outcome = self._not_published(directory, error)
-            for write in writes:
-                write.outcome = outcome
-            return
-        for write, place in zip(writes, places, strict=True):
-            directory.places[write.block.block_id] = place.pack()
-            write.outcome, write.published = Outcome.OK, True
-        self._blocks.io_succeeded(directory)
-
-    def _not_published(self, directory: Directory, error: Exception) -> Outcome:
-        if isinstance(error, OSError):
-            return self._failed(directory, error)
-        if isinstance(error, IndexFull):
-            logger.warning("%s: the index takes no more blocks: %s", directory.root, error)
-            self._blocks.counted.add("index_refused")
-            return Outcome.NO_SPACE
-        return Outcome.IO_ERROR
-
-    def _row(self, directory: Directory, write: _Write) -> Row:
-        assert write.location is not None
-        block, place = write.block, write.location.place
-        return Row(
-            directory.model,
-            block.block_id,
-            directory.namespace(clip_label(block.namespace)),
-            place.slab,
-            place.slot,
-            int(self._blocks.clock() * 1e6),
-            self._blocks.access_time(block.position),
-            0,
-        )
-
-
-def _written_to(directory: Directory, writes: Iterable[_Write]) -> list[_Write]:
-    return [
-        write
-        for write in writes
-        if write.outcome is Outcome.OK
-        and write.location is not None
-        and write.location.directory is directory
-    ]
+        directory.io_failed()
+    return Outcome.IO_ERROR

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
@@ -72,11 +72,10 @@ class ProcessExecutor:
         if self._stand_in is not None:
             self._stand_in.close()
 
-    def answered(self, reply: wire.Known | wire.Answers) -> None:
-        if isinstance(reply, wire.Answers):
-            for done in reply.scattered:
-                if self._sent.pop(done.ticket, None) is not None:
-                    self._done.append(done)
+    def answered(self, answers: wire.Answers) -> None:
+        for done in answers.scattered:
+            if self._sent.pop(done.ticket, None) is not None:
+                self._done.append(done)
 
     def up(self) -> None:
         self._feed()
@@ -152,14 +151,8 @@ class ProcessBlocks:
         return [SourceTier.DISK] * len(block_ids)
 
     def changes(self) -> Mapping[bytes, bool]:
-        """Identities that came or left by themselves since the last call, and whether they are
-        there now. The first call names all that are there; nothing is noted before it."""
         news, self._news = self._news, {}
         return dict.fromkeys(self._known, True) if news is None else news
-
-    def _note(self, block_ids: Iterable[bytes], here: bool) -> None:
-        if self._news is not None:
-            self._news.update(dict.fromkeys(block_ids, here))
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         return False
@@ -215,22 +208,20 @@ class ProcessBlocks:
     def close(self) -> None:
         self._supervisor.close()
 
-    def answered(self, reply: wire.Known | wire.Answers) -> None:
-        if isinstance(reply, wire.Known):
-            if not self._clearing:
-                self._known.update(dict.fromkeys(reply.block_ids))
-                self._note(reply.block_ids, True)
-            return
-        for done in reply.blocks:
+    def answered(self, answers: wire.Answers) -> None:
+        for done in answers.blocks:
             if done.ticket in self._under_way:
                 self._end(done)
-        for block_id in reply.removed:
-            self._known.pop(block_id, None)
-        self._note(reply.removed, False)
-        if reply.cleared:
-            self._clearing = False
-        self._directories = reply.directories
-        self.counts.update(reply.counts)
+        for block_id, here in answers.changes.items():
+            if not here:
+                self._known.pop(block_id, None)
+            elif not self._clearing:
+                self._known[block_id] = None
+        if self._news is not None:
+            self._news.update(answers.changes)
+        self._clearing = self._clearing and not answers.cleared
+        self._directories = answers.directories
+        self.counts.update(answers.counts)
 
     def up(self) -> None:
         self._directories = 1

@@ -1,10 +1,9 @@
 """Messages between the scheduler process and the I/O process, in msgpack.
 
-The I/O process gets `Setup` once through its standard input; when that closes, the parent is gone.
-Then it gets lists of requests through one ZMQ pair, the last of them `Close`. It answers with
-`Known` until every identity on disk was named, then `Ready`, and then `Answers`, at least one every
-HEARTBEAT_S. If it cannot open the disk, it sends only `Refused`. Blocks do not travel in messages;
-they are in the shared memory.
+The I/O process gets `Setup` once, as all of its standard input. Then it gets lists of requests
+through one ZMQ pair, the last of them `Close`. It sends `Answers` until every identity on disk was
+named, then `Ready`, and then `Answers`, at least one every HEARTBEAT_S. If it cannot open the disk,
+it sends only `Refused`. Blocks do not travel in messages; they are in the shared memory.
 """
 
 from __future__ import annotations
@@ -93,32 +92,26 @@ class Refused(_Message, tag=True):
     message: str
 
 
-class Known(_Message, tag=True):
-    """Identities of blocks that can be read from disk, at the start and when a directory that was
-    out of use is back."""
-
-    block_ids: list[bytes]
-
-
 class Answers(_Message, tag=True):
     """What happened since the last message.
 
-    removed: at most IDS_PER_MESSAGE identities of blocks that cannot be read any more, because they
-    left the disk or their directory is out of use; a block that was stored and left again since is
-    in both. cleared: a `Clear` is done. directories: how many may be asked now. counts: by how
-    much the store's counters have grown.
+    changes: at most IDS_PER_MESSAGE identities of blocks that came or left by themselves, and
+    whether they can be read now; a block that was stored and left again since is also in `blocks`.
+    cleared: a `Clear` is done. directories: how many may be asked now. counts: by how much the
+    store's counters have grown.
     """
 
     scattered: list[Completion]
     blocks: list[BlockDone]
-    removed: list[bytes]
+    changes: dict[bytes, bool]
     cleared: bool
     directories: int
     counts: dict[str, int]
 
 
-Request = Execute | Write | Read | Touch | Expect | Clear | Close
-Reply = Ready | Refused | Known | Answers
+DiskRequest = Write | Read | Touch | Expect | Clear
+Request = Execute | DiskRequest | Close
+Reply = Ready | Refused | Answers
 
 encode = msgspec.msgpack.Encoder().encode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode

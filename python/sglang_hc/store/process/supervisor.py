@@ -61,7 +61,7 @@ class State(enum.Enum):
 class Client(Protocol):
     """Whoever has operations under way."""
 
-    def answered(self, reply: wire.Known | wire.Answers) -> None:
+    def answered(self, answers: wire.Answers) -> None:
         """A message came."""
 
     def up(self) -> None:
@@ -92,15 +92,14 @@ class IoLink:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sglang_hc.store.process.worker", endpoint,
                  str(descriptor), str(os.getpid())],
-                stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(), bufsize=0,
+                stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(),
             )  # fmt: skip
         except BaseException:
-            self._give_back()
+            self.close()
             raise
-        payload = wire.encode(setup)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended already; `exit_code` says so
-            self._process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(wire.encode(setup))  # if it ended already, `exit_code` says so
 
     @property
     def pid(self) -> int:
@@ -136,11 +135,6 @@ class IoLink:
 
     def close(self) -> None:
         """Give back what belongs to a process that has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._give_back()
-
-    def _give_back(self) -> None:
         self._socket.close()
         self._context.term()
         self.connected()
@@ -302,7 +296,7 @@ class IoSupervisor:
             return 0
         for client in self.clients:
             client.answered(reply)
-        return len(reply.block_ids if isinstance(reply, wire.Known) else reply.removed)
+        return len(reply.changes)
 
     # -- life ------------------------------------------------------------------------------------
 

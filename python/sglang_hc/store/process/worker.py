@@ -3,8 +3,8 @@
     python -m sglang_hc.store.process.worker ENDPOINT MEMORY PARENT
 
 ENDPOINT: of the ZMQ pair, bound by the parent. MEMORY: inherited descriptor of the memory file.
-PARENT: its process id. Started by `io_link`, never by hand. It ends by itself when the parent is
-gone: what it was writing then is as after any crash, complete and verifiable or not there.
+PARENT: its process id. Started by `supervisor.IoLink`, never by hand. It ends by itself when the
+parent is gone; what it was writing is then as after any crash: whole and verifiable, or not there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections import Counter, deque
 
 import zmq
 
-from sglang_hc.store.block_io import BlockDone, Read, Write
-from sglang_hc.store.disk import DirectoryError, DiskStore
+from sglang_hc.store.block_io import Read, Write
+from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _BURST = 4
 """Messages taken before answers are sent again."""
 _LINGER_MS = 5000
-_STDIN = 0
 
 
 class Worker:
@@ -44,56 +43,57 @@ class Worker:
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there is something to answer."""
         self._outbox: deque[bytes] = deque()
-        self._removed: deque[bytes] = deque()
-        """Identities that the parent must forget, and has not been told yet."""
-        self._dropped: list[BlockDone] = []
-        """Writes that every directory in use had too many of."""
+        self._changed: deque[bytes] = deque()
+        """Identities that came or left, and that the parent has not been told of yet."""
         self._cleared = threading.Event()
         self._growth: Counter[str] = Counter()
         """What was counted and not yet said."""
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.buffers, self._notify)
-        self._store: DiskStore | None = None
-        capacity = 0
+        self.disk: DiskThreads | None = None
         if setup.disk is not None:
-            self._store = setup.disk.open(setup.memory.layout)
-            self._disk = DiskThreads(self._store, memory.pool, self._growth, self._notify)
-            capacity = self._disk.capacity
-        if self._store is not None:
-            self._name_all(self._store.block_ids())
+            store = setup.disk.open(setup.memory.layout)
+            self.disk = DiskThreads(store, memory.pool, self._growth, self._notify)
+        while (answers := self._answers()).changes:
+            self._outbox.append(wire.encode(answers))
+        capacity = 0 if self.disk is None else self.disk.capacity
         self._outbox.append(wire.encode(wire.Ready(capacity)))
 
     def take(self, request: wire.Request) -> bool:
         """Begin what is asked for. False: it was the last request, and everything is done."""
         if isinstance(request, wire.Execute):
             self._executor.submit(request.ticket, request.operation)
-        elif isinstance(request, Write):
-            if not self._disk.submit_write(request):
-                self._dropped.append(BlockDone(request.ticket, Outcome.DROPPED, "disk"))
-                self._notify()
-        elif isinstance(request, Read):
-            self._disk.submit_read(request)
-        elif isinstance(request, wire.Touch):
-            self._disk.touch(request.block_ids)
-        elif isinstance(request, wire.Expect):
-            self._disk.expect(request.uses)
-        elif isinstance(request, wire.Clear):
-            threading.Thread(target=self._clear, name="hc-clear", daemon=True).start()
-        else:
+        elif isinstance(request, wire.Close):
             self._executor.close()
-            if self._store is not None:
-                self._disk.close()
+            if self.disk is not None:
+                self.disk.close()
             return False
+        elif self.disk is not None:
+            self._take_for_disk(self.disk, request)
         return True
+
+    def _take_for_disk(self, disk: DiskThreads, request: wire.DiskRequest) -> None:
+        if isinstance(request, Write):
+            if not disk.write(request.ticket, request.block, request.slot, request.deadline):
+                disk.answer(request.ticket, Outcome.DROPPED)  # every directory has too many
+        elif isinstance(request, Read):
+            disk.read(request.ticket, request.block_id, request.slot, request.deadline)
+        elif isinstance(request, wire.Touch):
+            disk.touch(request.block_ids)
+        elif isinstance(request, wire.Expect):
+            disk.expect(request.uses)
+        else:
+            clearing = threading.Thread(target=self._clear, args=(disk,), name="hc-clear")
+            clearing.daemon = True
+            clearing.start()
 
     def report(self) -> None:
         """Send answers and the heartbeat. What the parent does not take now is sent later."""
         answers = self._answers()
-        said = answers.scattered, answers.blocks, answers.removed, answers.cleared, answers.counts
-        quiet = not any(said)
+        said = answers.scattered, answers.blocks, answers.changes, answers.cleared, answers.counts
         beat = not self._outbox and time.monotonic() >= self._sent + wire.HEARTBEAT_S
-        if beat or not quiet:
+        if beat or any(said):
             self._outbox.append(wire.encode(answers))
         try:
             while self._outbox:
@@ -108,38 +108,23 @@ class Worker:
         cleared = self._cleared.is_set()
         if cleared:
             self._cleared.clear()
-        if self._store is None:
-            return wire.Answers(scattered, [], [], cleared, 0, {})
-        blocks, self._dropped = self._disk.poll() + self._dropped, []
-        removed = self._take_removed(self._store)
+        if self.disk is None:
+            return wire.Answers(scattered, [], {}, cleared, 0, {})
+        blocks = self.disk.poll()
+        self._changed.extend(self.disk.changes())  # after the answers: what was written may be gone
+        count = min(len(self._changed), wire.IDS_PER_MESSAGE)
+        names = [self._changed.popleft() for _ in range(count)]
+        changes = {name: bool(self.disk.contains([name])) for name in names}
+        if self._changed:
+            self._notify()  # the rest goes with the next report, at once
         counts = dict(self._growth)
         self._growth.clear()
-        directories = len(self._store.in_use())
-        return wire.Answers(scattered, blocks, removed, cleared, directories, counts)
+        directories = self.disk.levels()["disk_directories"]
+        return wire.Answers(scattered, blocks, changes, cleared, directories, counts)
 
-    def _take_removed(self, store: DiskStore) -> list[bytes]:
-        """The next identities that cannot be read any more; names those that can be read again.
-
-        Called after the answers were taken: a block that was written again meanwhile stays.
-        """
-        back, lost = store.take_directory_changes()
-        self._name_all(back)
-        self._removed.extend(lost)
-        self._removed.extend(store.drain_removed())
-        count = min(len(self._removed), wire.IDS_PER_MESSAGE)
-        names = [self._removed.popleft() for _ in range(count)]
-        if self._removed:
-            self._notify()  # the rest goes with the next report, at once
-        return [name for name in names if not store.contains([name])]
-
-    def _name_all(self, block_ids: list[bytes]) -> None:
-        for start in range(0, len(block_ids), wire.IDS_PER_MESSAGE):
-            some = block_ids[start : start + wire.IDS_PER_MESSAGE]
-            self._outbox.append(wire.encode(wire.Known(some)))
-
-    def _clear(self) -> None:
+    def _clear(self, disk: DiskThreads) -> None:
         try:
-            self._disk.clear()
+            disk.clear()
         except Exception:
             logger.exception("clearing the disk failed; what is left is found after a restart")
         self._cleared.set()
@@ -151,7 +136,7 @@ class Worker:
 
 def serve(endpoint: str, descriptor: int, parent: int) -> None:
     """Run until the parent closes or is gone."""
-    setup = wire.decode_setup(_read_setup())
+    setup = wire.decode_setup(sys.stdin.buffer.read())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = _LINGER_MS
@@ -160,17 +145,17 @@ def serve(endpoint: str, descriptor: int, parent: int) -> None:
         worker = Worker(setup, descriptor, socket)
     except DirectoryError as error:
         socket.send(wire.encode(wire.Refused(str(error))))
-        os.read(_STDIN, 1)  # the parent ends this process when it has read why
+        while os.getppid() == parent:  # which ends this process when it has read why
+            time.sleep(wire.HEARTBEAT_S)
         return
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(worker.wake, zmq.POLLIN)
-    poller.register(_STDIN, zmq.POLLIN | zmq.POLLERR)
     going_on = True
     while going_on:
         worker.report()
         ready = dict(poller.poll(int(wire.HEARTBEAT_S * 1000)))
-        if _STDIN in ready or os.getppid() != parent:
+        if os.getppid() != parent:
             os._exit(1)
         if worker.wake in ready:
             os.eventfd_read(worker.wake)
@@ -185,17 +170,6 @@ def serve(endpoint: str, descriptor: int, parent: int) -> None:
     worker.report()
     socket.close()
     context.term()
-
-
-def _read_setup() -> bytes:
-    size = int.from_bytes(os.read(_STDIN, 8), "little")
-    setup = b""
-    while len(setup) < size:
-        more = os.read(_STDIN, size - len(setup))
-        if not more:
-            os._exit(1)
-        setup += more
-    return setup
 
 
 def main() -> None:

@@ -209,7 +209,7 @@ class _Checker:
         try:
             self._verify(row, fingerprint, slab, file)
         except (Damaged, OSError) as problem:
-            done = self._repair and bool(index.delete(fingerprint, [row.block_id]))
+            done = self._repair and bool(index.delete([row]))
             self._say("block", f"slab {row.slab} slot {row.slot}: {problem}", done)
             self._report.free_slots -= not done
 
@@ -220,11 +220,10 @@ class _Checker:
         if slab is None or file is None or not 0 <= row.slot < slab.slots:
             raise Damaged("there is no such slot")
         offset = slab.offset(row.slot)
-        steps = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
-        for header, read in steps:
-            self._report.bytes_verified += read
-            if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
-                raise Damaged("the slot holds another block than its row says")
+        header = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
+        if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
+            raise Damaged("the slot holds another block than its row says")
+        self._report.bytes_verified += slab.slot_bytes
         self._report.blocks += 1
         self._report.free_slots -= 1
 
