@@ -34,6 +34,8 @@ class FakeStore:
         self.raises: Exception | None = None
         self.unreadable: set[str] = set()
         """A get of any of these keys raises."""
+        self.unwritable: set[str] = set()
+        """A put of any of these keys raises."""
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
@@ -75,6 +77,8 @@ class FakeBackend:
 
     def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
         self.store.call("put")
+        if self.store.unwritable.intersection(keys):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for key, frame in zip(keys, frames, strict=True):
             self.store.values.setdefault(key, self.frames.bytes[frame].tobytes())
         return [True] * len(keys)

@@ -74,6 +74,27 @@ def test_a_block_that_cannot_be_read_costs_no_other(io: RemoteBlocks, store, poo
     assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
 
 
+def test_a_block_that_cannot_be_saved_costs_no_other(io: RemoteBlocks, store, pool) -> None:
+    """One call stores all of them, and raises."""
+    path = make_path(FAILURES_TO_OPEN + 2)
+    names = names_of(path)
+    store.unwritable = {storage_key(FINGERPRINT, names[3])}
+    store.open.clear()
+    first = make_path(1, seed=1)
+    io.write(len(path), first[0], TARGET, FOREVER)
+    assert store.entered.wait(60)  # what is written meanwhile goes into one call
+    for slot, block in enumerate(path):
+        pool.slot(slot)[:] = data_of(block.block_id)
+        io.write(slot, block, slot, FOREVER)
+    store.open.set()
+    lost = [done.ticket for done in wait(io, len(path) + 1) if done.outcome is not Outcome.OK]
+    assert lost == [3]
+    kept = {storage_key(FINGERPRINT, name) for name in [*names_of(first), *names]}
+    assert set(store.values) == kept - store.unwritable
+    assert store.calls.count("put") == 2 + len(path)
+    assert io.levels() == {"remote_usable": 1} and "remote_pauses" not in io.counts
+
+
 def test_saves_that_keep_failing_do_not_stop_reads(io: RemoteBlocks, store, pool) -> None:
     kept = make_path(1)
     save(io, pool, kept)

@@ -4,7 +4,7 @@
     ask        what is not known is looked up by one thread
     read       one thread fetches envelopes into frames, copies to slots, and proves what it copied
     write      one thread copies slots into frames, seals and stores them; beyond a bound a save is
-               refused
+               dropped
 
 A store that raises, hangs, or hands out bytes that are not the block is a miss and a counter. One
 that keeps failing, or hangs, is left alone for a while; the log says so.
@@ -293,14 +293,20 @@ class RemoteBlocks:
             job.settle(Outcome.OK)
 
     def _get(self, jobs: list[_Transfer]) -> None:
-        """Fetch blocks by one call. If it raises, each block is fetched by a call of its own, so
-        that one which cannot be read costs no other."""
+        self._move(self._fetch, jobs)
+
+    def _put(self, jobs: list[_Transfer]) -> None:
+        self._move(self._store, jobs)
+
+    def _move(self, by_one_call: Callable[[list[_Transfer]], None], jobs: list[_Transfer]) -> None:
+        """Move blocks by one call. If it raises, each block is moved by a call of its own, so that
+        one which cannot be moved costs no other."""
         try:
-            self._fetch(jobs)
+            by_one_call(jobs)
         except Exception as error:
             if len(jobs) > 1:
                 for job in jobs:
-                    self._get([job])
+                    self._move(by_one_call, [job])
             else:
                 logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
                 jobs[0].settle(Outcome.IO_ERROR)
@@ -329,7 +335,7 @@ class RemoteBlocks:
                 job.at = time.monotonic()
                 job.outcome = Outcome.OK if intact else Outcome.DAMAGED
 
-    def _put(self, jobs: list[_Transfer]) -> None:
+    def _store(self, jobs: list[_Transfer]) -> None:
         ready: list[tuple[_Transfer, int]] = []
         for job, frame in zip(jobs, self._frames.for_saves, strict=False):
             with job.lock:
