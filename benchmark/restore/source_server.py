@@ -1,8 +1,11 @@
 """A server in this process whose disk, or remote store, is as fast as a benchmark says.
 
-SGLang's scheduler is driven request by request (test/support/core.py). The disk is in an I/O
-process, as in production: this module, run with ENDPOINT MEMORY PARENT, is that process, with a
-token bucket before the reads of the real disk. A page of shared memory tells it the rate.
+SGLang's scheduler is driven request by request (test/support/core.py), without overlap scheduling:
+that launches the next pass before it looks at the last one's result, and on a CPU a launch is the
+whole pass, so every first token would wait for a decoding pass that a GPU does not wait for. The
+disk is in an I/O process, as in production: this module, run with ENDPOINT MEMORY PARENT, is that
+process, with a token bucket before the reads of the real disk. A page of shared memory tells it the
+rate.
 """
 
 from __future__ import annotations
@@ -159,6 +162,7 @@ class SourceServer:
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
             "--dtype", "float32", "--hc-host-size-gb", "1.5", "--hc-scrub-mb-s", "0",
             "--chunked-prefill-size", str(longest + POOL_SPARE), "--hc-io", "process",
+            "--disable-overlap-schedule",
             model=model, profile=None, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
             SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
         )  # fmt: skip

@@ -37,7 +37,7 @@ from support.start_groups import on_ranks
 from support.throttled import ThrottledCopyStream
 
 CPU = torch.device("cpu")
-SHAPE = StateShape(1, 8, (16, 16), "uint8")
+SHAPE = StateShape(6, 8, (16, 16), "uint8")
 ROWS = 4096
 FRAMES = (3, 1 << 16)
 BYTE_S = 1e-7
@@ -233,7 +233,7 @@ def test_the_noisiest_part_makes_the_profile_noisy() -> None:
 def test_disk_is_read_through_the_store_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both directories are read; the cost is that of the reads and of the copy behind them."""
+    """Both directories are read, whole blocks of six layers; the cost is that of the reads."""
     clock = Clock()
     read: list[bytes] = []
     original = DiskStore.read
@@ -250,7 +250,7 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     assert len(set(read)) == 32
     from_disk = dict(samples.copies[SourceTier.DISK, Form.KV])
     for tokens, blocks in ((64, 1), (1024, 16)):
-        assert from_disk[tokens] == pytest.approx(blocks * 1e-3 / 4)
+        assert from_disk[tokens] == pytest.approx(blocks * 1e-3 / 6)
     assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
 
 
@@ -265,6 +265,21 @@ def test_a_disk_too_slow_for_the_budget_gives_the_small_sizes(tmp_path: Path) ->
     samples, noise = disk_samples([str(tmp_path)], layout, [2048, 64, 1024, 256], 1.0, ticking)
     assert noise == 1.0
     assert [tokens for tokens, _ in samples] == [64, 256]
+
+
+def test_sizes_that_need_too_much_memory_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 8, (16, 16), "uint8"))
+
+    def measured(most: int) -> list[int]:
+        monkeypatch.setattr("sglang_hc.restore.measure_disk.MOST_BYTES", most)
+        samples, _ = disk_samples([str(tmp_path)], layout, [64, 256, 1024], 60.0, Clock())
+        return [tokens for tokens, _ in samples]
+
+    assert measured(16 * layout.slot_bytes) == [64, 256, 1024]
+    assert measured(16 * layout.slot_bytes - 1) == [64, 256]
+    assert measured(1) == [64, 256]
 
 
 def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:

@@ -72,7 +72,7 @@ class Sampled(NamedTuple):
 class Subject:
     """One layer of a model on one device.
 
-    shape: of one layer; num_layers is not looked at.
+    shape: of one layer, and of how many the blocks on a disk consist.
     staging: the frames that restorations pass through.
     sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
@@ -141,8 +141,8 @@ def measure(
     if disks:
         left = budget_s * (1 - sum(SHARES.values())) / len(copies)
         for form, times in copies.items():
-            # Layers are dealt over the directories: each needs one.
-            layout = _layout(form, subject.shape, max(LAYERS, len(disks)))
+            # Whole blocks: what a read costs besides its bytes is shared by all layers.
+            layout = _layout(form, subject.shape, subject.shape.num_layers)
             read, noise = disk_samples(disks, layout, [n for (n,) in times], left, clock)
             noises.append(noise)
             found[SourceTier.DISK, form] = [

@@ -19,6 +19,9 @@ ROUNDS = 3
 """Reads of each size; their median counts."""
 
 WRITE_BATCH = 4
+MOST_BYTES = 1 << 30
+"""Memory for the blocks of one size. A size that needs more is left out, but not the first two."""
+
 SPARE_BYTES = 256 << 20
 """Room beside the blocks for what the store keeps besides."""
 
@@ -34,11 +37,12 @@ def disk_samples(
     `spread` of the repeats.
 
     The blocks are first written into scratch folders in the `--hc-disk` directories, which are
-    removed again. Sizes whose blocks could not be written in half of the budget are left out,
-    except the first two. Reads bypass the page cache where the file system allows it. Raises
+    removed again. Sizes whose blocks need more than MOST_BYTES, or could not be written in half of
+    the budget, are left out, except the first two. Reads bypass the page cache where the file system allows it. Raises
     DirectoryError and OSError.
     """
-    sizes = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
+    every = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
+    sizes = every[:2] + [s for s in every[2:] if s[1] * layout.slot_bytes <= MOST_BYTES]
     folders: list[str] = []
     try:
         for disk in disks:

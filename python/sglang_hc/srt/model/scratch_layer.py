@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def subject_of(
     if layers is not None:
         return _of_layer(runner, layers, rows, hidden, group)
     device = torch.device(runner.device)
-    shape = model_shape(runner)
+    shape = replace(model_shape(runner), num_layers=_geometry(runner).num_layers)
     sink = _ByteRows(shape.kv_parts, rows, device)
     prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
@@ -133,7 +134,7 @@ def _of_layer(
             error,
         )
         prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
-    shape = layer_shape(runner, adapter)
+    shape = replace(layer_shape(runner, adapter), num_layers=len(layers))
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
     return Subject(shape, staging, sink, prefill, rows, hidden, group.most)
 
