@@ -184,6 +184,7 @@ def after_restart(spec: dict[str, Any]) -> None:
     server = SourceServer(spec["model"], spec["form"], max(spec["histories"]), spec["dir"], "disk")
     server.core.ask([3] * BLOCK_TOKENS, 1)  # as a server does before it says that it is ready
     server.forget()
+    server.take_pages()
     rows = []
     for history in spec["histories"]:
         prompt, load = prompt_of(server.vocabulary, history, history), os.getloadavg()[0]

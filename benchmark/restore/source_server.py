@@ -240,6 +240,14 @@ class SourceServer:
         self.costs._remote_seconds = 0.0
         self.ttft(prompt, "serial")
 
+    def take_pages(self) -> None:
+        """Take the memory of both pools from the system, which are empty. Where there is a GPU it
+        is taken before the first request too: its own at once, the host's as it is pinned."""
+        self.tiers.restorer.path.pool.bytes.fill(0)
+        device = self.core.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for layer in (*device.k_buffer, *device.v_buffer):
+            layer.zero_()
+
     def close(self) -> None:
         """End the I/O process in good order: everything that was stored is found again."""
         self.tiers.close()

@@ -43,9 +43,10 @@ work is submitted ahead of its execution, as in a forward pass."""
 TOKENS = (64, 256, 1024, 2048)
 """Sizes of a copy or projection: from one block to a usual history."""
 
-PREFILLS = ((64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0),
-            (64, 4032), (2048, 2048))  # fmt: skip
-"""(new, context) of a prefill, in the order of their costs."""
+PREFILLS = ((64, 0), (64, 1024), (256, 0), (64, 4032), (256, 2048), (1024, 0), (1024, 1024),
+            (2048, 0), (2048, 2048))  # fmt: skip
+"""(new, context) of a prefill, in the order of their costs. The first four are measured on every
+machine: a few new tokens behind a long history are what a restoration ends with."""
 
 MAX_ROWS = max(new + context for new, context in PREFILLS)
 GROWTH = 4
@@ -107,7 +108,7 @@ def measure(
     What several ranks run together they run equally often: all decide by the longest times of any.
 
     A kind whose samples show a busy machine is measured up to ATTEMPTS times within its share of
-    the budget, and the quietest attempt counts. The two smallest sizes of each kind (three of
+    the budget, and the quietest attempt counts. The two smallest sizes of each kind (four of
     prefill) are measured even beyond the budget. Raises what the parts raise: OSError or
     DirectoryError for a directory, RuntimeError for the device.
     """
@@ -135,7 +136,7 @@ def measure(
         if subject.hidden:
             copies[Form.HIDDEN] = sample("hidden", bench.copy_hidden, tokens)
             project = sample("project", bench.project, tokens)
-        prefill = sample("prefill", bench.prefill, prefills, 3)
+        prefill = sample("prefill", bench.prefill, prefills, 4)
         overlap = bench.overlaps(max(n for (n,) in copies[Form.KV]))
     found = {(SourceTier.HOST, form): _pairs(times) for form, times in copies.items()}
     if disks:

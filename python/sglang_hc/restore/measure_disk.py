@@ -38,8 +38,8 @@ def disk_samples(
 
     The blocks are first written into scratch folders in the `--hc-disk` directories, which are
     removed again. Sizes whose blocks need more than MOST_BYTES, or could not be written in half of
-    the budget, are left out, except the first two. Reads bypass the page cache where the file system allows it. Raises
-    DirectoryError and OSError.
+    the budget, are left out, except the first two. Reads bypass the page cache where the file
+    system allows it. Raises DirectoryError and OSError.
     """
     every = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
     sizes = every[:2] + [s for s in every[2:] if s[1] * layout.slot_bytes <= MOST_BYTES]
