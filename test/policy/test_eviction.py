@@ -127,17 +127,16 @@ def test_a_shared_block_counts_with_its_earliest_use():
     assert host.leave_all() == ["sb", "c", "sa", "s"]
 
 
-def test_worth_lets_a_dear_block_outlive_cheap_ones_but_not_for_ever():
-    host = Host("queue", worth=lambda block: 3.0 if block.block_id == dear else 1.0)
-    dear = b""
-    dear = host.named.setdefault("D", host.store("D")).block_id
-    host.use("D")
+def test_a_full_block_outlives_tails_but_not_for_ever():
+    host = Host("queue")
+    host.store("F")
+    host.use("F")
     order = []
-    for cheap in "abcdefgh":
-        host.store(cheap)
+    for tail in "abcdefgh":
+        host.store(tail, tokens=BLOCK_TOKENS // 3)
         order.append(host.leave())
     assert order[0] == "a"
-    assert "D" in order, "inflation never reached the dear block"
+    assert "F" in order, "inflation never reached the full block"
 
 
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():

@@ -146,7 +146,7 @@ class World:
         for block in blocks or sorted(b.decode() for b in self.below.staged):
             self.below.staged.remove(block.encode())
             self.below.host[block.encode()] = None
-            self.prefetcher.complete(block.encode())
+            self.prefetcher.complete([block.encode()])
 
 
 def test_the_sooner_turn_first() -> None:

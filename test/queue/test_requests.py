@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,10 +45,10 @@ def test_a_block_stays_under_way_when_nobody_waits_for_it_any_more() -> None:
     assert len(table.under_way) == 3
     table.left("one")
     assert b"a" in table.under_way and not table.is_fetching("one")
-    assert table.ended(b"s") == {"two"} and table.is_fetching("two")
-    assert table.ended(b"b") == {"two"} and not table.is_fetching("two")
-    assert table.ended(b"a") == set() and not table.under_way
-    assert table.ended(b"z") == set(), "never asked for"
+    assert table.ended([b"s"]) == {"two": 1} and table.is_fetching("two")
+    assert table.ended([b"b"]) == {"two": 1} and not table.is_fetching("two")
+    assert table.ended([b"a"]) == {} and not table.under_way
+    assert table.ended([b"z"]) == {}, "never asked for"
 
 
 fetches = st.lists(
@@ -68,9 +70,10 @@ def test_who_waits_for_what_stays_consistent(history: list) -> None:
             waits.add((request, block_id))
             flying.add(block_id)
         elif action == "end":
-            assert table.ended(block_id) == {r for r, b in waits if b == block_id}
-            waits = {(r, b) for r, b in waits if b != block_id}
-            flying.discard(block_id)
+            over = {block_id, bytes([request])}
+            assert table.ended(over) == Counter(r for r, b in waits if b in over)
+            waits = {(r, b) for r, b in waits if b not in over}
+            flying -= over
         else:
             (table.left if number % 2 else table.stop_waiting)(request)
             waits = {(r, b) for r, b in waits if r != request}

@@ -35,7 +35,7 @@ class World:
         self.path = BlockPath(self.prompt, identities(tokens_of(WORD)))
         self.io.hold(self.path.block_ids)
         self.ends: Counter[bytes] = Counter()
-        self.disk.coming.subscribe(self.ended, self.ended)
+        self.disk.coming.subscribe(self.ends.update, lambda lost: self.ends.update((lost,)))
         self.share = share
         self.asked: list[History] = []
         if held:
@@ -45,9 +45,6 @@ class World:
             self.prompt, held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
             self.disk.coming, self.read, self,
         )  # fmt: skip
-
-    def ended(self, block_id: bytes) -> None:
-        self.ends[block_id] += 1
 
     def read(self, low: int, high: int) -> list[Promotion]:
         return self.disk.fetch_tail(self.path, low, high)

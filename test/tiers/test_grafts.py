@@ -99,7 +99,7 @@ class World:
         """Begin to move what can be moved for a turn; returns how many blocks."""
         _, path, ways = self.cut(length)
         ids = path.block_ids
-        first = next((i for i, b in enumerate(ids) if b not in self.host), len(ids))
+        first = next((i for i, b in enumerate(ids) if not self.host.has(b)), len(ids))
         found = self.grafts.find(path, ways, first)
         assert found is not None
         return self.grafts.fetch(path, ways, first, len(found), None)

@@ -20,7 +20,7 @@ class World:
         self.coming = Promotions(self.host)
         self.published: list[bytes] = []
         self.lost: list[bytes] = []
-        self.coming.subscribe(self.published.append, self.lost.append)
+        self.coming.subscribe(self.published.extend, self.lost.append)
 
     def path(self, word: str) -> BlockPath:
         return self.host.tree.path(Prefix(None, tokens_of(word)))[1]
@@ -143,7 +143,8 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
             path = world.path(word).block_ids
             coming = [identity in world.coming for identity in path]
             first = next(
-                (i for i, b in enumerate(path) if b not in world.host and not coming[i]), len(path)
+                (i for i, b in enumerate(path) if not world.host.has(b) and not coming[i]),
+                len(path),
             )
             count = next((i for i in range(first, len(path)) if coming[i]), len(path)) - first
             promotions = world.begin(word, first, count)

@@ -77,54 +77,57 @@ class PinnedBlocks(Protocol):
 class Entry(Generic[B]):
     """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
-    grown: it has or had a child. here: it has not left the tier.
+    grown: it has or had a child. here: it has not left the tier. used, born: ticks of its policy.
+    worth, since: for `QueuePolicy`.
     """
 
     __slots__ = ("block", "born", "grown", "here", "since", "stamp", "used", "worth")
 
-    def __init__(self, block: B) -> None:
+    def __init__(self, block: B, tick: int) -> None:
         self.block = block
         self.here = True
         self.grown = False
         self.stamp = 0
-        self.used = 0
-        self.born = 0
+        self.used = self.born = tick
         self.worth = 0.0
         self.since = 0
 
 
+Item = tuple[Key, int, Entry[B]]
+"""A leaf with its key, and the stamp that its entry had; stale once the entry has another."""
+
+
 class Leaves(Generic[B]):
-    """Leaves by key, least first. An item whose stamp is no longer its entry's is stale."""
+    """Leaves by key, least first.
+
+    The item that was pushed last stays beside the heap. While a path leaves from its end, each
+    parent comes in and is the next to leave; so that costs no operation on the heap.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Entry[B]]] = []
+        self._heap: list[Item[B]] = []
+        self._latest: Item[B] | None = None
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + (self._latest is not None)
 
     def push(self, key: Key, entry: Entry[B], live: int) -> None:
         """live: number of entries. Stale items are dropped once they far outnumber the entries."""
-        heappush(self._heap, (key, entry.stamp, entry))
-        if len(self._heap) > 4 * live + 64:
-            self._heap = [item for item in self._heap if item[2].stamp == item[1]]
-            heapify(self._heap)
+        before, self._latest = self._latest, (key, entry.stamp, entry)
+        if before is not None and before[2].stamp == before[1]:
+            heappush(self._heap, before)
+            if len(self._heap) > 4 * live + 64:
+                self._heap = [item for item in self._heap if item[2].stamp == item[1]]
+                heapify(self._heap)
 
-    def top(self) -> tuple[Key, Entry[B]] | None:
-        """The first that is not stale."""
-        heap = self._heap
-        while heap:
-            key, stamp, entry = heap[0]
-            if entry.stamp == stamp:
-                return key, entry
+    def top(self) -> Item[B] | None:
+        """The first that is not stale. It stays until its entry has another stamp."""
+        heap, latest = self._heap, self._latest
+        while heap and heap[0][2].stamp != heap[0][1]:
             heappop(heap)
-        return None
-
-    def pop(self) -> Entry[B] | None:
-        found = self.top()
-        if found is None:
-            return None
-        heappop(self._heap)
-        return found[1]
+        if latest is not None and latest[2].stamp == latest[1]:
+            return heap[0] if heap and heap[0] < latest else latest
+        return heap[0] if heap else None
 
 
 class EvictionPolicy(ABC, Generic[B]):
@@ -145,6 +148,8 @@ class EvictionPolicy(ABC, Generic[B]):
         if pinned is not None:
             pinned.subscribe(self._pin_changed)
         self._entries: dict[bytes, Entry[B]] = {}
+        self.has = self._entries.__contains__
+        """Whether a block is in the tier. Asked often in every pass."""
         self._order: Leaves[B] = Leaves()
         self._fresh: list[Entry[B]] = []
         self._ticks = 0
@@ -157,14 +162,10 @@ class EvictionPolicy(ABC, Generic[B]):
         """Items of the order, stale ones included: at most a few times the blocks."""
         return len(self._order) + len(self._fresh)
 
-    def __contains__(self, block_id: bytes) -> bool:
-        return block_id in self._entries
-
     def insert(self, block: B) -> None:
         """A block has come into the tier, below its parent."""
-        entry = Entry(block)
         self._ticks += 1
-        entry.used = entry.born = self._ticks
+        entry = Entry(block, self._ticks)
         self._entries[block.block_id] = entry
         parent = block.parent
         above = self._entries.get(parent.block_id) if parent is not None else None
@@ -207,8 +208,8 @@ class EvictionPolicy(ABC, Generic[B]):
         self._sort_in()
         aside: list[Entry[B]] = []
         try:
-            while (entry := self._take()) is not None:
-                entry.stamp = 0
+            while (entry := self._first()) is not None:
+                entry.stamp = 0  # takes it out of the order
                 block = entry.block
                 if self._pinned is not None and self._pinned.is_pinned(block.block_id):
                     self._aside.add(block.block_id)
@@ -245,16 +246,17 @@ class EvictionPolicy(ABC, Generic[B]):
         self._fresh.clear()
 
     def _push(self, entry: Entry[B]) -> Key:
-        """The leaf joins the order. Returns its key."""
+        """The leaf joins the order, or changes its place in it. Returns its key."""
         self._ticks += 1
         entry.stamp = self._ticks
         key = self._key(entry)
         self._order.push(key, entry, len(self._entries))
         return key
 
-    def _take(self) -> Entry[B] | None:
-        """The leaf that should leave first, taken out of the order."""
-        return self._order.pop()
+    def _first(self) -> Entry[B] | None:
+        """The leaf that should leave first."""
+        item = self._order.top()
+        return None if item is None else item[2]
 
 
 class LruPolicy(EvictionPolicy[B]):
@@ -285,11 +287,6 @@ class LfuPolicy(EvictionPolicy[B]):
         return (entry.block.hits, entry.used)
 
 
-def filled_share(block: Block) -> float:
-    """Default worth of a block per byte: the tokens it restores over the tokens its slot could."""
-    return block.num_tokens / BLOCK_TOKENS
-
-
 def _whole(block: Block) -> bytes:
     """The identity by which a block is known when it comes back: a tail comes back as another."""
     parent = block.parent
@@ -306,27 +303,21 @@ class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
-    last first. The others leave by GreedyDual-Size: worth(block) + an inflation that rises to the
-    worth of what has left. That is LRU while all blocks are worth the same per byte, and lets a
-    block that is dear to restore outlive a cheap one of the same age, but not for ever. Where
-    blocks as old as the oldest are mostly used before the youngest
-    (`SetDueling`), the youngest leaves.
+    last first. The others leave by GreedyDual-Size: the share of its slot that a block fills, which
+    is what it restores per byte, + an inflation that rises to the worth of what has left. That is
+    LRU while all blocks are full, and lets a full block outlive a tail of the same age, but not for
+    ever. Where blocks as old as the oldest are mostly used before the youngest (`SetDueling`), the
+    youngest leaves.
     """
 
     by_need = True
 
     def __init__(
-        self,
-        window: NextUse,
-        worth: Callable[[B], float] = filled_share,
-        pinned: PinnedBlocks | None = None,
-        by_age: bool = False,
+        self, window: NextUse, pinned: PinnedBlocks | None = None, by_age: bool = False
     ) -> None:
-        """`worth`: seconds to restore the block without this tier, per byte; any fixed unit.
-        `by_age`: the oldest leaves whatever was learned, as on the server's disk."""
+        """by_age: the oldest leaves whatever was learned, as on the server's disk."""
         super().__init__(pinned)
         self._window = window
-        self._worth = worth
         self._inflation = 0.0
         self._duels = SetDueling()
         self._by_age = by_age
@@ -342,29 +333,36 @@ class QueuePolicy(EvictionPolicy[B]):
         self._renew(entry)
 
     def _renew(self, entry: Entry[B]) -> None:
-        entry.worth = self._inflation + self._worth(entry.block)
+        entry.worth = self._inflation + entry.block.num_tokens / BLOCK_TOKENS
         entry.since = self._duels.clock
 
     def _push(self, entry: Entry[B]) -> Key:
         key = super()._push(entry)
-        if key[0] == NOT_NEEDED:
+        if key[0] == NOT_NEEDED and not self._by_age:
             self._young.push((-entry.used,), entry, len(self._entries))
         return key
 
-    def _take(self) -> Entry[B] | None:
-        first = self._order.top()
-        if first is None or first[0][0] != NOT_NEEDED:
-            return self._order.pop()
-        young = self._young.top()
-        age = self._duels.clock - first[1].since
-        if young is not None and not self._by_age:
-            if self._duels.is_due:
-                old_id, young_id = _whole(first[1].block), _whole(young[1].block)
-                self._duels.begin(old_id, age, young_id, len(self._entries))
-            if self._duels.old_wins(age):
-                return self._young.pop()
-        self._inflation = max(self._inflation, first[1].worth)
-        return self._order.pop()
+    def _first(self) -> Entry[B] | None:
+        item = self._order.top()
+        if item is None:
+            return None
+        key, _, oldest = item
+        if key[0] == NOT_NEEDED:
+            youngest = None if self._by_age else self._preferred_to(oldest)
+            if youngest is not None:
+                return youngest
+            self._inflation = max(self._inflation, oldest.worth)
+        return oldest
+
+    def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
+        """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
+        duels, age = self._duels, self._duels.clock - oldest.since
+        if duels.is_due and (item := self._young.top()) is not None:
+            old_id, young_id = _whole(oldest.block), _whole(item[2].block)
+            duels.begin(old_id, age, young_id, len(self._entries))
+        if duels.old_wins(age) and (item := self._young.top()) is not None:
+            return item[2]
+        return None
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
@@ -379,13 +377,12 @@ class QueuePolicy(EvictionPolicy[B]):
 def make_policy(
     name: str,
     window: NextUse,
-    worth: Callable[[B], float] = filled_share,
     pinned: PinnedBlocks | None = None,
     by_age: bool = False,
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, worth, pinned, by_age)
+        return QueuePolicy(window, pinned, by_age)
     if name == "lru":
         return LruPolicy(pinned)
     if name == "fifo":

@@ -75,19 +75,17 @@ class SetDueling:
         self._seen(block_id, blocks)
 
     def _seen(self, block_id: bytes, blocks: int) -> None:
-        since = self._gaps.get(block_id, self.clock)
-        if (self.clock - since) * SAME_USE > blocks:
-            del self._gaps[block_id]
-            self._used_again(self.clock - since, blocks)
-        duel = self._open.get(block_id)
-        if duel is None:
-            return
-        other, bucket, sign, began = duel
-        if (self.clock - began) * SAME_USE < blocks:
-            return
-        del self._open[block_id], self._open[other]
-        score = self._scores.get(bucket, 0.0)
-        self._scores[bucket] = score + WEIGHT * (sign - score)
+        if block_id in self._gaps:
+            age = self.clock - self._gaps[block_id]
+            if age * SAME_USE > blocks:
+                del self._gaps[block_id]
+                self._used_again(age, blocks)
+        if block_id in self._open:
+            other, bucket, sign, began = self._open[block_id]
+            if (self.clock - began) * SAME_USE >= blocks:
+                del self._open[block_id], self._open[other]
+                score = self._scores.get(bucket, 0.0)
+                self._scores[bucket] = score + WEIGHT * (sign - score)
 
     def _used_again(self, age: int, blocks: int) -> None:
         """LRU hits a block if fewer than `blocks` were touched since; a part of a loop that stays

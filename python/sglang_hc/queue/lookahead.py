@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
@@ -51,7 +51,7 @@ class Mover(Protocol):
         is_protected: IsProtected[Block] | None,
     ) -> int: ...
 
-    def take_copied(self, block_id: bytes) -> bool: ...
+    def take_copied(self, block_ids: Iterable[bytes]) -> set[bytes]: ...
 
 
 class QueueRules(NamedTuple):
@@ -87,6 +87,7 @@ class QueueView:
         recomputing take on this machine. mover: over the same disk; None where state does not move
         to new positions."""
         self._host = host
+        self.in_host = host.has
         self._disk = disk
         self._mover = mover
         self.window = window
@@ -222,10 +223,6 @@ class QueueView:
             sources = ()
         return Missing(path, first, sources, on_device)
 
-    def in_host(self, block_id: bytes) -> bool:
-        """Whether the host tier has this block; its bytes may still be on their way."""
-        return block_id in self._host
-
     def reading(self, tier: SourceTier) -> int:
         """Blocks that are being read from a tier."""
         return 0 if self._disk is None else self._disk.reading(tier)
@@ -256,16 +253,23 @@ class QueueView:
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _came(self, block_id: bytes) -> None:
-        from_host = self._mover is not None and self._mover.take_copied(block_id)
-        for rid in self._prefetcher.complete(block_id):
+    def _came(self, block_ids: Sequence[bytes]) -> None:
+        if self._mover is not None:
+            copied = self._mover.take_copied(block_ids)
+            self._ended(copied, 0)
+            block_ids = [block_id for block_id in block_ids if block_id not in copied]
+        self._ended(block_ids, BLOCK_TOKENS)
+
+    def _ended(self, block_ids: Iterable[bytes], loaded: int) -> None:
+        """Blocks are in host memory, each with so many tokens that were loaded from below it."""
+        for rid, blocks in self._prefetcher.complete(block_ids).items():
             record = self.requests[rid]
-            record.loaded_tokens += 0 if from_host else BLOCK_TOKENS
+            record.loaded_tokens += blocks * loaded
             record.restore_seconds = None
 
     def _lost(self, block_id: bytes) -> None:
         if self._mover is not None:
-            self._mover.take_copied(block_id)
+            self._mover.take_copied((block_id,))
         self._prefetcher.fail(block_id)
 
     def _needs_of(self, rid: str) -> Sequence[bytes]:

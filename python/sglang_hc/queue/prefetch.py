@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
@@ -191,20 +191,21 @@ class Prefetcher(Generic[K]):
         self._unseen.pop(request, None)
         self.requests[request].settled = True
 
-    def complete(self, block_id: bytes) -> set[K]:
-        """A block is in host memory. Returns the requests that waited for it."""
+    def complete(self, block_ids: Iterable[bytes]) -> dict[K, int]:
+        """Blocks are in host memory. Returns the requests that waited for them, and for how many
+        of them each."""
         self._quiet = 0
-        requests = self.requests.ended(block_id)
-        for request in requests:
+        waited = self.requests.ended(block_ids)
+        for request in waited:
             record = self.requests[request]
             if not record.awaits and record.wait_until is not None:
                 record.wait_until = None
                 record.fetches += 1
-        return requests
+        return waited
 
     def fail(self, block_id: bytes) -> None:
         """A block will not come. Who waited for it is looked at again at its turn."""
-        for request in self.complete(block_id):
+        for request in self.complete((block_id,)):
             self.requests[request].last_block = None
 
     # -- ahead of the turn -----------------------------------------------------------------------
@@ -251,9 +252,9 @@ class Prefetcher(Generic[K]):
     def _is_missed(self, request: K) -> bool:
         """A block that was in host memory for the request, or fetched for it, has left since."""
         record = self.requests.get(request)
-        if record is None or record.last_block is None or self._below.in_host(record.last_block):
+        if record is None or record.awaits or record.settled or record.last_block is None:
             return False
-        return not self.requests.is_fetching(request) and not record.settled
+        return not self._below.in_host(record.last_block)
 
     # -- at the turn -----------------------------------------------------------------------------
 

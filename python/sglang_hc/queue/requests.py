@@ -161,9 +161,13 @@ class WaitingTable(Generic[K]):
 
     def wait(self, name: K, block_ids: Iterable[bytes]) -> None:
         """The request waits for blocks, which are under way from now on if they were not before."""
-        awaits = self[name].awaits
+        awaits, under_way = self[name].awaits, self._under_way
         for block_id in block_ids:
-            self._under_way.setdefault(block_id, set()).add(name)
+            names = under_way.get(block_id)
+            if names is None:
+                under_way[block_id] = {name}
+            else:
+                names.add(name)
             awaits.add(block_id)
 
     def is_fetching(self, name: K) -> bool:
@@ -171,12 +175,14 @@ class WaitingTable(Generic[K]):
         record = self._records.get(name)
         return record is not None and bool(record.awaits)
 
-    def ended(self, block_id: bytes) -> set[K]:
-        """A block has come, or will not. Returns who waited for it."""
-        names = self._under_way.pop(block_id, set())
-        for name in names:
-            self._records[name].awaits.discard(block_id)
-        return names
+    def ended(self, block_ids: Iterable[bytes]) -> dict[K, int]:
+        """Blocks have come, or will not. Returns who waited for any, and for how many of them."""
+        waited: dict[K, int] = {}
+        for block_id in block_ids:
+            for name in self._under_way.pop(block_id, ()):
+                self._records[name].awaits.discard(block_id)
+                waited[name] = waited.get(name, 0) + 1
+        return waited
 
     def stop_waiting(self, name: K) -> None:
         """The request waits no longer for the blocks on their way."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
@@ -172,7 +171,7 @@ class DiskTier:
         """
         now = self.now()
         promotions = self.coming.begin(path, first, count, now, is_protected)
-        self.read([(promotion, promotion.block_id) for promotion in promotions])
+        self.read(promotions, path.block_ids[first : first + len(promotions)])
         return len(promotions)
 
     def fetch_tail(
@@ -188,25 +187,25 @@ class DiskTier:
             return []
         now = self.now()
         promotions = self.coming.begin_tail(path, low, high, now, is_protected)
-        self.read([(promotion, promotion.block_id) for promotion in promotions])
+        self.read(promotions, [promotion.block_id for promotion in promotions])
         return promotions
 
-    def read(self, promotions: Sequence[tuple[Promotion, bytes]]) -> None:
-        """Start reading blocks into the slots of promotions that began, each with the identity
-        whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times what its tier is expected
-        to take for it and for each block of that tier before it, those under way included."""
-        now = self.now()
-        sources = self.sources([block_id for _, block_id in promotions])
+    def read(self, promotions: Sequence[Promotion], block_ids: Sequence[bytes]) -> None:
+        """Start reading blocks into the slots of promotions that began. block_ids: of each the
+        identity whose bytes it gets. Each has READ_DEADLINE_S, and LENIENCE times what its tier is
+        expected to take for it and for each block of that tier before it, those under way
+        included."""
+        now, idle = self.now(), not self._spills
+        sources = self.sources(block_ids)
         each = {tier: LENIENCE * self._block_seconds(tier) for tier in set(sources)}
-        place = {tier: self.reading(tier) for tier in each}
-        for (promotion, block_id), tier in zip(promotions, sources, strict=True):
+        due = {tier: now + READ_DEADLINE_S + self.reading(tier) * each[tier] for tier in each}
+        for promotion, block_id, tier in zip(promotions, block_ids, sources, strict=True):
             ticket = next(self._tickets)
-            place[tier] += 1
-            deadline = now + READ_DEADLINE_S + place[tier] * each[tier]
-            self._io.read(ticket, block_id, promotion.slot, deadline)
+            due[tier] += each[tier]
+            self._io.read(ticket, block_id, promotion.slot, due[tier])
             self._reads[ticket] = promotion, tier
-        for tier, blocks in Counter(sources).items():
-            self._watches[tier].asked(blocks, now, idle=not self._spills)
+        for tier in each:
+            self._watches[tier].asked(sources.count(tier), now, idle=idle)
         if promotions:
             self._io.flush()  # the next poll may be a whole forward pass away
 

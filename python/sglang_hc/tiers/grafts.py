@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -96,25 +96,28 @@ class Grafts:
         self._host.pin(nodes)  # making room must not take what is to be copied
         now = self._clock()
         promotions = self.coming.begin(path, first, len(sources), now, is_protected)
-        reads = []
+        reads: list[Promotion] = []
+        block_ids: list[bytes] = []
         for promotion, source in zip(promotions, sources, strict=False):
             promotion.moved = source.moved
             if source.node is not None:
                 self._copy(source.node, promotion)
             else:
-                reads.append((promotion, source.block_id))
+                reads.append(promotion)
+                block_ids.append(source.block_id)
             if source.moved is not None and source.moved.shift:
                 self._counters["overflow_moved_tokens"] += BLOCK_TOKENS
         self._host.unpin(nodes)
         if reads:
             assert self._disk is not None
-            self._disk.read(reads)
+            self._disk.read(reads, block_ids)
         return len(promotions)
 
-    def take_copied(self, block_id: bytes) -> bool:
-        """Whether a block that has come, or has not, was copied from host memory; asked once."""
-        copied = block_id in self._copied
-        self._copied.discard(block_id)
+    def take_copied(self, block_ids: Iterable[bytes]) -> set[bytes]:
+        """Which of these blocks, that have come or have not, were copied from host memory; asked
+        once."""
+        copied = self._copied.intersection(block_ids)
+        self._copied -= copied
         return copied
 
     def _copy(self, node: BlockNode, promotion: Promotion) -> None:

@@ -153,10 +153,17 @@ class RecordingHostTier(HostTier):
         super().unstage(slot)
         self.recorder.note("unstage", slot=slot)
 
-    def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
+    def publish(
+        self,
+        parent: BlockNode,
+        tokens: bytes,
+        slot: int,
+        now: float,
+        identity: bytes | None = None,
+    ) -> Insertion:
         under = parent.slot
         with self._call() as gone:
-            outcome = super().publish(parent, tokens, slot, now)
+            outcome = super().publish(parent, tokens, slot, now, identity)
         assert gone is not None
         block = parent.namespace, parent.block_id, tokens
         created = outcome.created

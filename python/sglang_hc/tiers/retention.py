@@ -45,7 +45,7 @@ class Retention:
 
     def keeps(self, block_id: bytes) -> bool:
         """Whether a tier below the device has this block, as far as known."""
-        if block_id in self._host:
+        if self._host.has(block_id):
             return True
         return self._disk is not None and self._disk.holds(block_id)
 

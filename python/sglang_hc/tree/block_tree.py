@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -110,8 +109,7 @@ class BlockNode:
         return nodes
 
 
-@dataclass(frozen=True)
-class PathMatch:
+class PathMatch(NamedTuple):
     """Longest known prefix. `nodes` cover `tokens` tokens; the last may be covered in part."""
 
     root: BlockNode | None
@@ -125,8 +123,7 @@ class PathMatch:
         return self.nodes[full - 1] if full else self.root
 
 
-@dataclass(frozen=True)
-class Insertion:
+class Insertion(NamedTuple):
     """Outcome of `BlockTree.insert`.
 
     node: the block that now stands for the tokens.
@@ -227,8 +224,9 @@ class BlockTree:
             return ids, path
         return [*ids[:whole], match.nodes[whole].block_id, *ids[whole:]], path
 
-    def insert(self, parent: BlockNode, tokens: bytes) -> Insertion:
+    def insert(self, parent: BlockNode, tokens: bytes, identity: bytes | None = None) -> Insertion:
         """Add the block `tokens` (packed, 1 to BLOCK_TOKENS of them) below a full block or root.
+        identity: the block's, where the caller knows it; it is not worked out again.
 
         The caller owns the slots: it gives the new node its slot, or keeps its own when nothing was
         created, and takes back the slot of a superseded tail.
@@ -238,30 +236,33 @@ class BlockTree:
         if not (parent.is_root or parent.is_full):
             raise ValueError("only full blocks have children")
         siblings = parent.children
-        superseded = None
-        if siblings:
-            index = bisect_left(siblings, tokens, key=_tokens_of)
-            if index < len(siblings) and siblings[index].tokens.startswith(tokens):
-                return Insertion(siblings[index], created=False, superseded=None)
-            # Siblings are an antichain, so a proper prefix sorts directly before its continuations.
-            if index and tokens.startswith(siblings[index - 1].tokens):
-                superseded = siblings[index - 1]
-                self._detach(superseded)
-        identity = block_id(self.fingerprint, parent.block_id, tokens)
+        if siblings is None:
+            siblings = parent.children = []
+        place, superseded = bisect_left(siblings, tokens, key=_tokens_of), None
+        if place < len(siblings) and siblings[place].tokens.startswith(tokens):
+            return Insertion(siblings[place], False, None)
+        # Siblings are an antichain, so a proper prefix sorts directly before its continuations.
+        if place and tokens.startswith(siblings[place - 1].tokens):
+            place -= 1
+            superseded = siblings.pop(place)
+            self.num_blocks -= 1
+        if identity is None:
+            identity = block_id(self.fingerprint, parent.block_id, tokens)
         node = BlockNode(parent, tokens, identity, parent.namespace)
-        if parent.children is None:
-            parent.children = []
-        parent.children.insert(bisect_left(parent.children, tokens, key=_tokens_of), node)
+        siblings.insert(place, node)
         self.num_blocks += 1
-        return Insertion(node, created=True, superseded=superseded)
+        return Insertion(node, True, superseded)
 
     def remove(self, node: BlockNode) -> None:
         """Take a leaf out of the tree. Raises ValueError for an inner block or a root."""
-        if node.is_root or node.children:
-            raise ValueError("only leaves can be removed")
-        self._detach(node)
         parent = node.parent
-        if parent is not None and parent.is_root and not parent.children:
+        if parent is None or node.children:
+            raise ValueError("only leaves can be removed")
+        siblings = parent.children
+        assert siblings is not None
+        del siblings[bisect_left(siblings, node.tokens, key=_tokens_of)]
+        self.num_blocks -= 1
+        if not siblings and parent.is_root:
             self._roots.pop(parent.namespace, None)
 
     def clear(self) -> None:
@@ -294,12 +295,6 @@ class BlockTree:
                 tokens = [child.tokens for child in parent.children or ()]
                 assert all(not b.startswith(a) and a < b for a, b in pairwise(tokens))
         assert count == self.num_blocks, f"{count} blocks reachable, {self.num_blocks} counted"
-
-    def _detach(self, node: BlockNode) -> None:
-        parent = node.parent
-        assert parent is not None and parent.children is not None
-        del parent.children[bisect_left(parent.children, node.tokens, key=_tokens_of)]
-        self.num_blocks -= 1
 
 
 def _closest(siblings: list[BlockNode], piece: bytes) -> tuple[BlockNode, int]:

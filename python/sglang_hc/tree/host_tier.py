@@ -34,6 +34,8 @@ class HostTier:
         self.tree = tree
         self.num_slots = num_slots
         self._policy = policy
+        self.has = policy.has
+        """Whether a block is in the tree; its bytes may still be on their way."""
         self._ttl = ttl
         self._next_expiry = 0.0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -64,10 +66,6 @@ class HostTier:
     def published_blocks(self) -> int:
         return self.tree.num_blocks
 
-    def __contains__(self, block_id: bytes) -> bool:
-        """Whether the block is in the tree; its bytes may still be on their way."""
-        return block_id in self._policy
-
     def stage(self, now: float, is_protected: IsProtected[BlockNode] | None = None) -> int | None:
         """A slot to write into, evicting if none is free. None: all are in use or protected."""
         if not self._free and self.evict(1, now, is_protected) == 0:
@@ -82,12 +80,20 @@ class HostTier:
         self._staged.remove(slot)
         self._free.append(slot)
 
-    def publish(self, parent: BlockNode, tokens: bytes, slot: int, now: float) -> Insertion:
+    def publish(
+        self,
+        parent: BlockNode,
+        tokens: bytes,
+        slot: int,
+        now: float,
+        identity: bytes | None = None,
+    ) -> Insertion:
         """Make a staged slot a block of the tree. The slot stays staged if nothing was created.
+        identity: as in `BlockTree.insert`.
 
         The new block is not `ready`; whoever writes its bytes calls `mark_ready`.
         """
-        outcome = self.tree.insert(parent, tokens)
+        outcome = self.tree.insert(parent, tokens, identity)
         if outcome.superseded is not None:
             self._retire(outcome.superseded)
         if outcome.created:
@@ -135,8 +141,6 @@ class HostTier:
         freed = 0
         if count > 0:
             for node in self._policy.victims():
-                if not node.is_leaf or node.pins:
-                    continue
                 if is_protected and is_protected(node):
                     if self._policy.by_need:
                         break

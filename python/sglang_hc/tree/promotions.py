@@ -15,7 +15,7 @@ keep their slots and wait until `join` names the block that they continue, or th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import IsProtected
@@ -26,19 +26,19 @@ from sglang_hc.tree.identity import BlockPath
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """One block on its way. `above`: its parent if that is on its way too, else `parent` is in the
-    tree (None: the namespace's root). waits_for: the identity of a parent that is neither yet.
-    `moved`: see `BlockNode`.
+    """One block on its way. parent: the block of the tree that it continues, pinned meanwhile.
+    waits_for: the identity of a parent that is not in the tree yet. Neither: the parent is the
+    namespace's root. `moved`: see `BlockNode`.
 
-    here: the bytes have come, or will not. lost: the block cannot join the tree any more."""
+    is_tail: began with `begin_tail`. here: the bytes have come, or will not. lost: the block cannot
+    join the tree any more."""
 
     block_id: bytes
     tokens: bytes
     namespace: str | None
     slot: int
-    above: Promotion | None = None
+    is_tail: bool = False
     parent: BlockNode | None = None
-    below: list[Promotion] = field(default_factory=list)
     waits_for: bytes | None = None
     here: bool = False
     lost: bool = False
@@ -56,9 +56,9 @@ class Promotions:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._coming: dict[bytes, Promotion] = {}
-        self._orphans: dict[bytes, list[Promotion]] = {}
+        self._below: dict[bytes, list[Promotion]] = {}
         """Those that wait for a parent, by its identity."""
-        self._on_published: list[Callable[[bytes], object]] = []
+        self._on_published: list[Callable[[Sequence[bytes]], object]] = []
         self._on_lost: list[Callable[[bytes], object]] = []
 
     def __len__(self) -> int:
@@ -72,10 +72,12 @@ class Promotions:
         return promotion.is_good and self._coming.get(promotion.block_id) is promotion
 
     def subscribe(
-        self, on_published: Callable[[bytes], object], on_lost: Callable[[bytes], object]
+        self,
+        on_published: Callable[[Sequence[bytes]], object],
+        on_lost: Callable[[bytes], object],
     ) -> None:
-        """Call one of these with the identity of every block that began, once, when it has joined
-        the tree or will not."""
+        """Name every block that began once, by its identity: to `on_published`, with the others
+        that joined the tree in the same call, or to `on_lost`."""
         self._on_published.append(on_published)
         self._on_lost.append(on_lost)
 
@@ -93,28 +95,27 @@ class Promotions:
         None of these may be on its way. Empty when the block before them is neither in the tree nor
         on its way to it.
         """
-        above = parent = None
+        parent = None
         if first:
             above = self._coming.get(path.block_ids[first - 1])
-            if above is not None and above.lost:
-                return []
             if above is None:
                 match = self._host.tree.match(path.prefix.up_to(first))
                 if match.tokens < first * BLOCK_TOKENS:
                     return []
                 parent = match.nodes[-1]
+                self._host.pin((parent,))  # making room must not take the path that is extended
+            elif above.lost:
+                return []
         promotions: list[Promotion] = []
-        if parent is not None:
-            self._host.pin((parent,))  # making room must not take the path that is extended
         for index in range(first, first + count):
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
             promotion = self._coming_to(slot, path, index)
-            promotion.above, promotion.parent = above, parent
-            if above is not None:
-                above.below.append(promotion)
-            above, parent = promotion, None
+            if parent is not None:
+                promotion.parent, parent = parent, None
+            elif index:
+                self._wait(promotion, path.block_ids[index - 1])
             promotions.append(promotion)
         if parent is not None:
             self._host.unpin((parent,))
@@ -139,19 +140,15 @@ class Promotions:
             if slot is None:
                 break
             promotion = self._coming_to(slot, path, index)
+            promotion.is_tail = True
             before = path.block_ids[index - 1] if index else self._root_of(promotion).block_id
-            promotion.waits_for = before
-            self._orphans.setdefault(before, []).append(promotion)
+            self._wait(promotion, before)
             promotions.append(promotion)
         return promotions
 
     def join(self, parent: BlockNode, now: float) -> None:
         """What waits for this block of the tree, or root, continues it from now on."""
-        tips: dict[BlockNode, None] = {}
-        for promotion in self._adopted(parent):
-            self._publish(promotion, tips, now)
-        for tip in tips:
-            self._host.access(tip.path(), now)
+        self._announce([name for p in self._adopted(parent) for name in self._publish(p, now)])
 
     def give_up(self, promotions: Iterable[Promotion]) -> None:
         """Those of these that still wait for their parent will not join the tree."""
@@ -165,15 +162,14 @@ class Promotions:
 
     def complete(self, promotions: Sequence[Promotion], now: float) -> None:
         """The bytes of these are in their slots."""
-        tips: dict[BlockNode, None] = {}
+        published: list[bytes] = []
         for promotion in promotions:
             promotion.here = True
             if promotion.lost:
                 self._free(promotion)
-            elif promotion.above is None and promotion.waits_for is None:
-                self._publish(promotion, tips, now)
-        for tip in tips:
-            self._host.access(tip.path(), now)
+            elif promotion.waits_for is None:
+                published += self._publish(promotion, now)
+        self._announce(published)
 
     def fail(self, promotion: Promotion) -> None:
         """The bytes will not come, and nobody writes the slot any more."""
@@ -190,41 +186,42 @@ class Promotions:
         self._coming[promotion.block_id] = promotion
         return promotion
 
+    def _wait(self, promotion: Promotion, before: bytes) -> None:
+        promotion.waits_for = before
+        self._below.setdefault(before, []).append(promotion)
+
     def _root_of(self, promotion: Promotion) -> BlockNode:
         return self._host.tree.root(promotion.namespace)
 
-    def _publish(self, promotion: Promotion, tips: dict[BlockNode, None], now: float) -> None:
-        """A block whose parent is in the tree joins it, and those below it that are here too."""
-        ready = [promotion]
+    def _publish(self, promotion: Promotion, now: float) -> list[bytes]:
+        """A block whose parent is in the tree joins it, and those below it that are here too.
+        Returns their identities."""
+        host, ready, published = self._host, [promotion], []
         while ready:
             item = ready.pop()
             parent = item.parent or self._root_of(item)
             if parent.parent is None and not parent.is_root:  # dropped in spite of its pin
                 self._lose(item)
                 continue
-            outcome = self._host.publish(parent, item.tokens, item.slot, now)
-            node = outcome.node
-            if outcome.created:
+            node, created, _ = host.publish(parent, item.tokens, item.slot, now, item.block_id)
+            if created:
                 node.moved = item.moved
-                self._host.mark_ready(node)
-                tips.pop(parent, None)
-                tips[node] = None
+                host.mark_ready(node)
             else:
-                self._host.unstage(item.slot)
-            for child in item.below:
-                child.above, child.parent = None, node
-                self._host.pin((node,))
-                if child.here:
-                    ready.append(child)
-            if self._orphans:
-                ready += self._adopted(node)
+                host.unstage(item.slot)
+            ready += self._adopted(node)
             self._end(item)
+            published.append(item.block_id)
+        return published
+
+    def _announce(self, published: list[bytes]) -> None:
+        if published:
             for listener in self._on_published:
-                listener(item.block_id)
+                listener(published)
 
     def _adopted(self, parent: BlockNode) -> list[Promotion]:
         """Gives those that wait for `parent` their place below it. Returns those that are here."""
-        children = self._orphans.pop(parent.block_id, [])
+        children = self._below.pop(parent.block_id, ())
         for child in children:
             child.waits_for = None
             if not parent.is_root:
@@ -233,22 +230,24 @@ class Promotions:
         return [child for child in children if child.here]
 
     def _lose(self, promotion: Promotion) -> None:
-        """Neither this block nor those below it can join the tree."""
-        if promotion.above is not None:
-            promotion.above.below.remove(promotion)
+        """Neither this block nor those below it can join the tree, except tails: whoever began them
+        may bring what they continue."""
         if promotion.waits_for is not None:
-            waiting = self._orphans[promotion.waits_for]
-            waiting.remove(promotion)
-            if not waiting:
-                del self._orphans[promotion.waits_for]
+            self._forget(promotion.waits_for, [promotion])
         lost = [promotion]
-        while lost:
-            item = lost.pop()
+        for item in lost:  # which grows meanwhile
             item.lost = True
-            lost += item.below
-            item.below.clear()
+            below = [p for p in self._below.get(item.block_id, ()) if not p.is_tail]
+            self._forget(item.block_id, below)
+            lost += below
             if item.here:
                 self._free(item)
+
+    def _forget(self, parent: bytes, lost: Sequence[Promotion]) -> None:
+        """These do not wait for this parent any more."""
+        left = [promotion for promotion in self._below.pop(parent, ()) if promotion not in lost]
+        if left:
+            self._below[parent] = left
 
     def _free(self, promotion: Promotion) -> None:
         self._host.unstage(promotion.slot)

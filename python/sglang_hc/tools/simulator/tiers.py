@@ -100,7 +100,8 @@ class TieredCache:
             order = node_policy(tier) if node_policy else make_policy(policy, self.window)
             return HostTier(BlockTree(FINGERPRINT), slots, order), order
 
-        self.host, self._host_policy = nodes("host", sizes.host)
+        self.host, host_policy = nodes("host", sizes.host)
+        self.in_host = host_policy.has
         self.device, _ = nodes("device", sizes.device)
         self.disk: SimulatedDisk | None = None
         if sizes.disk:
@@ -169,7 +170,7 @@ class TieredCache:
         assert self.disk is not None
         job, disk, now = self.jobs[request], self.disk, self._now
         path = job.path
-        first = sum(1 for _ in takewhile(self._host_policy.__contains__, path.block_ids))
+        first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
         below = islice(path.block_ids, first, None)
         count = sum(1 for _ in takewhile(lambda block_id: disk.readable(block_id, now), below))
         on_device = 0
@@ -178,9 +179,6 @@ class TieredCache:
             if (first + count) * BLOCK_TOKENS <= on_device:
                 count = 0
         return Missing(path, first, [SourceTier.DISK] * count, on_device)
-
-    def in_host(self, block_id: bytes) -> bool:
-        return block_id in self._host_policy
 
     def start(
         self,
