@@ -8,7 +8,17 @@ KERNEL_TESTS := $(wildcard sgl-kernel-ext/test)
 # Two files at a time, in the order of test/conftest.py: an engine or a server of a test takes about
 # one core and 2.5 GB.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# A log that was cut to its end still names every failure: one line each comes last.
+PYTEST := $(BIN)/python -m pytest --tb=short --durations=15 --force-short-summary
 CODE := python test benchmark scripts $(wildcard sgl-kernel-ext)
+
+# pip and uv take packages from one index, whichever of them was told its address.
+INDEX := $(or $(UV_DEFAULT_INDEX),$(UV_INDEX_URL),$(PIP_INDEX_URL),$(shell \
+	$(PYTHON) -m pip config get global.index-url 2>/dev/null))
+ifneq ($(INDEX),)
+export UV_DEFAULT_INDEX := $(INDEX)
+export PIP_INDEX_URL := $(INDEX)
+endif
 
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,12 +49,12 @@ demo-forms: setup
 	$(BIN)/python scripts/demo.py forms
 
 test: lint models
-	$(BIN)/python -m pytest -m "not slow" $(KERNEL_TESTS)
-	$(BIN)/python -m pytest -m "not slow and not server" $(TWO) test
-	$(BIN)/python -m pytest -m "server and not slow" $(TWO) test
+	$(PYTEST) -m "not slow" $(KERNEL_TESTS)
+	$(PYTEST) -m "not slow and not server" $(TWO) test
+	$(PYTEST) -m "server and not slow" $(TWO) test
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow and not server" $(TWO) --ignore test/e2e test
+	$(PYTEST) -m "not slow and not server" $(TWO) --ignore test/e2e test
 
 lint: setup
 	$(BIN)/ruff check $(CODE)
@@ -54,4 +64,4 @@ lint: setup
 	$(BIN)/python benchmark/make_tables.py --check
 
 nightly: models
-	$(BIN)/python -m pytest -m slow test
+	$(PYTEST) -m slow test

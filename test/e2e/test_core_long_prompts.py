@@ -59,7 +59,7 @@ TWO = "hidden:1,kv:1", [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
 
 @pytest.mark.parametrize(("forms", "lengths"), [*CASES, TWO, LONGEST])
 def test_a_long_prompt_is_kept(models: None, forms: str, lengths: list[int]) -> None:
-    seen = run_in_child(second_turns, forms, lengths, timeout=550)
+    seen = run_in_child(second_turns, forms, lengths)
     for length, reply in zip(lengths, seen["again"], strict=True):
         assert reply.device == 0
         assert reply.host >= 0.98 * length, seen["stats"]

@@ -34,6 +34,7 @@ from support.meetings import (
     server,
     start,
 )
+from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
 
@@ -152,7 +153,7 @@ def stalled_reads(folder: str, profile: str) -> list[Seen]:
 
         def wait(path: str, begin: int, end: int) -> None:
             if where.overlaps(path, begin, end):
-                assert goes_on.wait(60)
+                assert goes_on.wait(HANGS_S)
 
         faults.on_range = wait
         rid = core.submit(history, 24)

@@ -33,6 +33,7 @@ from support.meetings import (
     second_turn,
     server,
 )
+from support.waiting import HANGS_S
 
 STORE_SECONDS = 1e-3
 """A token of a layer, as long as it takes to compute one."""
@@ -205,7 +206,7 @@ def stalled(core: Core, history: list[int], key: str, *_: str) -> Reply:
 
     def wait(keys: Sequence[str], frames: Sequence[int]) -> Any:
         if key in keys:
-            assert goes_on.wait(60)
+            assert goes_on.wait(HANGS_S)
         return get(keys, frames)
 
     backend.get = wait

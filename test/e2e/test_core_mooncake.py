@@ -12,7 +12,6 @@ import random
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from support.core import Core, run_in_child
+from support.waiting import HANGS_S, until
 
 FOUND = importlib.util.find_spec("mooncake")
 pytestmark = [
@@ -44,15 +44,16 @@ def start(stack: ExitStack, log: Path, program: str, port: int, *arguments: str)
     assert FOUND is not None and FOUND.submodule_search_locations
     path = Path(FOUND.submodule_search_locations[0]) / program
     process = subprocess.Popen([path, *arguments], stdout=log.open("wb"), stderr=subprocess.STDOUT)
-    stack.callback(process.wait, 30)
+    stack.callback(process.wait, HANGS_S)
     stack.callback(process.kill)
-    for _ in range(300):
+
+    def listens() -> bool:
         assert process.poll() is None, f"{program}: {log.read_text()[-2000:]}"
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process.pid
-        time.sleep(0.1)
-    raise TimeoutError(f"{program} does not listen on port {port}")
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    until(listens, pause=0.1)
+    return process.pid
 
 
 class Store(NamedTuple):

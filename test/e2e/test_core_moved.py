@@ -190,11 +190,11 @@ def family(model: str, forms: str, directory: str) -> list[Talk]:
 def test_long_conversations_of_each_family(
     models: None, tmp_path: Path, model: str, forms: str
 ) -> None:
-    kept, *evicted = run_in_child(family, model, forms, str(tmp_path / "d"), timeout=900)
+    kept, *evicted = run_in_child(family, model, forms, str(tmp_path / "d"))
     assert all(some.replies == kept.replies for some in evicted)
 
 
 @pytest.mark.slow
 def test_latent_attention_moves(models: None, tmp_path: Path) -> None:
-    found = run_in_child(family, "deepseek-v2", "kv", str(tmp_path / "d"), timeout=900)
+    found = run_in_child(family, "deepseek-v2", "kv", str(tmp_path / "d"))
     assert all(some.replies == found[0].replies for some in found[1:])

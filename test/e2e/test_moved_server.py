@@ -13,6 +13,7 @@ import pytest
 
 from sglang_hc.tools.bench.server import ServerProcess
 from support.served import numbers, post, start
+from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
 
@@ -47,7 +48,7 @@ def test_a_stream_goes_on_from_moved_state(server: ServerProcess) -> None:
         json.dumps(body | {"stream": True}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
         assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
         lines = [line[6:] for line in reply.read().decode().split("\n") if line[:6] == "data: "]
     said = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
@@ -99,7 +100,7 @@ def test_pins_behind_a_cut_belong_to_the_clients_key(server: ServerProcess) -> N
     post(server, "/generate", body)
     wish = {"session": "s", "ttl_s": 60, "input_ids": tokens, "namespace": "tenant"}
     assert json.loads(post(server, "/hc/pin", wish))["blocks"] >= 5
-    with urllib.request.urlopen(f"{server.url}/hc/pins?namespace=tenant", timeout=60) as reply:
+    with urllib.request.urlopen(f"{server.url}/hc/pins?namespace=tenant", timeout=HANGS_S) as reply:
         assert [pin["session"] for pin in json.load(reply)["pins"]] == ["s"]
 
 

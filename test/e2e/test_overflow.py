@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from sglang_hc.tools.bench.server import ServerProcess
 from support.core import MODELS
 from support.served import numbers, post, start
+from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
 
@@ -100,7 +101,7 @@ def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
         assert reply.headers["x-hc-dropped-tokens"] == str(STEP)
         assert json.load(reply)["usage"]["prompt_tokens"] == LIMIT + 1 - STEP
     whole = ask(server, tokens[:LIMIT], "whole")

@@ -12,6 +12,7 @@ import pytest
 
 from sglang_hc.tools.bench.server import ServerProcess
 from support.served import post, start, wait_for
+from support.waiting import HANGS_S
 
 pytestmark = pytest.mark.server
 
@@ -32,7 +33,7 @@ def ask(server: ServerProcess, tokens: list[int], replica: int) -> tuple[list[in
 
 
 def replicas(server: ServerProcess) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=60) as reply:
+    with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
         return [state["hc"] for state in json.load(reply)["internal_states"]]
 
 

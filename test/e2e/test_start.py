@@ -14,6 +14,7 @@ import pytest
 
 from support.core import MODELS, run_in_child
 from support.profiles import FREE_LOADING
+from support.waiting import HANGS_S
 
 MODEL = ("--model-path", str(MODELS / "llama-mha"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +185,6 @@ def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path
     env["PYTHONPATH"] = str(ROOT / "python")
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=env, capture_output=True, text=True, timeout=300, check=False,
+        env=env, capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert "RESULT True 0 199" in done.stdout, done.stdout + done.stderr

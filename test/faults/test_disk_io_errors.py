@@ -34,6 +34,7 @@ from support.disk_store import (
     slots_taken,
     total_bytes,
 )
+from support.waiting import HANGS_S, until
 
 
 def nothing(path: str) -> None:
@@ -265,12 +266,12 @@ def test_a_slow_disk_holds_up_nobody_but_its_own_reader(scratch: Path) -> None:
 
     def hold(path: str) -> None:
         writes.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANGS_S)
 
     faults.on_write = hold
     writer = threading.Thread(target=put, args=(store, blocks))
     writer.start()
-    assert writes.wait(60)
+    assert writes.wait(HANGS_S)
     for _ in range(20):
         assert store.contains([block.block_id for block in blocks]) == 0
     goes_on.set()
@@ -296,13 +297,10 @@ def test_a_failing_maintenance_round_is_counted_and_tried_again(scratch: Path) -
         raise RuntimeError("injected")
 
     with mock.patch.object(Evictor, "trim", trim):
-        assert failed.wait(10)
+        assert failed.wait(HANGS_S)
     before = store.counters()["scrubbed_bytes"]
-    deadline = time.monotonic() + 10
-    while store.counters()["scrubbed_bytes"] == before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    counters = store.counters()
-    assert counters["maintenance_errors"] >= 1 and counters["scrubbed_bytes"] > before
+    until(lambda: store.counters()["scrubbed_bytes"] > before)
+    assert store.counters()["maintenance_errors"] >= 1
     store.close()
 
 

@@ -19,11 +19,18 @@ from sglang_hc.store.outcome import Outcome
 from support.disk_store import copy_index, data_of, make_path, open_store, put, read_bytes
 
 SIZE = 60_000_000
-"""Room for about 1,500 blocks: several times as many as one child writes before it is killed."""
+"""Room for about 1,500 blocks."""
+
+MOST_PATHS = 50
+"""Of eight blocks: as many as one child writes. They and FOLDER_BLOCKS are far below the room."""
+
+FOLDER_BLOCKS = 300
+"""So many acknowledged blocks are enough for one folder."""
 
 
 def write_until_killed(folder: Path, turn: int, log: int) -> None:
-    """In a child process: two threads write paths and note each block once it is acknowledged."""
+    """In a child process: two threads write paths and note each block once it is acknowledged.
+    What they write leaves room however late the kill comes."""
     store = open_store(folder, size=SIZE, background=True)
 
     def write(number: int) -> None:
@@ -33,7 +40,8 @@ def write_until_killed(folder: Path, turn: int, log: int) -> None:
                 os.write(log, block.block_id)
 
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(write, range(10_000)))
+        list(threads.map(write, range(MOST_PATHS)))
+    signal.pause()
 
 
 def committed_rows(folder: Path, scratch: Path) -> set[bytes]:
@@ -89,7 +97,7 @@ def kill_often(tmp_path: Path, times: int) -> str:
     acknowledged = committed = seen = 0
     folder = tmp_path / "disk"
     for turn in range(times):
-        if len(noted) > 300:  # a fresh directory before anything has to be evicted
+        if len(noted) > FOLDER_BLOCKS:  # a fresh directory before anything has to be evicted
             acknowledged, committed, seen = acknowledged + len(noted), committed + seen, 0
             noted = set()
             folder = tmp_path / f"disk{turn}"

@@ -16,6 +16,7 @@ import pytest
 from sglang_hc.store.process import supervisor as io_supervisor
 from sglang_hc.store.process.supervisor import IoSupervisor
 from support.core import Core, run_in_child
+from support.waiting import until
 
 FLAGS = ("--hc-io", "process", "--max-total-tokens", "640", "--dtype", "float32")
 PROMPT = random.Random(3).choices(range(3, 900), k=200)
@@ -41,11 +42,8 @@ def pid_of(core: Core) -> int:
 
 def wait_for(core: Core, what: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """Poll as the scheduler does, until the statistics say so."""
-    end = time.monotonic() + 30
-    while not what(core.tree.stats()):
-        assert time.monotonic() < end, core.tree.stats()
-        core.tree.tiers.poll()
-        time.sleep(0.005)
+    seen = core.tree.stats
+    until(lambda: what(seen()), core.tree.tiers.poll, pause=0.005, show=seen)
     return core.tree.stats()
 
 

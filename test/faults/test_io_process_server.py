@@ -11,6 +11,7 @@ import pytest
 
 from sglang_hc.tools.bench.server import ServerProcess
 from support.served import generate, numbers, post, start, wait_for
+from support.waiting import is_over
 
 pytestmark = pytest.mark.server
 
@@ -22,14 +23,6 @@ def io_process(server: ServerProcess) -> psutil.Process:
     found = [p for p in below if "sglang_hc.store.process.worker" in p.cmdline()]
     assert len(found) == 1
     return found[0]
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Whoever inherited it may not have looked yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_killed_processes_cost_no_token(models: None, tmp_path: Path) -> None:
@@ -52,10 +45,10 @@ def test_killed_processes_cost_no_token(models: None, tmp_path: Path) -> None:
         scheduler = orphan.parent()
         assert scheduler is not None
         scheduler.send_signal(signal.SIGKILL)
-        wait_for(lambda: is_gone(orphan))
+        wait_for(lambda: is_over(orphan.pid))
     with start(tmp_path / "log2", *disk) as server:
         reply, stored = generate(server, history, 16)
         assert reply == wanted
         assert stored >= 0.95 * (len(history) // 64 * 64)
         last = io_process(server)
-    wait_for(lambda: is_gone(last))
+    wait_for(lambda: is_over(last.pid))

@@ -17,6 +17,7 @@ from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
+from support.waiting import HANGS_S, in_time, until
 
 SLOTS = 16
 
@@ -24,10 +25,7 @@ SLOTS = 16
 def wait(io: BlockIo, count: int) -> list[BlockDone]:
     """The next `count` answers."""
     done: list[BlockDone] = []
-    end = time.monotonic() + 30
-    while len(done) < count and time.monotonic() < end:
-        done += io.poll()
-        time.sleep(0.001)
+    until(lambda: len(done) >= count, lambda: done.extend(io.poll()))
     return done
 
 
@@ -36,10 +34,6 @@ def wait_for(io: BlockIo, ticket: int) -> Outcome:
     (done,) = wait(io, 1)
     assert done.ticket == ticket
     return done.outcome
-
-
-def soon() -> float:
-    return time.monotonic() + 30
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ def save(io: BlockIo, pool: HostPool, count: int) -> list:
     blocks = make_path(count)
     for slot, block in enumerate(blocks):
         pool.slot(slot)[:] = data_of(block)
-        assert io.write(slot, block, slot, soon())
+        assert io.write(slot, block, slot, in_time())
     assert {done.outcome for done in wait(io, count)} == {Outcome.OK}
     return blocks
 
@@ -75,12 +69,12 @@ def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> 
     assert io.capacity >= 4
     before = time.monotonic()
     for index, name in enumerate(names):
-        io.read(70 + index, name, 8 + index, soon())
+        io.read(70 + index, name, 8 + index, in_time())
     done = wait(io, 4)
     assert sorted(answer[:3] for answer in done) == [
         (ticket, Outcome.OK, "disk") for ticket in range(70, 74)
     ]
-    assert all(before < answer.at < time.monotonic() for answer in done)
+    assert all(before <= answer.at <= time.monotonic() for answer in done)
     for index, block in enumerate(blocks):
         assert np.array_equal(pool.slot(8 + index), data_of(block))
     assert io.levels()["disk_blocks"] == 4
@@ -88,21 +82,21 @@ def test_what_was_written_is_found_and_read(io: DiskThreads, pool: HostPool) -> 
 
 def test_a_second_write_says_that_it_is_there(io: DiskThreads, pool: HostPool) -> None:
     blocks = save(io, pool, 1)
-    io.write(1, blocks[0], 0, soon())
+    io.write(1, blocks[0], 0, in_time())
     assert wait(io, 1)[0].outcome is Outcome.DUPLICATE
 
 
 def test_failures_are_answers(io: DiskThreads, pool: HostPool, faults: Faults) -> None:
     blocks = save(io, pool, 2)
-    io.read(1, bytes(16), 8, soon())
+    io.read(1, bytes(16), 8, in_time())
     assert wait(io, 1)[0].outcome is Outcome.MISSING
     io.read(1, blocks[0].block_id, 8, time.monotonic())
     assert wait(io, 1)[0].outcome is Outcome.TIMED_OUT
     faults.on_read = EIO
-    io.read(1, blocks[0].block_id, 8, soon())
+    io.read(1, blocks[0].block_id, 8, in_time())
     assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
     faults.on_write = EIO
-    io.write(1, make_path(1, seed=9)[0], 0, soon())
+    io.write(1, make_path(1, seed=9)[0], 0, in_time())
     assert wait(io, 1)[0].outcome is Outcome.IO_ERROR
 
 
@@ -128,7 +122,7 @@ def test_a_full_queue_refuses_writes(
 
     faults.on_write = hold
     blocks = make_path(12)
-    accepted = [slot for slot, block in enumerate(blocks) if io.write(slot, block, slot, soon())]
+    accepted = [slot for slot, block in enumerate(blocks) if io.write(slot, block, slot, in_time())]
     assert 2 <= len(accepted) < 12
     held[0] = False
     assert sorted(done.ticket for done in wait(io, len(accepted))) == accepted
@@ -143,14 +137,14 @@ def test_one_batch_is_written_while_another_is_held_up(
     def hold_the_first(path: str) -> None:
         if not held.is_set():
             held.set()
-            assert go_on.wait(30)
+            assert go_on.wait(HANGS_S)
 
     save(io, pool, 1)  # a slab is there
     faults.on_write = hold_the_first
     slow, quick = make_path(2, seed=1)
-    assert io.write(1, slow, 0, soon())
-    assert held.wait(30)
-    assert io.write(2, quick, 1, soon())
+    assert io.write(1, slow, 0, in_time())
+    assert held.wait(HANGS_S)
+    assert io.write(2, quick, 1, in_time())
     assert wait_for(io, 2) is Outcome.OK
     assert io.contains([quick.block_id]) == 1 and io.contains([slow.block_id]) == 0
     go_on.set()
@@ -170,16 +164,16 @@ def test_a_directory_that_hangs_holds_up_only_its_own_blocks(
 
     def hang(path: str) -> None:
         if "/b/" in path:
-            assert go_on.wait(60)
+            assert go_on.wait(HANGS_S)
 
     faults.on_read = faults.on_write = faults.on_sync = hang
     for slot, block in enumerate(blocks):
-        io.read(slot, block.block_id, 8 + slot, soon())
+        io.read(slot, block.block_id, 8 + slot, in_time())
     assert {done.ticket for done in wait(io, 2)} == {0, 2}
     fresh = make_path(40, seed=1)
     refused, done = 0, []
     for number, block in enumerate(fresh, start=100):
-        while not io.write(number, block, number % 4, soon()):
+        while not io.write(number, block, number % 4, in_time()):
             refused += 1
             done += wait(io, 1)
     stuck = 3 * 4  # what the other one has waiting, and the batch of each of its threads
@@ -198,5 +192,5 @@ def test_clear_leaves_nothing_to_find(io: DiskThreads, pool: HostPool) -> None:
     blocks = save(io, pool, 3)
     io.clear()
     assert io.contains([blocks[0].block_id]) == 0
-    io.read(1, blocks[0].block_id, 8, soon())
+    io.read(1, blocks[0].block_id, 8, in_time())
     assert wait(io, 1)[0].outcome is Outcome.MISSING

@@ -326,8 +326,9 @@ def _top(req: Any) -> list[dict[int, float]]:
     ]
 
 
-def run_in_child(body: Callable[..., Any], *args: Any, timeout: float = 300) -> Any:
-    """Call `body(*args)` in a forked process; returns what it returns, raises what it raises."""
+def run_in_child(body: Callable[..., Any], *args: Any) -> Any:
+    """Call `body(*args)` in a forked process; returns what it returns, raises what it raises. One
+    that hangs runs into the limit of its test."""
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
 
@@ -344,8 +345,6 @@ def run_in_child(body: Callable[..., Any], *args: Any, timeout: float = 300) -> 
     process.start()
     theirs.close()
     try:
-        if not ours.poll(timeout):
-            raise TimeoutError(f"{body.__name__} took more than {timeout} s")
         try:
             good, value = ours.recv()
         except EOFError:

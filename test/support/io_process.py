@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +14,9 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io
 from sglang_hc.store.process.supervisor import IoSupervisor
-from support.disk_store import (
-    FINGERPRINT,
-    LAYOUT,
-    SMALL,
-    data_of,
-)
+from support import waiting
+from support.disk_store import FINGERPRINT, LAYOUT, SMALL, data_of
+from support.waiting import in_time
 
 SLOTS = 64
 MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 2)
@@ -47,17 +43,9 @@ def pid_of(io: Io) -> int:
     return pid
 
 
-def soon() -> float:
-    return time.monotonic() + 30
-
-
 def until(what: Callable[[], object], io: Io) -> None:
     """Poll until something is true."""
-    end = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        io.executor.poll()
-        time.sleep(0.002)
+    waiting.until(what, io.executor.poll)
 
 
 def answers(io: Io, count: int) -> list:
@@ -69,14 +57,14 @@ def answers(io: Io, count: int) -> list:
 def save(io: Io, blocks: list[Block], first_slot: int = 0) -> None:
     for slot, block in enumerate(blocks, start=first_slot):
         io.memory.pool.slot(slot)[:] = data_of(block)
-        assert io.blocks.write(slot, block, slot, soon())
+        assert io.blocks.write(slot, block, slot, in_time())
     assert {done.outcome for done in answers(io, len(blocks))} == {Outcome.OK}
 
 
 def check_read(io: Io, blocks: list[Block], first_slot: int = 32) -> None:
     for slot, block in enumerate(blocks, start=first_slot):
         io.memory.pool.slot(slot)[:] = 0
-        io.blocks.read(slot, block.block_id, slot, soon())
+        io.blocks.read(slot, block.block_id, slot, in_time())
     assert {done.outcome for done in answers(io, len(blocks))} == {Outcome.OK}
     for slot, block in enumerate(blocks, start=first_slot):
         assert np.array_equal(io.memory.pool.slot(slot), data_of(block))

@@ -129,9 +129,10 @@ def _leave(_stop: Stop) -> None:
     raise Idle
 
 
-def run_ranks(body: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+def run_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `body(rank, port, *args)` in two forked processes; returns what they return. port: for
-    `RankedCore`. Raises what the first of them raises that fails."""
+    `RankedCore`. Raises what the first of them raises that fails. Ranks that hang run into the
+    limit of their test."""
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
 
@@ -148,11 +149,7 @@ def run_ranks(body: Callable[..., Any], *args: Any, timeout: float = 300) -> lis
     found: dict[int, Any] = {}
     try:
         while len(found) < len(pipes):
-            waited = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout)
-            if not waited:
-                missing = [rank for rank in range(len(pipes)) if rank not in found]
-                raise TimeoutError(f"{body.__name__}: ranks {missing} took more than {timeout} s")
-            for pipe in waited:
+            for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in found]):
                 rank = pipes.index(pipe)
                 try:
                     good, value = pipe.recv()

@@ -19,6 +19,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBlocks
 from sglang_hc.tree.identity import block_id
+from support.waiting import HANGS_S, until
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
 FINGERPRINT = LAYOUT.fingerprint("toy")
@@ -45,7 +46,7 @@ class FakeStore:
         """Every operation passes here: it may hang or raise."""
         self.calls.append(what)
         self.entered.set()
-        assert self.open.wait(60)
+        assert self.open.wait(HANGS_S)
         if self.raises is not None:
             raise self.raises
 
@@ -128,15 +129,6 @@ def wait(io: BlockIo, count: int) -> list[BlockDone]:
     done: list[BlockDone] = []
     until(lambda: len(done) >= count, lambda: done.extend(io.poll()))
     return done
-
-
-def until(true: Callable[[], bool], step: Callable[[], object] = lambda: None) -> None:
-    """Take steps until something is true; fails after a long time."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        step()
-        time.sleep(0.001)
 
 
 def save(io: BlockIo, pool: HostPool, blocks: Sequence[Block], deadline: float = FOREVER) -> list:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from sglang_hc.tools.bench.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
+from support.waiting import HANGS_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "python")}
@@ -32,7 +32,7 @@ def post(server: ServerProcess, path: str, body: dict[str, Any] | None = None) -
     request = urllib.request.Request(
         server.url + path, data, {"Content-Type": "application/json"}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
         return reply.read().decode()
 
 
@@ -46,12 +46,10 @@ def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[i
 
 
 def numbers(server: ServerProcess) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{server.url}/server_info", timeout=60) as reply:
+    with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
         return json.load(reply)["internal_states"][0]["hc"]
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.1)
+    """Ask a server until something is true."""
+    until(what, pause=0.1)

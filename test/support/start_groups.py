@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_hc.srt.start_group import StartGroup
+from support.waiting import HANGS_S
 
 T = TypeVar("T")
 
@@ -17,7 +18,7 @@ class Meeting:
     """Exchanges values among threads. A rank that makes a call too many or too few breaks it."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=HANGS_S)
         self._values: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: T) -> list[T]:
@@ -54,7 +55,7 @@ def on_ranks(size: int, body: Callable[[StartGroup], T]) -> list[T]:
             meeting.leave()
             raise
         finally:
-            done.wait(60)
+            done.wait(HANGS_S)
             meeting.leave()
 
     with ThreadPoolExecutor(size) as threads:

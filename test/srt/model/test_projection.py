@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import HANGS_S
+
 ROOT = Path(__file__).resolve().parents[3]
 PATHS = [str(ROOT / name) for name in ("python", "test", "sgl-kernel-ext/python")]
 
@@ -23,7 +25,7 @@ def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
     done = subprocess.run(
         [sys.executable, "-m", "support.interpreted", model],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

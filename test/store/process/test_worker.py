@@ -41,9 +41,9 @@ from support.io_process import (
     names,
     pid_of,
     save,
-    soon,
     until,
 )
+from support.waiting import in_time
 
 
 def test_it_loads_neither_torch_nor_sglang() -> None:
@@ -66,8 +66,8 @@ def test_blocks_go_to_disk_and_come_back(io: Io) -> None:
         "disk_directories": 1,
     }
     check_read(io, blocks)
-    io.blocks.write(70, blocks[0], 0, soon())
-    io.blocks.read(71, bytes(16), 32, soon())
+    io.blocks.write(70, blocks[0], 0, in_time())
+    io.blocks.read(71, bytes(16), 32, in_time())
     io.blocks.read(72, blocks[0].block_id, 33, time.monotonic())
     assert [done.outcome for done in sorted(answers(io, 3))] == [
         Outcome.DUPLICATE, Outcome.MISSING, Outcome.TIMED_OUT,
@@ -105,7 +105,7 @@ def test_what_leaves_the_disk_leaves_the_mirror(io: Io) -> None:
     known = [name for name in written if io.blocks.contains([name])]
     assert 0 < len(known) < len(written)
     for slot, name in enumerate(known[:SLOTS]):
-        io.blocks.read(slot, name, slot, soon())
+        io.blocks.read(slot, name, slot, in_time())
     assert {done.outcome for done in answers(io, len(known[:SLOTS]))} == {Outcome.OK}
 
 
@@ -139,8 +139,8 @@ def test_clear_is_at_once(io: Io) -> None:
     save(io, blocks)
     io.blocks.clear()
     assert io.blocks.contains(names(blocks)) == 0
-    assert not io.blocks.write(1, blocks[0], 0, soon()), "until the old ones are gone"
-    until(lambda: io.blocks.write(1, blocks[0], 0, soon()), io)
+    assert not io.blocks.write(1, blocks[0], 0, in_time()), "until the old ones are gone"
+    until(lambda: io.blocks.write(1, blocks[0], 0, in_time()), io)
     assert answers(io, 1)[0].outcome is Outcome.OK
     assert io.blocks.contains(names(blocks)) == 1
 
@@ -169,7 +169,7 @@ def test_a_directory_destroyed_with_the_process_costs_its_own_blocks(tmp_path: P
     until(lambda: io.counts["io_restarts"] == 1, io)
     check_read(io, kept)
     for slot, block in enumerate(lost, start=32):
-        io.blocks.read(slot, block.block_id, slot, soon())
+        io.blocks.read(slot, block.block_id, slot, in_time())
     assert {done.outcome for done in answers(io, 4)} == {Outcome.MISSING}
     assert not any(io.blocks.contains([block.block_id]) for block in lost)
     save(io, lost)
@@ -229,7 +229,7 @@ def test_an_orderly_end_finishes_writes(tmp_path: Path) -> None:
     blocks = make_path(20)
     for slot, block in enumerate(blocks):
         io.memory.pool.slot(slot)[:] = data_of(block)
-        io.blocks.write(slot, block, slot, soon())
+        io.blocks.write(slot, block, slot, in_time())
     close(io)
     assert {done.outcome for done in io.blocks.poll()} == {Outcome.OK}
     store = open_store(tmp_path / "d")

@@ -20,22 +20,18 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import supervisor as io_supervisor
 from sglang_hc.store.process.opening import Io
 from sglang_hc.store.process.supervisor import State
-from support.disk_store import (
-    data_of,
-    empty_slot,
-    make_path,
-    open_store,
-)
+from support import waiting
+from support.disk_store import data_of, empty_slot, make_path, open_store
 from support.io_process import (
     answers,
     check_read,
     names,
     pid_of,
     save,
-    soon,
     supervisor,
     until,
 )
+from support.waiting import in_time, is_over
 
 
 def test_killed_it_comes_back_with_the_same_blocks(
@@ -45,8 +41,8 @@ def test_killed_it_comes_back_with_the_same_blocks(
     save(io, blocks)
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)  # so that what follows is surely under way
-    io.blocks.read(1, blocks[0].block_id, 32, soon())
-    io.blocks.write(2, make_path(1, seed=7)[0], 33, soon())
+    io.blocks.read(1, blocks[0].block_id, 32, in_time())
+    io.blocks.write(2, make_path(1, seed=7)[0], 33, in_time())
     io.executor.submit(2, CopyRows(0, 1, 4))
     os.kill(first, signal.SIGKILL)
     assert {done.outcome for done in answers(io, 2)} == {Outcome.LOST}
@@ -66,7 +62,7 @@ def test_a_slot_is_not_given_back_while_the_process_may_be_alive(
 ) -> None:
     """A process that was told to die may still write to a slot: no answer before it is dead."""
     os.kill(pid_of(io), signal.SIGSTOP)
-    io.blocks.read(1, bytes(16), 32, soon())
+    io.blocks.read(1, bytes(16), 32, in_time())
     with monkeypatch.context() as patch:
         patch.setattr(io_supervisor.IoLink, "exit_code", None)
         supervisor(io)._end("for the test")
@@ -84,7 +80,7 @@ def later(io: Io, seconds: float) -> None:
 def test_a_process_that_hangs_is_replaced(io: Io) -> None:
     first = pid_of(io)
     os.kill(first, signal.SIGSTOP)
-    io.blocks.read(1, bytes(16), 32, soon())
+    io.blocks.read(1, bytes(16), 32, in_time())
     later(io, io_supervisor.HANG_S)
     assert answers(io, 1)[0].outcome is Outcome.LOST
     until(lambda: supervisor(io).state is State.UP, io)
@@ -110,8 +106,8 @@ def test_scattering_goes_on_without_the_process(io: Io, monkeypatch: pytest.Monk
     io.executor.submit(1, CopyRows(0, 1, BLOCK_TOKENS))
     assert [done.ok for done in io.executor.drain()] == [True]
     assert (io.memory.pool.hidden[1] == 5).all()
-    assert not io.blocks.write(1, make_path(1)[0], 0, soon())
-    io.blocks.read(1, bytes(16), 2, soon())
+    assert not io.blocks.write(1, make_path(1)[0], 0, in_time())
+    io.blocks.read(1, bytes(16), 2, in_time())
     assert io.blocks.poll()[0].outcome is Outcome.LOST
 
 
@@ -123,12 +119,17 @@ def test_operations_stay_in_order_across_losses(io: Io) -> None:
     pool.hidden[0] = 1
     submitted: dict[int, CopyRows] = {}
     done: list[Completion] = []
+    kills = 0
+
+    def is_back() -> bool:
+        done.extend(io.executor.poll())
+        return io.counts["io_losses"] >= kills and supervisor(io).state is State.UP
+
     for step in range(400):
         if step in (50, 180, 300):
-            while supervisor(io).state is not State.UP:
-                done += io.executor.poll()
-                time.sleep(0.002)
+            waiting.until(is_back)
             os.kill(pid_of(io), signal.SIGKILL)
+            kills += 1
         if step == 51:
             with contextlib.suppress(TypeError):  # there is none just now
                 os.kill(supervisor(io).pid, signal.SIGKILL)
@@ -182,13 +183,14 @@ def test_a_process_that_cannot_be_started_is_tried_again(
 ORPHAN = """
 import os
 from support.disk_store import data_of, make_path
-from support.io_process import MEMORY, disk_spec, soon
+from support.io_process import MEMORY, disk_spec
+from support.waiting import in_time
 from sglang_hc.store.process.opening import open_io
 from pathlib import Path
 io = open_io("process", MEMORY, disk_spec(Path({folder!r})))
 for slot, block in enumerate(make_path(20)):
     io.memory.pool.slot(slot)[:] = data_of(block)
-    io.blocks.write(slot, block, slot, soon())
+    io.blocks.write(slot, block, slot, in_time())
 print(io.executor.supervisor.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -202,13 +204,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     )  # fmt: skip
     assert answer.returncode == -signal.SIGKILL, answer.stderr
     pid = int(answer.stdout)
-    end = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        if state == "Z":
-            break  # whoever inherited it has not looked yet
-        assert time.monotonic() < end, "an orphan"
-        time.sleep(0.01)
+    waiting.until(lambda: is_over(pid))
     store = open_store(tmp_path / "d")  # the lock is free
     for block in make_path(20):
         if store.contains([block.block_id]):

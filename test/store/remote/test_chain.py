@@ -28,6 +28,7 @@ from support.remote import (
     until,
     wait,
 )
+from support.waiting import HANGS_S
 
 TARGET = SLOTS - 1
 
@@ -102,7 +103,7 @@ def test_a_slot_is_given_back_when_both_are_through(
     pool.slot(0)[:] = data_of(block.block_id)
     assert chain.write(41, block, 0, FOREVER)
     until(lambda: bool(near.contains([block.block_id])))
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     assert chain.poll() == []
     clock.now = FOREVER
     assert [done.ticket for done in wait(chain, 1)] == [41]

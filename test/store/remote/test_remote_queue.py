@@ -13,6 +13,7 @@ from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
 from support.clock import Clock
 from support.host import host_queue, keep
 from support.remote import SLOTS, FakeStore, make_blocks, make_pool, until
+from support.waiting import HANGS_S
 
 TOKENS = pack_tokens([7] * 64 + [8] * 64 + [9] * 10)
 
@@ -106,7 +107,7 @@ def test_a_hung_lookup_holds_a_request_for_a_bounded_time(store: FakeStore, cloc
     server.arrive("a", "b")
     store.open.clear()
     assert not server.queue.ready("a")
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     clock.now += blocks.LOOKUP_S
     server.disk.poll()
     assert server.queue.ready("a")
@@ -126,7 +127,7 @@ def test_a_hung_read_gives_its_slots_back(shared: FakeStore, clock: Clock) -> No
     shared.open.clear()
     shared.entered.clear()
     assert not server.queue.ready("a")
-    assert shared.entered.wait(60)
+    assert shared.entered.wait(HANGS_S)
     assert server.host.staged_slots == 2
     clock.now += 11
     server.disk.poll()

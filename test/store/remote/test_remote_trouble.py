@@ -30,6 +30,7 @@ from support.remote import (
     until,
     wait,
 )
+from support.waiting import HANGS_S
 
 
 def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
@@ -62,7 +63,7 @@ def test_a_block_that_cannot_be_read_costs_no_other(io: RemoteBlocks, store, poo
     store.open.clear()
     store.entered.clear()
     io.read(len(path), path[0].block_id, TARGET, FOREVER)
-    assert store.entered.wait(60)  # what is asked for meanwhile goes into one call
+    assert store.entered.wait(HANGS_S)  # what is asked for meanwhile goes into one call
     for slot, block in enumerate(path):
         pool.slot(slot)[:] = 0
         io.read(slot, block.block_id, slot, FOREVER)
@@ -124,7 +125,7 @@ def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, cloc
     names = names_of(make_path(2))
     store.open.clear()
     io.ask(names)
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     clock.now += blocks.LOOKUP_S
     io.poll()
     assert not io.ask(names) and io.contains(names) == 0
@@ -140,7 +141,7 @@ def test_a_hung_store_is_not_asked_until_it_answers(
     store.open.clear()
     store.entered.clear()
     io.read(1, names[0], TARGET, clock.now + 10)
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     assert io.poll() == []
     clock.now += 11
     with caplog.at_level(logging.WARNING):
@@ -164,7 +165,7 @@ def test_a_read_that_comes_too_late_leaves_the_slot_alone(
     store.open.clear()
     store.entered.clear()
     io.read(1, path[0].block_id, TARGET, clock.now + 10)
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     clock.now += 11
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
     pool.slot(TARGET)[:] = 7
@@ -180,18 +181,18 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
 
     def perform(batch: list[Job]) -> None:
         entered.release()
-        assert gate.acquire(timeout=60)
+        assert gate.acquire(timeout=HANGS_S)
         for job in batch:
             job.settle(Outcome.OK)
 
     thread: JobThread[Job] = JobThread("test", perform, 2, clock=clock)
     alone, first, second = Job(FOREVER), Job(clock.now + 10), Job(clock.now + 20)
     thread.submit(alone)
-    assert entered.acquire(timeout=60)
+    assert entered.acquire(timeout=HANGS_S)
     thread.submit(first)
     thread.submit(second)
     gate.release()
-    assert entered.acquire(timeout=60)  # one call does both
+    assert entered.acquire(timeout=HANGS_S)  # one call does both
     clock.now += 19
     assert thread.take_done() == [alone] and not thread.stuck
     clock.now += 1
@@ -207,7 +208,7 @@ def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool
     store.open.clear()
     pool.slot(0)[:] = data_of(path[0].block_id)
     io.write(1, path[0], 0, clock.now + 30)
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     clock.now += 31
     assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT]
     pool.slot(0)[:] = 0
@@ -225,7 +226,7 @@ def test_close_leaves_a_hung_thread_behind(
     io = make_blocks(store, pool, clock)
     store.open.clear()
     io.ask(names_of(make_path(1)))
-    assert store.entered.wait(60)
+    assert store.entered.wait(HANGS_S)
     closing = threading.Thread(target=io.close)
     closing.start()
     closing.join(60)

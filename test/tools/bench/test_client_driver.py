@@ -12,6 +12,7 @@ from sglang_hc.tools.bench.client import Client, History, Reply, RequestFailed, 
 from sglang_hc.tools.bench.driver import Pace, Run, drive
 from sglang_hc.tools.bench.workload import Session, Trace, Turn
 from sglang_hc.tools.cli.main import UsageError
+from support.waiting import HANGS_S
 
 Start = Callable[..., Any]
 
@@ -147,7 +148,7 @@ def test_logprobs_of_two_candidates(fake_server: Start) -> None:
     (best,) = fake.reply_ids(prompt, 1)
 
     async def ask() -> dict[int, float]:
-        async with Client(fake.url, make_api("generate", ""), 5.0) as client:
+        async with Client(fake.url, make_api("generate", ""), HANGS_S) as client:
             return await client.logprobs(prompt, [best, 5])
 
     assert asyncio.run(ask()) == {best: 0.0, 5: -0.25}
@@ -155,7 +156,7 @@ def test_logprobs_of_two_candidates(fake_server: Start) -> None:
 
 def test_flush_is_reported(fake_server: Start) -> None:
     async def flush(url: str) -> bool:
-        async with Client(url, make_api("generate", ""), 5.0) as client:
+        async with Client(url, make_api("generate", ""), HANGS_S) as client:
             return await client.flush_cache()
 
     assert asyncio.run(flush(fake_server().url)) is True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from sglang_hc.tools.bench.server import ServerFailed, ServerProcess, free_port
+from support.waiting import is_over, until
 
 SERVER = """
 import argparse, http.server, os, subprocess, sys, time
@@ -48,14 +48,6 @@ def module(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path), "FAKE_WORD": "heard"}
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def test_it_serves_on_localhost_and_leaves_nothing_behind(
     tmp_path: Path, module: dict[str, str]
 ) -> None:
@@ -66,13 +58,10 @@ def test_it_serves_on_localhost_and_leaves_nothing_behind(
         assert urllib.request.urlopen(f"{server.url}/health").status == 200
         assert os.getpgid(server.pid) == server.pid
         pids = [server.pid, *map(int, children.read_text().split())]
-        assert all(alive(pid) for pid in pids)
+        assert not any(map(is_over, pids))
         assert server.start_s > 0
     # One child ignores SIGTERM, the other one left the process group as well.
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)
+    until(lambda: all(map(is_over, pids)))
     assert "word from the server heard" in log.read_text()
     server.kill()
 
@@ -81,7 +70,7 @@ def test_the_body_may_raise(module: dict[str, str]) -> None:
     with pytest.raises(KeyError), ServerProcess("fake_launch", [], module) as server:
         pid = server.pid
         raise KeyError
-    assert not alive(pid)
+    assert is_over(pid)
 
 
 def test_a_server_that_ends_shows_its_log(tmp_path: Path, module: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from sglang_hc.tools.cli.main import main
+from support.waiting import HANGS_S
 
 LLAMA2_7B = dict(
     model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
@@ -149,5 +150,5 @@ def test_no_torch_is_loaded(model):
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True, timeout=60, env=env)
+    done = subprocess.run(command, check=False, capture_output=True, timeout=HANGS_S, env=env)
     assert done.returncode == 0, done.stderr
