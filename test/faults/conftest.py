@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from support.disk_store import MEMORY
 
 COUNTED = pytest.StashKey[list[str]]()
 
@@ -29,11 +30,7 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A folder in memory where there is one: these tests need no real sync."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         yield Path(folder)

@@ -33,6 +33,9 @@ FINGERPRINT = LAYOUT.fingerprint("tiny")
 SMALL = 6_000_000
 """Budget that leaves room for a few dozen blocks."""
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where tests that need no real disk have their folders; None for the usual place."""
+
 
 def make_path(
     count: int, seed: int = 0, namespace: str | None = None, fingerprint: bytes = FINGERPRINT

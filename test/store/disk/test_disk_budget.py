@@ -16,12 +16,11 @@ from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import data_of, make_path, open_store, put, read_bytes, total_bytes
+from support.disk_store import MEMORY, data_of, make_path, open_store, put, read_bytes, total_bytes
 
 OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
 PATHS = st.integers(0, 30)
 BUDGETS = st.sampled_from([5_400_000, 5_700_000, 6_300_000])
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class RandomWorkload(RuleBasedStateMachine):

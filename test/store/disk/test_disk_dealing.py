@@ -20,6 +20,7 @@ from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     FINGERPRINT,
     LAYOUT,
+    MEMORY,
     SMALL,
     data_of,
     make_path,
@@ -29,8 +30,6 @@ from support.disk_store import (
     slots_taken,
     total_bytes,
 )
-
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @dataclass(eq=False)

@@ -15,9 +15,8 @@ from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
-from support.disk_store import data_of, empty_slot, open_store
+from support.disk_store import MEMORY, data_of, empty_slot, open_store
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 WORLDS = st.tuples(
     st.sampled_from(["llama", "qwen"]),
     st.sampled_from(["bfloat16", "float16"]),

@@ -19,6 +19,7 @@ from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     LAYOUT,
+    MEMORY,
     Faults,
     FaultyBackend,
     data_of,
@@ -29,7 +30,6 @@ from support.disk_store import (
     put,
 )
 
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 ROOM = 60_000_000
 """Budget whose slabs hold a whole batch."""
 
