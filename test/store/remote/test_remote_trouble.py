@@ -83,7 +83,7 @@ def test_a_block_that_cannot_be_saved_costs_no_other(io: RemoteBlocks, store, po
     store.open.clear()
     first = make_path(1, seed=1)
     io.write(len(path), first[0], TARGET, FOREVER)
-    assert store.entered.wait(60)  # what is written meanwhile goes into one call
+    assert store.entered.wait(HANGS_S)  # what is written meanwhile goes into one call
     for slot, block in enumerate(path):
         pool.slot(slot)[:] = data_of(block.block_id)
         io.write(slot, block, slot, FOREVER)
