@@ -148,7 +148,10 @@ class Promotions:
 
     def join(self, parent: BlockNode, now: float) -> None:
         """What waits for this block of the tree, or root, continues it from now on."""
-        self._announce([name for p in self._adopted(parent) for name in self._publish(p, now)])
+        published: list[bytes] = []
+        for promotion in self._adopted(parent):
+            published += self._publish(promotion, now)
+        self._announce(published)
 
     def give_up(self, promotions: Iterable[Promotion]) -> None:
         """Those of these that still wait for their parent will not join the tree."""
