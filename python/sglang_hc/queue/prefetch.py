@@ -187,9 +187,11 @@ class Prefetcher(Generic[K]):
 
     def give_up(self, request: K) -> None:
         """Nothing more is fetched for this request: it is served with what is there."""
-        self._stop_waiting(request)
+        self.requests.stop_waiting(request)
         self._unseen.pop(request, None)
-        self.requests[request].settled = True
+        record = self.requests[request]
+        record.patience = record.wait_until = None
+        record.settled = True
 
     def complete(self, block_ids: Iterable[bytes]) -> dict[K, int]:
         """Blocks are in host memory. Returns the requests that waited for them, and for how many
@@ -390,8 +392,3 @@ class Prefetcher(Generic[K]):
 
     def _is_head(self, request: K) -> bool:
         return self.window.order[:1] in ((), (request,))
-
-    def _stop_waiting(self, request: K) -> None:
-        self.requests.stop_waiting(request)
-        record = self.requests[request]
-        record.patience = record.wait_until = None
