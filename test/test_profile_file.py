@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
@@ -97,11 +97,11 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
 
 
 number = st.floats(0, 1e3)
-lines = st.builds(Line, number, number, floor=number, r2=st.floats(-5, 1))
+lines = st.builds(Fit, number, number, floor=number, r2=st.floats(-5, 1))
 copies = st.dictionaries(
     st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
 )
-fits = st.builds(Quadratic, number, number, number, floor=number, r2=st.floats(-5, 1))
+fits = st.builds(Fit, number, number, number, floor=number, r2=st.floats(-5, 1))
 
 
 @settings(max_examples=40)
@@ -154,7 +154,7 @@ def change(path: str, value: object) -> str:
         (change("copies.tape", {}), "Invalid enum value 'tape'"),
         (change("copies", {}), r"length >= 1 - at `\$\.copies`"),
         (change("copies.host.hidden", None), "from host and their projection must both be known"),
-        (change("prefill.per_pair", None), r"`per_pair` - at `\$\.prefill`"),
+        (change("prefill.per_token", None), r"`per_token` - at `\$\.prefill`"),
         (change("overlap", 1), r"Expected `bool`, got `int` - at `\$\.overlap`"),
         (change("noise", -1), r">= 0.0 - at `\$\.noise`"),
         (change("origin", None), "missing required field `origin`"),

@@ -23,7 +23,7 @@ from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.path import RestorePath
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.device_eviction import DeviceOrder
@@ -65,7 +65,7 @@ def tiers_of(
     source = WayOut(pool, copy_stream, scatters).device_state(device, taps, buffers, [])
     capture = Capture(layout, host, scatters, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
-    planner = RestoreChoice(None, plan, False, counters)
+    planner = RestorePlanner(None, plan, False, counters)
     path = RestorePath(pool, device, StagingRing.sized_for(layout.shape, CPU, copy_stream))
     restorer = Restorer(host, path, planner, None, counters)
     rules = QueueRules(ready_first=ready_first)

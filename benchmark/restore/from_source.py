@@ -40,8 +40,8 @@ from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, best_split
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.meeting import History, Span, best_split
+from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells, machine
 
 FACTORS = {"bucket": (0.25, 1.0, 4.0), "slow-file": (1.0,)}
@@ -73,7 +73,7 @@ def expected(server: SourceServer, history: int) -> dict[str, float]:
     stored = history // BLOCK_TOKENS * BLOCK_TOKENS
     new = history + NEW - stored
     read = cost.copy_stored(tier, plan, stored)
-    host = plan_restore(cost, plan, [Span(SourceTier.HOST, stored)], context=0, new=new)
+    host = plan_restore(cost, plan, stored, context=0, new=new)
     whole = layers * cost.prefill_layer(history + NEW, 0)
 
     def bound(head: int) -> float:

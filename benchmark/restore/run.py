@@ -41,9 +41,8 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.policy.model_shape import ModelShape
-from sglang_hc.policy.restore_plan import Span
 from sglang_hc.queue.requests import Waiting
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -141,8 +140,8 @@ class Measurement:
         """What brings `n` tokens back; with a disk, recomputation and what comes from there."""
         layers, stored, mix = self.engine.layers, self._stored, self._stored["mix"]
         can = self.engine.recomputer is not None
-        choice = RestoreChoice(CorrectedCosts(self.engine.cost), mix.layout.plan, can, Counter())
-        chosen = choice.choose([Span(SourceTier.HOST, n)], context=0, new=NEW_TOKENS)
+        choice = RestorePlanner(CorrectedCosts(self.engine.cost), mix.layout.plan, can, Counter())
+        chosen = choice.choose(n, context=0, new=NEW_TOKENS)
         again = chosen.recompute if chosen.tokens or not can else layers
         rate, plan = choice.kv_per_hidden(n), mix.layout.plan
         hidden = max(0, plan.recompute + plan.hidden - again)

@@ -26,7 +26,7 @@ from typing import Any
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line
+from sglang_hc.policy.fit import Fit
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -213,7 +213,7 @@ class SourceServer:
             return
         costs = self._profile
         if bytes_per_s:
-            line = Line(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
+            line = Fit(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
             copy = TierCopy(line, None if costs.project is None else line)
             costs = replace(costs, copies={**costs.copies, SourceTier.DISK: copy})
         self.costs.measured = self.costs.model = costs

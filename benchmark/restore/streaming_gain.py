@@ -28,12 +28,12 @@ from benchmark.gpu.settings import SHAPES
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
+from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.layer_plan import auto_plan
-from sglang_hc.policy.line_fit import Line
 from sglang_hc.policy.makespan import LayerTimes, paths
-from sglang_hc.policy.meeting import History, best_split
+from sglang_hc.policy.meeting import History, Span, best_split
 from sglang_hc.policy.model_shape import ModelShape
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 
@@ -57,7 +57,7 @@ class Case:
 
     def seconds(self) -> dict[str, float]:
         cost, plan, history = self.cost, self.plan, self.history
-        host = plan_restore(cost, plan, [Span(HOST, history)], context=0, new=NEW)
+        host = plan_restore(cost, plan, history, context=0, new=NEW)
         heads = range(0, history + 1, BLOCK_TOKENS)
         return {
             "recompute": self.layers * cost.prefill_layer(history + NEW, 0),
@@ -154,7 +154,7 @@ def of_measured(path: Path) -> Iterator[dict[str, Any]]:
         stored_layers = plan.hidden + plan.kv
         rate = row["source_gbps"] * 1e9
         per_token = row["token_bytes"] / stored_layers / rate
-        copy = TierCopy(Line(0.0, per_token), Line(0.0, per_token) if cost.project else None)
+        copy = TierCopy(Fit(0.0, per_token), Fit(0.0, per_token) if cost.project else None)
         cost = replace(cost, copies={**cost.copies, DISK: copy})
         yield row_of(where, result["model"], row["source_gbps"], Case(cost, plan, row["history"]))
 

@@ -32,7 +32,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.policy.restore_plan import Decision, Span, plan_restore
+from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.restore.measure import Subject, measure
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
@@ -104,8 +104,7 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
     shape = replace(subject.shape, num_layers=layers)
     host = (SourceTier.HOST,)
     chosen = auto_plan(cost, shape, host, allow_hidden=True, allow_recompute=True)
-    spans = [Span(SourceTier.HOST, tokens)]
-    restore = plan_restore(cost, chosen.plan, spans, context=0, new=NEW_TOKENS)
+    restore = plan_restore(cost, chosen.plan, tokens, context=0, new=NEW_TOKENS)
     refused = restore.decision is Decision.REFUSE
     plans = {
         "auto": (chosen.plan, layers if refused else restore.recompute_layers),

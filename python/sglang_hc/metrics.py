@@ -55,7 +55,6 @@ COUNTS = {
     "early_used_layer_tokens": "Of these, read by a restoration.",
     "restore_decision_load": "Host hits restored as they are stored.",
     "restore_decision_recompute_more": "Host hits restored with stored layers recomputed.",
-    "restore_decision_shorten": "Host hits of which a part was restored.",
     "restore_decision_refuse": "Host hits that were recomputed.",
     "restore_decision_try": "Host hits restored in part or whole against the costs, to see them.",
     "evicted_blocks": "Blocks that left the host tier.",

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import Span
 from support.core import Core, Reply, run_in_child
 from support.profiles import cost_model, write
 
@@ -86,17 +84,11 @@ def test_stored_layers_are_recomputed_when_that_is_faster(
     assert 0 < stats["recomputed_layer_tokens"] < 4 * stats["restored_tokens"]
 
 
-def two_spans(core: Core) -> None:
-    """All but the first 64 tokens of a hit are said to arrive in an hour."""
+def a_block_of_each(core: Core) -> None:
+    """Only the first 64 tokens of a hit are restored, as a try may have it."""
     chooser = core.tree.tiers.restorer.planner
     choose = chooser.choose
-
-    def late(spans: list[Span], context: int, new: int) -> Any:
-        (span,) = spans
-        later = Span(SourceTier.HOST, span.tokens - 64, wait=3600.0)
-        return choose([Span(SourceTier.HOST, 64), later], context, new)
-
-    chooser.choose = late
+    chooser.choose = lambda tokens, context, new: choose(64, context, new + tokens - 64)
 
 
 @pytest.mark.parametrize("form", ["kv", "hidden", "hidden:2,kv:2"])
@@ -104,10 +96,10 @@ def test_a_part_of_a_hit_is_restored_and_the_rest_recomputed(
     models: None, tmp_path: Path, form: str
 ) -> None:
     fast_link = write(cost_model(host=1e-9, project=1e-9, prefill=1e-3), tmp_path)
-    kept, evicted, stats = run_in_child(both, form, fast_link, two_spans)
+    kept, evicted, stats = run_in_child(both, form, fast_link, a_block_of_each)
     check(kept, evicted)
     assert [reply.host for reply in evicted] == [0, 64, 64]
-    assert decisions(stats) == {"decision_shorten": 2, "reason_busy_link": 2}
+    assert decisions(stats) == {"decision_load": 2, "reason_as_stored": 2}
     assert stats["restored_tokens"] == 128
 
 

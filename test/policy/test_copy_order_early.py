@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.fit import Fit
 
 TOKEN = 8192
 """Bytes of a token in one layer of KV."""
@@ -16,8 +16,8 @@ TOKEN = 8192
 
 def machine(load: float, prefill: float, project: float = 0.0) -> CostModel:
     """Seconds per token and layer, nothing fixed."""
-    copies = {SourceTier.HOST: TierCopy(kv=Line(0.0, load), hidden=Line(0.0, load / 2))}
-    return CostModel("drawn", "measured", copies, Quadratic(0.0, prefill, 0.0), Line(0.0, project))
+    copies = {SourceTier.HOST: TierCopy(kv=Fit(0.0, load), hidden=Fit(0.0, load / 2))}
+    return CostModel("drawn", "measured", copies, Fit(0.0, prefill, 0.0), Fit(0.0, project))
 
 
 rates = st.floats(1e-8, 1e-3)

@@ -6,7 +6,7 @@ import pytest
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import FitError, Line
+from sglang_hc.policy.fit import Fit, FitError
 from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
@@ -57,7 +57,7 @@ def test_stored_layers_are_copied_each_in_its_form():
     plan = LayerPlan(3, 4, 5)
     kv, hidden = (f(SourceTier.DISK, 640) for f in (SHEET.copy_kv, SHEET.copy_hidden))
     assert SHEET.copy_stored(SourceTier.DISK, plan, 640) == 4 * hidden + 5 * kv
-    bare = replace(SHEET, project=None, copies={SourceTier.DISK: TierCopy(Line(0.0, 1e-6))})
+    bare = replace(SHEET, project=None, copies={SourceTier.DISK: TierCopy(Fit(0.0, 1e-6))})
     assert bare.copy_stored(SourceTier.DISK, LayerPlan(0, 0, 5), 640) == 5 * 640 * 1e-6
 
 
@@ -103,9 +103,9 @@ def test_missing_samples_say_which():
 
 
 def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
-    times = SHEET.layer_times(SourceTier.DISK, 512, context=1024, new=100, pieces=4)
+    times = SHEET.layer_times(SourceTier.DISK, 512, context=1024, new=100)
     assert times.recompute == SHEET.prefill_layer(512, 1024)
     assert times.new == SHEET.prefill_layer(100, 1536)
     both = SHEET.copy_kv(SourceTier.DISK, 512) + SHEET.copy_kv(SourceTier.HOST, 512)
     assert times.copy_kv == both
-    assert (times.start, times.pieces) == (0.0, 4)
+    assert (times.start, times.pieces) == (0.0, 1)

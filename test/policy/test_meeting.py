@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.line_fit import Line
-from sglang_hc.policy.meeting import History, best_split, restore_alone
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.fit import Fit
+from sglang_hc.policy.meeting import History, Span, best_split, restore_alone
+from sglang_hc.policy.restore_plan import plan_restore
 from support.profiles import cost_model
 
 LAYERS = 8
@@ -37,8 +37,7 @@ def serial(cost, history: History) -> float:
     }
     read = max(cost.copy_stored(tier, KV, tokens) for tier, tokens in by_tier.items() if tokens)
     total = coming(history) + history.held
-    host = [Span(SourceTier.HOST, total)]
-    return read + plan_restore(cost, KV, host, context=history.context, new=history.new).seconds
+    return read + plan_restore(cost, KV, total, context=history.context, new=history.new).seconds
 
 
 def recompute(cost, history: History) -> float:
@@ -137,7 +136,7 @@ def played(cost: CostModel, plan: LayerPlan, history: int, head: int, new: int) 
             done = came
         else:
             now = (came + 1) * each
-    rest = [Span(SourceTier.HOST, (blocks - done) * BLOCK_TOKENS)] if done < blocks else []
+    rest = max(0, blocks - done) * BLOCK_TOKENS
     context = head + done * BLOCK_TOKENS
     return now + plan_restore(cost, plan, rest, context=context, new=new).seconds
 
@@ -157,7 +156,7 @@ def test_blocks_restored_as_they_come_take_what_is_expected(
         host=share * PREFILL / 2, disk=PREFILL / speed, project=share * PREFILL / 2,
         prefill=PREFILL, hidden_share=1.0, overlap=overlap,
     )  # fmt: skip
-    least = Line(0.0, share * PREFILL / 2, floor * BLOCK_TOKENS * PREFILL)
+    least = Fit(0.0, share * PREFILL / 2, floor=floor * BLOCK_TOKENS * PREFILL)
     cost = replace(linear, project=least)
     history = blocks * BLOCK_TOKENS
     split = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, Tries, affordable
 from support.profiles import cost_model
 
@@ -59,14 +58,13 @@ seconds = st.floats(1e-9, 1e-3)
 @given(seconds, seconds, seconds, st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 999))
 def test_a_try_costs_no_more_than_its_share(host, project, prefill, tokens, context, new) -> None:
     cost = cost_model(host=host, project=project, prefill=prefill)
-    plan, spans = LayerPlan(1, 2, 1), [Span(SourceTier.HOST, tokens)]
-    best = plan_restore(cost, plan, spans, context=context, new=new).seconds
-    found = affordable(cost, plan, spans, context=context, new=new, seconds=best)
+    plan = LayerPlan(1, 2, 1)
+    best = plan_restore(cost, plan, tokens, context=context, new=new).seconds
+    found = affordable(cost, plan, tokens, context=context, new=new, seconds=best)
     assert 0 <= found <= tokens
     if found:
         part = plan_restore(
-            cost, plan, [Span(SourceTier.HOST, found)], context=context,
-            new=new + tokens - found, allow_recompute=False,
+            cost, plan, found, context=context, new=new + tokens - found, allow_recompute=False,
         )  # fmt: skip
         assert part.as_stored_seconds <= (1 + TRY_SHARE) * best * (1 + 1e-9)
 
@@ -83,12 +81,5 @@ def test_a_try_costs_no_more_than_its_share(host, project, prefill, tokens, cont
 )
 def test_the_dearer_the_less_is_tried(host: float, tokens: int) -> None:
     cost = cost_model(host=host, prefill=1e-4, overlap=False)
-    spans = [Span(SourceTier.HOST, 1024)]
     refused = 4 * cost.prefill_layer(1024 + 1, 0)
-    assert affordable(cost, PLAN, spans, context=0, new=1, seconds=refused) == tokens
-
-
-def test_spans_are_cut_from_the_front() -> None:
-    cost = cost_model(host=1.5e-3, prefill=1e-4, overlap=False)
-    spans = [Span(SourceTier.HOST, 40), Span(SourceTier.HOST, 984)]
-    assert affordable(cost, PLAN, spans, context=0, new=1, seconds=0.41) == BLOCK_TOKENS
+    assert affordable(cost, PLAN, 1024, context=0, new=1, seconds=refused) == tokens

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import BOUND, DEAD_BAND, Resource
-from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.cost_model import CostModel
+from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
 from support.profiles import cost_model
 from support.simulated_machine import SimulatedMachine, is_try, scaled
@@ -42,8 +42,7 @@ def host_only(cost: CostModel) -> CostModel:
 
 def best(cost: CostModel, plan: LayerPlan, history: int, new: int, recompute: bool):
     return plan_restore(
-        cost, plan, [Span(SourceTier.HOST, history)], context=0, new=new,
-        allow_recompute=recompute,
+        cost, plan, history, context=0, new=new, allow_recompute=recompute,
     )  # fmt: skip
 
 
@@ -91,9 +90,8 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         last = found if not is_try(found) else last
     assert last is not None
     if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skipped):
-        spans = [Span(SourceTier.HOST, 2048)]
         seconds = best(machine.costs.model, plan, 2048, 64, recompute).seconds
-        assert not affordable(machine.costs.model, plan, spans, context=0, new=64, seconds=seconds)
+        assert not affordable(machine.costs.model, plan, 2048, context=0, new=64, seconds=seconds)
         return
     assert true_seconds(true, plan, last) <= (DEAD_BAND * 1.02) ** 2 * best(
         true, plan, 2048, 64, recompute

@@ -14,7 +14,7 @@ from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.fetches import UnknownCosts
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
 from sglang_hc.restore.cost_watch import CostWatch, HostTimer
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import RestorePlanner
 from support.host import identities, tokens_of
 from support.profiles import cost_model
 from support.subjects import ServerSubject
@@ -225,7 +225,7 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
     token on this machine, and by its profile."""
     model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
     costs = CorrectedCosts(model)
-    choice = RestoreChoice(costs, LayerPlan(0, 0, 1), False, Counter())
+    choice = RestorePlanner(costs, LayerPlan(0, 0, 1), False, Counter())
     watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostCopyStream())
     subject = ServerSubject("lru", "queue", 8, choice, watch.read, can_meet=False)
     words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
-from sglang_hc.policy.meeting import History
-from sglang_hc.policy.restore_plan import Span, plan_restore
-from sglang_hc.restore.planner import TRY, RestoreChoice
+from sglang_hc.policy.meeting import History, Span
+from sglang_hc.policy.restore_plan import plan_restore
+from sglang_hc.restore.planner import TRY, RestorePlanner
 from support.clock import Clock
 from support.profiles import cost_model
 
@@ -23,35 +23,35 @@ PLAN = LayerPlan(1, 2, 3)
 LINK = cost_model(host=1e-5, disk=1e-3, project=1e-6, prefill=1e-4)
 
 
-def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestoreChoice, Counter, Clock]:
+def choice(cost: CostModel | None, recompute: bool = True) -> tuple[RestorePlanner, Counter, Clock]:
     counters: Counter[str] = Counter()
     clock = Clock()
     costs = None if cost is None else CorrectedCosts(cost)
-    return RestoreChoice(costs, PLAN, recompute, counters, clock), counters, clock
-
-
-def host(tokens: int) -> list[Span]:
-    return [Span(SourceTier.HOST, tokens)]
+    return RestorePlanner(costs, PLAN, recompute, counters, clock), counters, clock
 
 
 seconds = st.floats(0, 1e-3)
 costs = st.builds(cost_model, seconds, seconds, seconds, seconds, st.floats(0.1, 4), st.booleans())
-span_lists = st.lists(
-    st.builds(Span, st.just(SourceTier.HOST), st.integers(1, 9000)), min_size=1, max_size=2
+
+
+@given(
+    costs,
+    st.integers(1, 9000),
+    st.integers(0, 9000),
+    st.integers(1, 999),
+    st.booleans(),
+    st.booleans(),
 )
-
-
-@given(costs, span_lists, st.integers(0, 9000), st.integers(1, 999), st.booleans(), st.booleans())
-def test_it_decides_as_the_policy_does(cost, spans, context, new, recompute, busy) -> None:
+def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute, busy) -> None:
     chooser, counters, _ = choice(cost, recompute)
     if busy:
-        chooser.take(chooser.choose(host(4096), 0, 1))
+        chooser.take(chooser.choose(4096, 0, 1))
         counters.clear()
     plan = plan_restore(
-        cost, PLAN, spans, context=context, new=new, backlog=chooser.backlog,
+        cost, PLAN, tokens, context=context, new=new, backlog=chooser.backlog,
         allow_recompute=recompute,
     )  # fmt: skip
-    found = chooser.choose(spans, context, new)
+    found = chooser.choose(tokens, context, new)
     if found.decision == TRY:
         assert found.reason == plan.reason.value and found.tokens >= 64
         assert not plan.tokens or plan.recompute_layers >= PLAN.recompute + PLAN.hidden
@@ -69,11 +69,11 @@ def test_it_decides_as_the_policy_does(cost, spans, context, new, recompute, bus
 def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
     chooser, _, clock = choice(LINK, recompute=False)
     assert chooser.backlog == 0.0
-    first = chooser.choose(host(1000), 0, 10)
+    first = chooser.choose(1000, 0, 10)
     assert first.copy_seconds == pytest.approx(1000 * (2 * 0.5e-5 + 3 * 1e-5))
     chooser.take(first)
     assert chooser.backlog == pytest.approx(first.copy_seconds)
-    second = chooser.choose(host(500), 0, 10)
+    second = chooser.choose(500, 0, 10)
     chooser.take(second)
     assert chooser.backlog == pytest.approx(first.copy_seconds + second.copy_seconds)
     clock.now += first.copy_seconds
@@ -86,8 +86,8 @@ def test_what_is_taken_keeps_the_link_busy_until_it_is_through() -> None:
 
 def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
     chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
-    chooser.take(chooser.choose(host(64), 0, 10))  # all HIDDEN layers are recomputed: one try
-    found = chooser.choose(host(1000), 0, 10)
+    chooser.take(chooser.choose(64, 0, 10))  # all HIDDEN layers are recomputed: one try
+    found = chooser.choose(1000, 0, 10)
     assert found.decision == "recompute_more" and found.recompute > PLAN.recompute
     hidden = max(0, 3 - found.recompute)
     kv = 6 - found.recompute - hidden
@@ -98,7 +98,7 @@ def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
     chooser, counters, _ = choice(LINK, recompute=False)
     decisions = []
     for _ in range(40):
-        found = chooser.choose(host(1000), 0, 10)
+        found = chooser.choose(1000, 0, 10)
         decisions.append(found.decision)
         if found.tokens:
             chooser.take(found)
@@ -117,7 +117,7 @@ def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
 
 def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     chooser, counters, _ = choice(None)
-    found = chooser.choose(host(640), 64, 1)
+    found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute) == (640, PLAN.recompute)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
@@ -138,7 +138,7 @@ def test_what_the_look_at_the_queue_is_told_is_what_copies_of_all_stored_layers_
 
 def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_seen() -> None:
     costs = CorrectedCosts(cost_model(host=1e-6, disk=4e-6, project=1e-6, prefill=1e-4))
-    chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
+    chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
     mixed = History(0, [Span(DISK, 2048), Span(REMOTE, 2048)], 0, 64)
     assert chooser.block_seconds(REMOTE) == 0.0 and chooser.split(mixed, 0, None) is None
     disk = chooser.block_seconds(DISK)
@@ -156,7 +156,7 @@ def test_disk_and_store_have_prices_of_their_own_and_the_store_the_one_that_was_
 def test_blocks_are_restored_as_they_come_only_where_they_can_be(may: bool) -> None:
     costs = CorrectedCosts(cost_model(host=0.25, disk=0.25))
     plan, counts = LayerPlan(0, 0, 8), Counter[str]()
-    chooser = RestoreChoice(costs, plan, True, counts, Clock(), as_they_come=may)
+    chooser = RestorePlanner(costs, plan, True, counts, Clock(), as_they_come=may)
     split = chooser.split(History(0, [Span(SourceTier.DISK, 4096)], 0, 64), 0, 64)
     assert split is not None and split.as_they_come == may
 
@@ -200,9 +200,9 @@ def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
     decisions = []
     for _ in range(9):
         clock.now += 1e6
-        found = chooser.choose(host(1024), 0, 64)
+        found = chooser.choose(1024, 0, 64)
         decisions.append(found.decision)
-        assert found == chooser.choose(host(1024), 0, 64), "asking changes nothing"
+        assert found == chooser.choose(1024, 0, 64), "asking changes nothing"
         if found.tokens:
             assert found.recompute == PLAN.recompute and found.copy_seconds > 0
             chooser.take(found)
@@ -215,33 +215,33 @@ def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
 
 def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
     chooser, _, clock = choice(DEAR, recompute=False)
-    chooser.take(chooser.choose(host(1024), 0, 64))
+    chooser.take(chooser.choose(1024, 0, 64))
     clock.now += 1e6
     for _ in range(9):
         chooser.refuse("no_device_slots")
-    assert chooser.choose(host(1024), 0, 64).decision == "refuse"
+    assert chooser.choose(1024, 0, 64).decision == "refuse"
     chooser.refuse("fast_compute")
-    assert chooser.choose(host(1024), 0, 64).decision == TRY
+    assert chooser.choose(1024, 0, 64).decision == TRY
 
 
 def test_corrected_costs_decide_from_the_next_request_on() -> None:
     costs = CorrectedCosts(DEAR)
-    chooser = RestoreChoice(costs, PLAN, False, Counter(), Clock())
-    assert chooser.choose(host(1024), 0, 64).decision == TRY
+    chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
+    assert chooser.choose(1024, 0, 64).decision == TRY
     before = chooser.block_seconds(DISK)
     for _ in range(7):
         costs.observe(Resource.KV_COPY, 10.0, 1.0)
         costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
         costs.observe(Resource.DISK, 10.0, 1.0)
-    assert chooser.choose(host(1024), 0, 64).decision == "load"
+    assert chooser.choose(1024, 0, 64).decision == "load"
     assert chooser.block_seconds(DISK) == pytest.approx(before / 10)
 
 
 def test_always_restores_and_fetches_whatever_it_costs() -> None:
     counters: Counter[str] = Counter()
     costs = CorrectedCosts(cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9))
-    chooser = RestoreChoice(costs, PLAN, True, counters, Clock(), always=True)
-    found = chooser.choose(host(640), 64, 1)
+    chooser = RestorePlanner(costs, PLAN, True, counters, Clock(), always=True)
+    found = chooser.choose(640, 64, 1)
     assert (found.tokens, found.recompute, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}

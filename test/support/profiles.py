@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.fit import Fit
 from sglang_hc.profile_file import ANY_SERVER, encode
 
 FREE_LOADING = Path(__file__).with_name("free_loading.json")
@@ -25,7 +25,7 @@ def cost_model(
     remote: None for a store whose speed is not known."""
 
     def copy(seconds: float) -> TierCopy:
-        return TierCopy(Line(0.0, seconds), Line(0.0, hidden_share * seconds))
+        return TierCopy(Fit(0.0, seconds), Fit(0.0, hidden_share * seconds))
 
     copies = {SourceTier.HOST: copy(host), SourceTier.DISK: copy(disk)}
     if remote is not None:
@@ -34,8 +34,8 @@ def cost_model(
         ANY_SERVER,
         "measured",
         copies,
-        Quadratic(0.0, prefill, 0.0),
-        Line(0.0, project),
+        Fit(0.0, prefill, 0.0),
+        Fit(0.0, project),
         overlap,
     )
 

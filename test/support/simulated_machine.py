@@ -9,9 +9,8 @@ from dataclasses import replace
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
-from sglang_hc.policy.restore_plan import Span
-from sglang_hc.restore.planner import TRY, Choice, RestoreChoice
+from sglang_hc.policy.fit import Fit
+from sglang_hc.restore.planner import TRY, Choice, RestorePlanner
 
 Noise = Callable[[], float]
 """What the next observed time is multiplied by."""
@@ -20,7 +19,7 @@ Noise = Callable[[], float]
 def scaled(cost: CostModel, factors: dict[Resource, float]) -> CostModel:
     """`cost` with each resource slower by its factor."""
 
-    def line(fit: Line, *resources: Resource) -> Line:
+    def line(fit: Fit, *resources: Resource) -> Fit:
         factor = 1.0
         for resource in resources:
             factor *= factors.get(resource, 1.0)
@@ -33,7 +32,7 @@ def scaled(cost: CostModel, factors: dict[Resource, float]) -> CostModel:
         cost,
         copies={SourceTier.HOST: copies},
         project=line(cost.project, Resource.PROJECTION),
-        prefill=Quadratic(0.0, cost.prefill.per_token * prefill, cost.prefill.per_pair * prefill),
+        prefill=Fit(0.0, cost.prefill.per_token * prefill, cost.prefill.per_pair * prefill),
     )
 
 
@@ -50,12 +49,12 @@ class SimulatedMachine:
         self._plan = plan
         self.true = true
         self._noise = noise
-        self._choice = RestoreChoice(self.costs, plan, recompute, self.counters, lambda: self.now)
+        self._choice = RestorePlanner(self.costs, plan, recompute, self.counters, lambda: self.now)
 
     def serve(self, history: int, new: int) -> Choice:
         """A request with `history` tokens in host memory. The time that it takes is observed."""
         self.now += 1e6  # the link is idle again
-        choice = self._choice.choose([Span(SourceTier.HOST, history)], 0, new)
+        choice = self._choice.choose(history, 0, new)
         if choice.tokens:
             self._choice.take(choice)
             self._observe_copies(choice)

@@ -29,7 +29,7 @@ from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
@@ -172,7 +172,7 @@ def build(
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
     path = RestorePath(pool, device, staging, recomputer, early)
     counters: Counter[str] = Counter()
-    planner = RestoreChoice(None, plan, recomputer is not None, counters)
+    planner = RestorePlanner(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()
     pins = SessionPins(slots, slots, 1.0)
     tiers = Tiers(

@@ -22,10 +22,9 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.fit import Fit
 
 WINDOW = 7
 """Quotients that count, the newest. Four of them must agree to move a factor for good."""
@@ -39,8 +38,6 @@ DEAD_BAND = 1.3
 BOUND = 16.0
 """Largest factor, and the reciprocal of the smallest. A profile that is further off than this is
 corrected as far as the bound."""
-
-F = TypeVar("F", Line, Quadratic)
 
 
 class Resource(enum.Enum):
@@ -156,7 +153,7 @@ class CorrectedCosts:
             project = _scaled(project, self.factor(Resource.PROJECTION))
         copies = {tier: self._copy(tier) for tier in cost.copies}
         if self._remote_seconds:
-            line = Line(0.0, self._remote_seconds)
+            line = Fit(0.0, self._remote_seconds)
             copies[SourceTier.REMOTE] = TierCopy(line, line if project is not None else None)
         return replace(
             cost,
@@ -174,15 +171,13 @@ class CorrectedCosts:
         return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
 
 
-def _scaled(fit: F, factor: float) -> F:
+def _scaled(fit: Fit, factor: float) -> Fit:
     if factor == 1.0:
         return fit
-    scaled = replace(
+    return replace(
         fit,
         fixed=fit.fixed * factor,
         per_token=fit.per_token * factor,
+        per_pair=fit.per_pair * factor,
         floor=fit.floor * factor,
     )
-    if isinstance(scaled, Quadratic):
-        return replace(scaled, per_pair=scaled.per_pair * factor)
-    return scaled

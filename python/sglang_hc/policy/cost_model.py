@@ -16,19 +16,10 @@ from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form, LayerPlan
-from sglang_hc.policy.line_fit import (
-    POOR_R2,
-    FitError,
-    Line,
-    NonNegative,
-    Quadratic,
-    fit_line,
-    fit_quadratic,
-)
+from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_quadratic
 from sglang_hc.policy.makespan import LayerTimes
 
 S = TypeVar("S")
-F = TypeVar("F")
 
 NOISY = 1.5
 """A machine whose repeats differ by more than this (see `Samples.noise`) had other work to do."""
@@ -50,8 +41,8 @@ class TierCopy:
     """Copy of one layer's tokens: from host memory onto the device, or from a lower tier into host
     memory, which they reach before they go on. hidden: None when there is no such form."""
 
-    kv: Line
-    hidden: Line | None = None
+    kv: Fit
+    hidden: Fit | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,8 @@ class CostModel:
     fingerprint: Annotated[str, Meta(min_length=1)]
     origin: str
     copies: Annotated[Mapping[SourceTier, TierCopy], Meta(min_length=1)]
-    prefill: Quadratic
-    project: Line | None = None
+    prefill: Fit
+    project: Fit | None = None
     overlap: bool = True
     ahead: NonNegative = math.inf
     noise: NonNegative | None = None
@@ -133,7 +124,7 @@ class CostModel:
         return self.prefill.seconds(new, context)
 
     def layer_times(
-        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, pieces: int = 1
+        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0
     ) -> LayerTimes:
         """Times to restore `tokens` behind `context` tokens that are on the device. What comes from
         a lower tier is copied twice.
@@ -147,7 +138,6 @@ class CostModel:
             project=self.project_kv(tokens),
             recompute=self.prefill_layer(tokens, context),
             new=self.prefill_layer(new, context + tokens),
-            pieces=pieces,
             overlap=self.overlap,
             ahead=self.ahead,
         )
@@ -162,16 +152,16 @@ class CostModel:
                 f"most {NOISY}): these costs are corrected while the server runs; measure again "
                 "on an idle machine"
             )
-        fits: list[tuple[str, Line | Quadratic | None]] = []
+        fits: dict[str, Fit | None] = {}
         for tier, copy in self.copies.items():
-            fits.append((f"the copy of hidden states from {tier.value}", copy.hidden))
-            fits.append((f"the copy of KV from {tier.value}", copy.kv))
-        fits.append(("the projection of hidden states", self.project))
-        fits.append(("the prefill of a layer", self.prefill))
+            fits[f"the copy of hidden states from {tier.value}"] = copy.hidden
+            fits[f"the copy of KV from {tier.value}"] = copy.kv
+        fits["the projection of hidden states"] = self.project
+        fits["the prefill of a layer"] = self.prefill
         found += [
             f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
             "be off; measure again on an idle machine"
-            for name, fit in fits
+            for name, fit in fits.items()
             if fit is not None and fit.is_poor
         ]
         return tuple(found)
@@ -210,7 +200,7 @@ class CostModel:
             raise KeyError(f"no costs for tier {tier.value}, only for {known}") from None
 
 
-def _fit(name: str, fit: Callable[[Sequence[S]], F], samples: Sequence[S]) -> F:
+def _fit(name: str, fit: Callable[[Sequence[S]], Fit], samples: Sequence[S]) -> Fit:
     try:
         return fit(samples)
     except FitError as error:

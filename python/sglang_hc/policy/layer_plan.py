@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, makespan
-from sglang_hc.policy.meeting import History, best_split
-from sglang_hc.policy.restore_plan import Span
+from sglang_hc.policy.meeting import History, Span, best_split
 
 HISTORIES = (2048, 4096)
 """Tokens of the histories that a plan is made for: half of the conversations in HCache figure 3b
@@ -57,11 +56,10 @@ def best_layer_plan(
         raise ValueError("a layer plan needs at least one scenario")
     hidden = allow_hidden and all(math.isfinite(case.project) for case in cases)
     plans = list(_plans(shape.num_layers, hidden, allow_recompute))
-    harm = _worst_ratios(plans, [_Case(case, [p for p in plans if _single(p)]) for case in cases])
+    harm = _worst_ratios(plans, cases, [plan for plan in plans if _single(plan)])
     limit = max(1.0, min(harm)) * (1 + _ROUNDING)
     harmless = [plan for plan, value in zip(plans, harm, strict=True) if value <= limit]
-    alone = [case._replace(new=0.0) for case in cases]
-    loss = _worst_ratios(harmless, [_Case(case, plans) for case in alone])
+    loss = _worst_ratios(harmless, [case._replace(new=0.0) for case in cases], plans)
     limit = min(loss) * (1 + _TIE)
     limit = min([limit, *(v for p, v in zip(harmless, loss, strict=True) if _single(p))])
     close = [plan for plan, value in zip(harmless, loss, strict=True) if value <= limit]
@@ -172,25 +170,19 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A scenario and the plans whose best makespan is the measure of the others."""
-
-    times: LayerTimes
-    rivals: Sequence[LayerPlan]
-
-
-def _worst_ratios(plans: Sequence[LayerPlan], cases: Sequence[_Case]) -> list[float]:
+def _worst_ratios(
+    plans: Sequence[LayerPlan], cases: Sequence[LayerTimes], rivals: Sequence[LayerPlan]
+) -> list[float]:
     """Per plan, its makespan over the rivals' best, in the scenario where that is worst."""
-    worst = [0.0] * len(plans)
-    for case in cases:
-        best = min(makespan(case.times, plan) for plan in case.rivals)
-        for index, plan in enumerate(plans):
-            seconds = makespan(case.times, plan)
-            # Nothing to do at all is best done by every plan that takes no time either.
-            ratio = seconds / best if best > 0 else 1.0 if seconds == 0 else math.inf
-            worst[index] = max(worst[index], ratio)
-    return worst
+    best = [min(makespan(case, rival) for rival in rivals) for case in cases]
+
+    def ratio(plan: LayerPlan, case: LayerTimes, least: float) -> float:
+        seconds = makespan(case, plan)
+        if least > 0:
+            return seconds / least
+        return 1.0 if seconds == 0 else math.inf  # who takes no time either is as good
+
+    return [max(map(partial(ratio, plan), cases, best)) for plan in plans]
 
 
 def _single(plan: LayerPlan) -> bool:

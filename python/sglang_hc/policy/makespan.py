@@ -10,7 +10,7 @@ The model:
   when it has arrived. With one piece the first projection waits for a whole layer.
 - Copies wait for compute in one case only: while layers are recomputed nothing takes what arrives,
   so no more than `ahead` seconds of copies can be done then. Otherwise what has arrived is held
-  until it is projected; the order of copies (`order.py`) sees to it that this is not much.
+  until it is projected; the order of copies (`copy_order.py`) keeps this small.
 - Without `overlap` there is one resource: the thread that computes also copies, as on a CPU.
 
 Why `paths` is exact and not a bound: the compute resource runs a fixed sequence of tasks, so the
@@ -35,7 +35,8 @@ class LayerTimes(NamedTuple):
     recompute: to run the layer over the history tokens.
     new: to run the layer over the tokens that follow the history; 0 for a restoration alone.
     start: when the copy resource is free.
-    pieces: in how many pieces a layer's hidden states are handed to the projection.
+    pieces: in how many pieces a layer's hidden states are handed to the projection; the paper hands
+    over chunks of 64 tokens.
     overlap: whether copies run beside the compute.
     ahead: seconds of copies that staging holds.
     """

@@ -20,7 +20,14 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import makespan
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.restore_plan import plan_restore
+
+
+class Span(NamedTuple):
+    """Consecutive stored tokens of one tier."""
+
+    tier: SourceTier
+    tokens: int
 
 
 class History(NamedTuple):
@@ -127,7 +134,7 @@ class _Ways:
         behind = plan_restore(
             self._cost,
             self._stored,
-            [Span(SourceTier.HOST, rest)],
+            rest,
             context=self._history.context + head + self._history.restored,
             new=self._history.new,
             allow_recompute=self._can_recompute,

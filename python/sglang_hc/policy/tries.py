@@ -7,12 +7,9 @@ refusals, so that the same run makes the same tries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.restore_plan import Span, plan_restore
+from sglang_hc.policy.restore_plan import plan_restore
 
 LAST_GAP = 32
 """Most refusals between two tries."""
@@ -56,38 +53,23 @@ class Tries:
 
 
 def affordable(
-    cost: CostModel,
-    stored: LayerPlan,
-    spans: Sequence[Span],
-    *,
-    context: int,
-    new: int,
-    seconds: float,
+    cost: CostModel, stored: LayerPlan, tokens: int, *, context: int, new: int, seconds: float
 ) -> int:
-    """How many of the first stored tokens to load for a try, all stored layers of them.
+    """How many of the first `tokens` to load for a try, all stored layers of them.
 
     seconds: modelled time of what would be done instead. All tokens, half of them, a quarter and so
     on in whole blocks: the most by which the modelled time grows by no more than TRY_SHARE; 0 where
     even one block costs more, or there is none.
     """
-    total = tokens = sum(span.tokens for span in spans)
+    total = tokens
     while tokens >= BLOCK_TOKENS:
+        behind = new + total - tokens
         plan = plan_restore(
-            cost, stored, _first(spans, tokens), context=context, new=new + total - tokens,
-            allow_recompute=False,
-        )  # fmt: skip
+            cost, stored, tokens, context=context, new=behind, allow_recompute=False
+        )
         if plan.as_stored_seconds <= (1 + TRY_SHARE) * seconds:
             return tokens
         if tokens == BLOCK_TOKENS:
             return 0
         tokens = max(BLOCK_TOKENS, tokens // 2 // BLOCK_TOKENS * BLOCK_TOKENS)
     return 0
-
-
-def _first(spans: Sequence[Span], tokens: int) -> list[Span]:
-    found, left = [], tokens
-    for span in spans:
-        if left > 0:
-            found.append(replace(span, tokens=min(left, span.tokens)))
-            left -= span.tokens
-    return found

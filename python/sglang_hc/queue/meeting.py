@@ -21,8 +21,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, Split
-from sglang_hc.policy.restore_plan import Reason, Span
+from sglang_hc.policy.meeting import History, Span, Split
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.fetches import Missing
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.requests import WaitingTable

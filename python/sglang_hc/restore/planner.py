@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
@@ -19,14 +19,7 @@ from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
-from sglang_hc.policy.restore_plan import (
-    LONG_HISTORY,
-    Decision,
-    Reason,
-    RestorePlan,
-    Span,
-    plan_restore,
-)
+from sglang_hc.policy.restore_plan import LONG_HISTORY, Decision, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
 from sglang_hc.queue.fetches import FAR_SECONDS
 
@@ -57,7 +50,7 @@ class Choice(NamedTuple):
     skipped: bool = False
 
 
-class RestoreChoice:
+class RestorePlanner:
     """Decides for one model on one machine. Also tells the waiting queue what fetching costs
     (`queue.fetches.RestoreCosts`).
 
@@ -97,32 +90,31 @@ class RestoreChoice:
         """Seconds, as modelled, for which the link is busy with earlier restorations."""
         return max(0.0, self._link_free - self._clock())
 
-    def choose(self, spans: Sequence[Span], context: int, new: int) -> Choice:
-        """How to bring back `spans`, which lie behind `context` tokens on the device and before
-        `new` tokens.
+    def choose(self, tokens: int, context: int, new: int) -> Choice:
+        """How to bring back `tokens` in host memory, which lie behind `context` tokens on the
+        device and before `new` tokens.
 
         Changes nothing. Call `take` with the choice, or `refuse` with its reason.
         """
         cost = self._weighed
         if cost is None:
-            total = sum(span.tokens for span in spans)
             reason = ALWAYS if self._always else NOT_MEASURED
-            return Choice(total, self.plan.recompute, Decision.LOAD.value, reason)
-        plan = self._planned(cost, spans, context, new)
+            return Choice(tokens, self.plan.recompute, Decision.LOAD.value, reason)
+        plan = self._planned(cost, tokens, context, new)
         skipped = self._skips_hidden(plan)
         tries = self._hidden_tries if skipped else self._restore_tries
         if (not plan.tokens or skipped) and plan.reason not in _UNLEARNABLE:
             tries.follow(self._changes)
-            tokens = 0
+            tried = 0
             if tries.due:
-                tokens = affordable(
-                    cost, self.plan, spans, context=context, new=new, seconds=plan.seconds
+                tried = affordable(
+                    cost, self.plan, tokens, context=context, new=new, seconds=plan.seconds
                 )
-            if tokens:
-                copies = self._copy_seconds(cost, spans, tokens, self.plan.recompute)
+            if tried:
+                copies = self._copy_seconds(cost, tried, self.plan.recompute)
                 reason = plan.reason.value
-                return Choice(tokens, self.plan.recompute, TRY, reason, copies, skipped)
-        seconds = self._copy_seconds(cost, spans, plan.tokens, plan.recompute_layers)
+                return Choice(tried, self.plan.recompute, TRY, reason, copies, skipped)
+        seconds = self._copy_seconds(cost, plan.tokens, plan.recompute_layers)
         decision, reason = plan.decision.value, plan.reason.value
         return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
 
@@ -195,11 +187,9 @@ class RestoreChoice:
         cost = self._weighed
         if cost is None:
             return math.inf
-        known = [Span(SourceTier.HOST, host)] if host else []
-        spans = [*known, Span(SourceTier.HOST, fetched)]
-        arrived = self._planned(cost, spans, context, new)
-        seconds = arrived.seconds if arrived.tokens > host else arrived.as_stored_seconds
-        return self._planned(cost, known, context, fetched + new).seconds - seconds
+        arrived = self._planned(cost, host + fetched, context, new)
+        seconds = arrived.seconds if arrived.tokens else arrived.as_stored_seconds
+        return self._planned(cost, host, context, fetched + new).seconds - seconds
 
     @property
     def tries(self) -> Tries | None:
@@ -232,34 +222,25 @@ class RestoreChoice:
             plan.recompute_layers >= stored.recompute + stored.hidden
         )
 
-    def _planned(
-        self, cost: CostModel, spans: Sequence[Span], context: int, new: int
-    ) -> RestorePlan:
+    def _planned(self, cost: CostModel, tokens: int, context: int, new: int) -> RestorePlan:
         return plan_restore(
             cost,
             self.plan,
-            spans,
+            tokens,
             context=context,
             new=new,
             backlog=self.backlog,
             allow_recompute=self._can_recompute,
         )
 
-    def _copy_seconds(
-        self, cost: CostModel, spans: Sequence[Span], restored: int, recompute: int
-    ) -> float:
+    def _copy_seconds(self, cost: CostModel, tokens: int, recompute: int) -> float:
+        """Seconds to copy the layers from `recompute` on of so many tokens."""
+        if not tokens:
+            return 0.0
         stored = self.plan
         kv = min(stored.kv, stored.num_layers - recompute)
-        hidden = stored.num_layers - recompute - kv
-        seconds, left = 0.0, restored
-        for span in spans:
-            tokens = min(span.tokens, left)
-            left -= tokens
-            if tokens and hidden:
-                seconds += hidden * cost.copy_hidden(span.tier, tokens)
-            if tokens and kv:
-                seconds += kv * cost.copy_kv(span.tier, tokens)
-        return seconds
+        loaded = LayerPlan(recompute, stored.num_layers - recompute - kv, kv)
+        return cost.copy_stored(SourceTier.HOST, loaded, tokens)
 
     def _copy_token(self, tier: SourceTier) -> float:
         """Seconds to copy all stored layers of one token, in a history so long that the fixed cost

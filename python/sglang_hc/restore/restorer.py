@@ -21,7 +21,7 @@ from sglang_hc.device.copy_stream import Event
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.path import Restoration, RestorePath
-from sglang_hc.restore.planner import Choice, RestoreChoice
+from sglang_hc.restore.planner import Choice, RestorePlanner
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.tree.host_tier import HostTier
 
@@ -34,7 +34,7 @@ class Restorer:
         self,
         host: HostTier,
         path: RestorePath,
-        planner: RestoreChoice,
+        planner: RestorePlanner,
         watch: CostWatch | None,
         counters: Counter[str],
         ranks: Ranks = ALONE,

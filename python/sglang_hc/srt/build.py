@@ -25,7 +25,7 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
@@ -193,7 +193,7 @@ def _tiers(
     if costs is not None and timer is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer, copy_stream)
     whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
-    planner = RestoreChoice(
+    planner = RestorePlanner(
         costs,
         state.plan,
         device.recomputer is not None and not state.has_stages,
@@ -262,7 +262,7 @@ def _disk(
     io: Io,
     host: HostTier,
     watch: CostWatch | None,
-    planner: RestoreChoice,
+    planner: RestorePlanner,
     ranks: Ranks,
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""

@@ -26,8 +26,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import Span
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.planner import Choice
 from sglang_hc.srt.device_eviction import DeviceOrder
@@ -129,7 +127,7 @@ class HcRadixCache(RadixCache):
         path `blocks` are ready. The request holds a lock on its prefix."""
         planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
         new = max(1, len(req.full_untruncated_fill_ids) - stop)
-        choice = planner.choose([Span(SourceTier.HOST, stop - start)], start, new)
+        choice = planner.choose(stop - start, start, new)
         count = choice.tokens // self.page_size * self.page_size
         if count == 0:
             return self.refuse(req, choice.reason)

@@ -11,7 +11,7 @@ from msgspec.structs import fields
 
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
-from sglang_hc.policy.line_fit import Line, Quadratic
+from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.model_shape import ModelShape
 
 
@@ -128,8 +128,8 @@ def modelled_costs(
 
     def copy(bandwidth: float) -> TierCopy:
         return TierCopy(
-            kv=Line(0.0, state.kv_bytes / bandwidth),
-            hidden=Line(0.0, state.hidden_bytes / bandwidth),
+            kv=Fit(0.0, state.kv_bytes / bandwidth),
+            hidden=Fit(0.0, state.hidden_bytes / bandwidth),
         )
 
     copies = {SourceTier.HOST: copy(rates.link)}
@@ -140,12 +140,12 @@ def modelled_costs(
         fingerprint=name,
         origin="data sheet",
         copies=copies,
-        project=Line(
+        project=Fit(
             0.0,
             2 * shape.kv_projection_params / rates.flops,
             floor=shape.kv_projection_params * weight_seconds,
         ),
-        prefill=Quadratic(
+        prefill=Fit(
             0.0,
             2 * shape.layer_params / rates.flops,
             shape.attention_flops_per_pair / rates.flops,

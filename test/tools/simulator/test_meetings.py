@@ -9,8 +9,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.makespan import makespan
-from sglang_hc.policy.meeting import History, best_split
-from sglang_hc.policy.restore_plan import Span
+from sglang_hc.policy.meeting import History, Span, best_split
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.engine import Engine
 from sglang_hc.tools.simulator.models import (
@@ -67,7 +66,7 @@ def expected(disk: float) -> tuple[float, float]:
     costs = GpuCosts(MODEL, Machine(disk=disk))
     history = [Span(SourceTier.DISK, HISTORY)]
     split = best_split(costs.cost, costs.plan, History(0, history, 0, ASKED))
-    host = costs.restored([Span(SourceTier.HOST, HISTORY)], 0, ASKED)
+    host = costs.restored(HISTORY, 0, ASKED)
     return split.seconds, costs.read_seconds(HISTORY) + host.seconds
 
 
@@ -119,7 +118,7 @@ def test_the_simulator_prices_as_the_plan_does() -> None:
     assert costs.cost.copies == sheet.copies and costs.cost.project == sheet.project
     assert costs.cost.prefill.floor == sheet.prefill.floor + model.layer_overhead
     assert costs.prefill_seconds(4096, 64) == pytest.approx(40 * sheet.prefill_layer(4096, 64))
-    plan = costs.restored([Span(SourceTier.HOST, 1024)], 0, 64)
+    plan = costs.restored(1024, 0, 64)
     times = costs.cost.layer_times(SourceTier.HOST, 1024, new=64)
     assert plan.as_stored_seconds == pytest.approx(makespan(times, model.layout.plan))
     assert costs.read_seconds(BLOCK_TOKENS) == pytest.approx(model.slot_bytes / 6.9e9)

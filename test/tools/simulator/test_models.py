@@ -5,7 +5,6 @@ import json
 import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import Span
 from sglang_hc.tools.simulator.models import MODEL_NAMES, GpuCosts, Machine, ModelError, load_model
 
 MIB = 2**20
@@ -32,7 +31,7 @@ def test_costs_grow_with_work_and_context():
     assert costs.prefill_seconds(0, 500) == 0.0
     assert costs.prefill_seconds(4000, 0) < costs.prefill_seconds(4000, 8000)
     assert costs.step_seconds(1, 100) < costs.step_seconds(24, 50_000)
-    restored = costs.restored([Span(SourceTier.HOST, 2000)], 100, 50)
+    restored = costs.restored(2000, 100, 50)
     assert costs.saved_seconds(0, 2000, 100, 50) == pytest.approx(
         costs.prefill_seconds(2050, 100) - restored.seconds
     )

@@ -13,9 +13,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
-from sglang_hc.policy.meeting import History, Split, best_split, restore_alone
+from sglang_hc.policy.meeting import History, Span, Split, best_split, restore_alone
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
-from sglang_hc.policy.restore_plan import Span
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config

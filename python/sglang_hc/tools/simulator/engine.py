@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.restore_plan import RestorePlan, Span
+from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.meeting import Action
 from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
@@ -243,20 +243,22 @@ class Engine:
 
     def _plan(self, job: Job, found: Found) -> RestorePlan:
         """How what was found below the device is restored, before the rest of the prompt."""
-        spans = [Span(SourceTier.HOST, found.host)] if found.host else []
-        if found.disk and self.cache.prefetcher.mode == "off":
-            backlog = max(0.0, self._disk_free - self.now)
-            spans.append(Span(SourceTier.DISK, found.disk, backlog))
-        known = found.device + sum(span.tokens for span in spans)
-        return self.costs.restored(spans, found.device, job.prompt_tokens - known)
+        rest = job.prompt_tokens - found.device - found.host
+        plan = self.costs.restored(found.host, found.device, rest)
+        if not found.disk or self.cache.prefetcher.mode != "off":
+            return plan
+        tokens, wait = found.host + found.disk, max(0.0, self._disk_free - self.now)
+        late = self.costs.restored(tokens, found.device, rest - found.disk, wait)
+        late = replace(late, seconds=late.seconds + self.costs.read_seconds(found.disk))
+        return late if late.tokens and late.seconds <= plan.seconds else plan
 
     def _meet(self, job: Job, found: Found, stop: int) -> int:
         """Compute the front of a history in chunks while the disk reads its end, up to `stop`
         tokens, then restore the rest (`queue/meeting.py`). Returns the tokens that were restored.
         """
         head, prompt, cache = found.device + found.host, job.prompt_tokens, self.cache
-        spans = [Span(SourceTier.HOST, found.host)] if found.host else []
         restored, context, first, meeting = 0, found.device, True, cache.meetings.of(job.number)
+        held = found.host
         assert meeting is not None
         while head < prompt:
             self._carry()
@@ -273,7 +275,7 @@ class Engine:
                 and cache.join(job.number, head, self.now)
             ):
                 early = BLOCK_TOKENS * len(meeting.restored)
-                left = [Span(SourceTier.HOST, stop - head - early)] if stop - head > early else []
+                left = max(0, stop - head - early)
                 plan = self.costs.restored(left, head + early, prompt - stop)
                 self.now += plan.seconds
                 return restored + early + plan.tokens
@@ -285,11 +287,11 @@ class Engine:
                 meeting.restored = frozenset(
                     block for block in meeting.restored if block * BLOCK_TOKENS >= head + tokens
                 )
-            plan = self.costs.restored(spans, context, tokens)
+            plan = self.costs.restored(held, context, tokens)
             self.now += plan.seconds
             restored += plan.tokens
             head += tokens
-            spans, context, first = [], head, False
+            held, context, first = 0, head, False
             cache.computed(job, head, self.now)
         return restored
 

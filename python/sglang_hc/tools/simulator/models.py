@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import restore_alone
 from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
-from sglang_hc.policy.restore_plan import RestorePlan, Span, plan_restore
-from sglang_hc.restore.planner import RestoreChoice
+from sglang_hc.policy.restore_plan import RestorePlan, plan_restore
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.tools.datasheet import Rates, modelled_costs
 from sglang_hc.tools.model_config import read_model_config
 
@@ -178,7 +178,7 @@ LLaMA-65B on four A100 takes 360 ms, which is 185 TFLOP/s a GPU. Memory bandwidt
 data sheet (assumed); disks write as fast as they read (assumed)."""
 
 
-class GpuCosts(RestoreChoice):
+class GpuCosts(RestorePlanner):
     """Seconds of one model on one machine, by the cost model of `sglang-hc plan`, and the server's
     decisions by it. The GPUs work as one of their summed rates."""
 
@@ -200,9 +200,10 @@ class GpuCosts(RestoreChoice):
         kv_bytes = shape.state_shape().kv_bytes * shape.num_layers
         return shape.num_layers * self.cost.prefill.floor + context * kv_bytes / self._memory
 
-    def restored(self, spans: Sequence[Span], context: int, new: int) -> RestorePlan:
-        """How `spans` are brought back behind `context` tokens, before `new` ones."""
-        return plan_restore(self.cost, self.plan, spans, context=context, new=new)
+    def restored(self, tokens: int, context: int, new: int, wait: float = 0.0) -> RestorePlan:
+        """How `tokens` are brought back behind `context` tokens, before `new` ones, when their
+        copies can begin after `wait` seconds."""
+        return plan_restore(self.cost, self.plan, tokens, context=context, new=new, backlog=wait)
 
     def restored_early(self, blocks: int) -> float:
         """Seconds to restore blocks of a history that is on its way."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.policy.line_fit import FitError, Line, Quadratic, fit_line, fit_quadratic
+from sglang_hc.policy.fit import Fit, FitError, fit_line, fit_quadratic
 
 SIZES = (64, 256, 1024, 4096, 16384)
 seconds = st.floats(1e-7, 1e-1)
@@ -21,7 +21,7 @@ def test_line_without_noise_is_found_exactly(fixed, per_token):
 
 @given(seconds.map(lambda s: s / 1000), seconds.map(lambda s: s / 1e7))
 def test_quadratic_term_is_separated_from_the_linear_one(per_token, per_pair):
-    truth = Quadratic(1e-5, per_token, per_pair)
+    truth = Fit(1e-5, per_token, per_pair)
     fit = fit_quadratic([(n, c, truth.seconds(n, c)) for n in SIZES for c in (0, 2048, 8192)])
     for new, context in ((128, 0), (512, 12000), (16384, 16384)):
         assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=1e-2)
@@ -49,7 +49,7 @@ def test_falling_times_give_a_constant_that_is_called_poor():
 
 def test_a_slow_large_sample_does_not_spoil_the_small_ones():
     """64 new tokens are behind every history: their price is as good as a long prefill's."""
-    truth = Quadratic(3e-3, 1.6e-4, 3e-8)
+    truth = Fit(3e-3, 1.6e-4, 3e-8)
     sizes = [(64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0)]
     slow = [(n, c, truth.seconds(n, c) * (1.05 if n == 2048 else 1)) for n, c in sizes]
     fit = fit_quadratic(slow)
@@ -92,11 +92,11 @@ def test_prefill_needs_three_sizes():
 
 
 def test_pairs_add_up_over_a_split_prefill():
-    cost = Quadratic(0.0, 0.0, 1.0)
+    cost = Fit(0.0, 0.0, 1.0)
     split = cost.seconds(100, 50) + cost.seconds(300, 150)
     assert cost.seconds(400, 50) == pytest.approx(split)
 
 
 def test_no_tokens_take_no_time():
-    assert Line(1.0, 1.0, floor=5.0).seconds(0) == 0.0
-    assert Quadratic(1.0, 1.0, 1.0, floor=5.0).seconds(0, 100) == 0.0
+    assert Fit(1.0, 1.0, floor=5.0).seconds(0) == 0.0
+    assert Fit(1.0, 1.0, 1.0, floor=5.0).seconds(0, 100) == 0.0

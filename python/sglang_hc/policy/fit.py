@@ -1,0 +1,121 @@
+"""Least-squares fits of measured times: lines, and the quadratic of prefill (HybridServe 4.3).
+
+What is minimized is the error as a share of each sample: plans compare times of all sizes, and the
+64 new tokens of a turn count as much as the prefill of a long history.
+
+Coefficients are never negative: a negative one would promise that more work takes less time, and
+a plan would believe it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+NonNegative = Annotated[float, Meta(ge=0)]
+"""Checked where a profile file is read."""
+
+R2 = Annotated[float, Meta(le=1)]
+
+POOR_R2 = 0.95
+"""A fit that explains less of the variance is poor. HybridServe reports 0.99 on an idle GPU; below
+0.95 the error of single samples reaches the differences between plans that the planner weighs."""
+
+
+class FitError(ValueError):
+    """Samples that cannot be fitted. The message is for users."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds for one kind of work by its tokens: max(floor, fixed + per_token * new + per_pair *
+    pairs), and 0 for no tokens.
+
+    pairs = new * (context + new / 2): each new token attends to the context before it and, on
+    average, to half of the new tokens. Without `per_pair`, for a copy or a projection, a line.
+    floor: seconds that no call undercuts, however few its tokens: the time to read the weights, or
+    the fastest sample. r2: coefficient of determination of the fit, 1 where nothing was measured.
+    """
+
+    fixed: NonNegative
+    per_token: NonNegative
+    per_pair: NonNegative = 0.0
+    _: KW_ONLY
+    floor: NonNegative = 0.0
+    r2: R2 = 1.0
+
+    def seconds(self, new: float, context: float = 0.0) -> float:
+        """Seconds for `new` >= 0 tokens behind `context` tokens."""
+        if new <= 0:
+            return 0.0
+        each = self.per_token + self.per_pair * (context + 0.5 * new)
+        return max(self.floor, self.fixed + new * each)
+
+    @property
+    def is_poor(self) -> bool:
+        return self.r2 < POOR_R2
+
+
+def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
+    """Line through samples of (tokens, seconds).
+
+    The floor is the fastest sample, so the smallest size in use (one block) should be among them.
+    Raises FitError for fewer than two different sizes or for nonsense numbers.
+    """
+    return _fit([(tokens, 0, seconds) for tokens, seconds in samples], 2)
+
+
+def fit_quadratic(samples: Sequence[tuple[int, int, float]]) -> Fit:
+    """Prefill cost through samples of (new tokens, context tokens, seconds), one layer each.
+
+    Raises FitError for fewer than three different (new, context) or for nonsense numbers.
+    """
+    return _fit(samples, 3)
+
+
+def _fit(samples: Sequence[tuple[int, int, float]], coefficients: int) -> Fit:
+    """The first 2 or 3 coefficients of a `Fit`."""
+    _check(samples, coefficients)
+    seconds = [second for _, _, second in samples]
+    rows = [(1.0, new, new * (context + 0.5 * new))[:coefficients] for new, context, _ in samples]
+    fit = Fit(*_nonnegative_least_squares(rows, seconds), floor=min(seconds))
+    return replace(fit, r2=_r2(seconds, [fit.seconds(new, context) for new, context, _ in samples]))
+
+
+def _check(samples: Sequence[tuple[int, int, float]], needed: int) -> None:
+    sizes = {(new, context) for new, context, _ in samples}
+    if len(sizes) < needed:
+        raise FitError(f"a fit needs samples of {needed} different sizes, got {len(sizes)}")
+    for new, context, second in samples:
+        size = f"{new} tokens behind {context}"
+        if new < 1 or context < 0:
+            raise FitError(f"a sample has the impossible size {size}")
+        if not math.isfinite(second) or second <= 0:
+            raise FitError(f"the sample of {size} took {second} seconds; it must be positive")
+
+
+def _nonnegative_least_squares(
+    rows: Sequence[tuple[float, ...]], target: Sequence[float]
+) -> list[float]:
+    import numpy as np
+    from scipy.optimize import nnls  # takes most of a second to import, and few programs fit
+
+    # Columns differ by nine orders of magnitude (1 against token pairs), and scipy's tolerance is
+    # absolute: everything is scaled to at most 1.
+    columns = np.asarray(rows) / np.asarray(target)[:, None]
+    widths = columns.max(axis=0)
+    found, _ = nnls(columns / widths, np.ones(len(rows)))
+    return [float(value) for value in found / widths]
+
+
+def _r2(measured: Sequence[float], fitted: Sequence[float]) -> float:
+    mean = math.fsum(measured) / len(measured)
+    spread = math.fsum((y - mean) ** 2 for y in measured)
+    missed = math.fsum((y - f) ** 2 for y, f in zip(measured, fitted, strict=True))
+    if spread == 0.0:
+        return 1.0 if missed <= 1e-18 * mean * mean * len(measured) else 0.0
+    return 1.0 - missed / spread
