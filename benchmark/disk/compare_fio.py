@@ -87,7 +87,7 @@ def in_threads(threads: int, work: Callable[[int], None]) -> float:
 
 def slots(count: int) -> list[npt.NDArray[np.uint8]]:
     """Slots of a host tier as a server with an I/O process has them."""
-    spec = MemorySpec(LAYOUT, count, 0, 0, 0)
+    spec = MemorySpec(LAYOUT, count, 0, 0)
     descriptor = memory_file(spec)
     pool = HostMemory(spec, descriptor).pool
     os.close(descriptor)

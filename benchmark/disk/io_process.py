@@ -168,7 +168,7 @@ class Sleeper:
 
 
 def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float]]:
-    memory = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 0)
+    memory = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2)
     disk = DiskSpec((DirectorySpec(str(folder), 3_000_000_000),), FINGERPRINT, "benchmark", 0)
     io = open_io(kind, memory, disk)
     blocks = make_path(64)
@@ -208,7 +208,7 @@ def resident_mb(pid: int) -> int:
 
 def start(folder: Path, rows: int) -> dict[str, object]:
     small = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 512, (512, 512), "bfloat16"))
-    memory = MemorySpec(small, 16, BLOCK_TOKENS, 1, 0)
+    memory = MemorySpec(small, 16, BLOCK_TOKENS, 1)
     disk = DiskSpec((DirectorySpec(str(folder), 400_000_000_000),), FINGERPRINT, "start", 0)
     block = make_path(1)[0]
     io = open_io("process", memory, disk)

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
@@ -32,7 +33,7 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockTree
@@ -57,12 +58,13 @@ def tiers_of(
     host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
     below = DiskTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)
-    buffers = [SnapshotBuffer(layout, 64, hidden=True, kv=False) for _ in range(2)]
+    buffers = list(np.zeros((2, 1, 64, 8), dtype=np.uint8))
     scatters = ScatterQueue(ThreadExecutor(pool, buffers), host.damaged_slots)
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)
-    source = WayOut(pool, copy_stream, scatters).device_state(device, taps, buffers, [])
+    hidden = HiddenPath(pool, buffers, None, copy_stream, scatters, None)
+    source = DeviceState(device, taps, None, hidden, None)
     capture = Capture(layout, host, scatters, source, on_ready=lambda node: None)
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, False, counters)

@@ -101,7 +101,7 @@ class Stored:
         self.engine = engine
         self.layout = BlockLayout(plan, engine.shape)
         self._blocks = -(-tokens // BLOCK_TOKENS)
-        spec = MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0, 0)
+        spec = MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0)
         self.io = open_io("process", spec, self._directory(disk) if disk else None)
         self.pool = self.io.memory.pool
         _fill(self.pool, engine.dtype)

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import torch
 
+from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
+from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
-from support.tiers import build
+from support.tiers import HIDDEN_BYTES, build
 
+PLAN = LayerPlan(0, 2, 0)
 TOKENS = pack_tokens([1] * 40)
 
 
+def compute(tiers: Tiers, start: int, rows: int) -> None:
+    """Request r computes rows behind its first `start` tokens."""
+    if not start:
+        tiers.capture.open("r", Prefix(None, b""))
+    taps = torch.zeros((2, rows, HIDDEN_BYTES), dtype=torch.uint8)
+    tiers.capture.take([Segment("r", start, 0, rows)], taps)
+
+
 def test_a_block_that_is_not_ready_does_not_make_room() -> None:
-    tiers, _, executor = build(LayerPlan(0, 0, 2), slots=2, device_slots=100)
+    tiers, _, executor = build(PLAN, slots=2, device_slots=100)
+    compute(tiers, 0, 40)
     tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=True)
     assert tiers.host.published_blocks == 1 and not tiers.usable(Prefix(None, TOKENS))[1]
     other = tiers.host.stage(0.0)
@@ -25,8 +37,10 @@ def test_a_block_that_is_not_ready_does_not_make_room() -> None:
 
 
 def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() -> None:
-    tiers, _, executor = build(LayerPlan(0, 0, 2), slots=3, device_slots=100)
+    tiers, _, executor = build(PLAN, slots=3, device_slots=100)
+    compute(tiers, 0, 40)
     tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=False)
+    compute(tiers, 40, 10)
     longer = pack_tokens([1] * 50)
     # It takes the tail's place.
     tiers.capture.commit("r", Prefix(None, longer), torch.arange(50), final=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import HostPool
 from support.streams import BACK, COMPUTE, COPIES, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, StepExecutor
 
@@ -26,14 +27,14 @@ class Bench:
         copy_stream: SimulatedCopyStream | None = None,
     ) -> None:  # fmt: skip
         self.pool = HostPool(LAYOUT, 8)
-        self.buffers = [SnapshotBuffer(LAYOUT, rows, True, False) for _ in range(buffers)]
+        self.buffers = list(np.zeros((buffers, LAYERS, rows, WIDTH), dtype=np.uint8))
         self.executor = StepExecutor(self.pool, self.buffers)
         self.damaged: set[int] = set()
         self.scatters = ScatterQueue(self.executor, self.damaged)
         used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
         twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
-        self.snapshots = Snapshots(self.buffers, 0, "hidden", twins, used, self.scatters)
+        self.snapshots = Snapshots(self.buffers, twins, used, self.scatters)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:
         """`rows` rows of value, value + 1, ... to a slot."""

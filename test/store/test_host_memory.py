@@ -1,4 +1,4 @@
-"""The memory of host pool and snapshot buffers: shared through its file, or of one process."""
+"""The memory of host pool and snapshots: shared through its file, or of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
-SPEC = MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1, 1)
+SPEC = MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1)
 
 
 def test_what_one_mapping_of_the_file_is_given_another_shows() -> None:
@@ -20,6 +20,8 @@ def test_what_one_mapping_of_the_file_is_given_another_shows() -> None:
     os.close(descriptor)
     one.pool.slot(3)[:] = 7
     assert (other.pool.slot(3) == 7).all() and not other.pool.slot(2).any()
+    one.snapshots[0][:] = 9
+    assert (other.snapshots[0] == 9).all() and (other.pool.slot(3) == 7).all()
 
 
 def test_memory_without_a_file_is_its_own() -> None:

@@ -20,9 +20,13 @@ from sglang_hc.store.executor import (
     perform,
     shares,
 )
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import HostPool
 
 LAYOUT = BlockLayout(LayerPlan(1, 2, 3), StateShape(6, 5, (3, 2), "uint8"))
+
+
+def snapshot(rows: int) -> np.ndarray:
+    return np.zeros((LAYOUT.plan.hidden, rows, LAYOUT.shape.hidden_bytes), dtype=np.uint8)
 
 
 def numbered(pool: HostPool) -> None:
@@ -62,8 +66,8 @@ def test_a_copy_takes_the_first_hidden_rows_of_every_layer_and_no_more() -> None
 
 def test_the_executor_files_rows_in_order_and_says_when() -> None:
     pool = HostPool(LAYOUT, 2)
-    buffers = [SnapshotBuffer(LAYOUT, 8, hidden=True, kv=False)]
-    buffers[0].hidden[:] = np.arange(8, dtype=np.uint8)[None, :, None]
+    buffers = [snapshot(8)]
+    buffers[0][:] = np.arange(8, dtype=np.uint8)[None, :, None]
     executor = ThreadExecutor(pool, buffers)
     spans = (RowSpan(2, 0, 60, 4), RowSpan(6, 1, 0, 2))
     executor.submit(70, ScatterRows(0, spans))
@@ -101,9 +105,8 @@ def test_threads_that_share_a_snapshot_leave_what_one_leaves(
 ) -> None:
     """Spans may write the same rows: the last one holds. No share is too small to be given away."""
     cut = tuple(RowSpan(s, slot, t, min(n, 64 - s, 64 - t)) for s, slot, t, n in spans)
-    buffers = [SnapshotBuffer(LAYOUT, 64, hidden=True, kv=True)]
-    for array in (buffers[0].hidden, *buffers[0].kv):
-        array[:] = np.random.default_rng(3).integers(0, 256, array.shape, dtype=np.uint8)
+    buffers = [snapshot(64)]
+    buffers[0][:] = np.random.default_rng(3).integers(0, 256, buffers[0].shape, dtype=np.uint8)
     alone, shared = HostPool(LAYOUT, 5), HostPool(LAYOUT, 5)
     perform(ScatterRows(0, cut), alone, buffers)
     with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
@@ -119,7 +122,7 @@ def test_threads_that_share_a_snapshot_leave_what_one_leaves(
 def test_a_share_that_fails_fails_the_operation_after_all_are_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    buffers = [SnapshotBuffer(LAYOUT, 8, hidden=True, kv=False)]
+    buffers = [snapshot(8)]
     with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
         executor = ThreadExecutor(HostPool(LAYOUT, 2), buffers, threads=2)
         executor.submit(1, ScatterRows(0, (RowSpan(0, 0, 0, 4), RowSpan(4, 99, 0, 4))))

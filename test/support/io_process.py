@@ -19,7 +19,7 @@ from support.disk_store import FINGERPRINT, LAYOUT, SMALL, data_of
 from support.waiting import in_time
 
 SLOTS = 64
-MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2, 2)
+MEMORY = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2)
 
 
 def disk_spec(*folders: Path) -> DiskSpec:

@@ -131,24 +131,18 @@ class OrderedCore(Core):
         shape = tiers.layout.shape
         row = math.gcd(shape.hidden_bytes, *shape.kv_parts)
         watch.region("host pool", torch.from_numpy(tiers.restorer.path.pool.bytes), row)
-        buffers: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        for kind, path in (("hidden", tiers.capture.hidden), ("kv", tiers.capture.kv)):
-            if path is None:
-                continue
-            ring = path.direct.ring
-            if "ring" not in watch.names:
-                watch.region("ring", ring.memory, 16)
-            for staging in path.snapshots.free if path.snapshots is not None else ():
-                buffers[staging.index] = kind, staging.host
-                for number, (host, twin) in enumerate(
-                    zip(staging.host, staging.device, strict=True)
-                ):
-                    watch.region(f"snapshot {staging.index}.{number} on the host", host)
-                    watch.region(f"snapshot {staging.index}.{number} on the device", twin)
+        hidden, kv = tiers.capture.hidden, tiers.capture.kv
+        ring = hidden.direct.ring if hidden is not None else kv.ring
+        watch.region("ring", ring.memory, 16)
+        snapshots: dict[int, torch.Tensor] = {}
+        for staging in hidden.snapshots.free if hidden is not None else ():
+            snapshots[staging.index] = staging.host
+            watch.region(f"snapshot {staging.index} on the host", staging.host)
+            watch.region(f"snapshot {staging.index} on the device", staging.device)
         for frame in tiers.restorer.path.staging.free:
             watch.region("frame", frame)
         executor = tiers.capture.scatters.executor
-        executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, buffers)
+        executor.submit = _noting(executor.submit, watch, tiers.restorer.path.pool, snapshots)
 
 
 def _told(watch: Watch, compute: Any, made: tuple[torch.Tensor, ...]) -> None:
@@ -179,25 +173,20 @@ def _noting(
     submit: Callable[[int, Operation], None],
     watch: Watch,
     pool: Any,
-    buffers: dict[int, tuple[str, list[torch.Tensor]]],
+    snapshots: dict[int, torch.Tensor],
 ) -> Callable[[int, Operation], None]:
     """What the executor will read and write, noted when it is handed the work."""
-    hidden = [torch.from_numpy(pool.hidden)]
-    kv = [torch.from_numpy(part) for part in pool.kv]
+    hidden = torch.from_numpy(pool.hidden)
 
     def noting(ticket: int, operation: Operation) -> None:
         if isinstance(operation, ScatterRows):
-            kind, snapshot = buffers[operation.buffer]
-            for part in snapshot:
-                watch.on_host("file rows", part, write=False)
+            watch.on_host("file rows", snapshots[operation.snapshot], write=False)
             for span in operation.spans:
-                for part in hidden if kind == "hidden" else kv:
-                    rows = part[span.slot, :, span.slot_row : span.slot_row + span.rows]
-                    watch.on_host("file rows", rows, write=True)
+                rows = hidden[span.slot, :, span.slot_row : span.slot_row + span.rows]
+                watch.on_host("file rows", rows, write=True)
         if isinstance(operation, CopyRows):
-            for part in hidden:
-                watch.on_host("copy rows", part[operation.source, :, : operation.rows], False)
-                watch.on_host("copy rows", part[operation.target, :, : operation.rows], True)
+            watch.on_host("copy rows", hidden[operation.source, :, : operation.rows], False)
+            watch.on_host("copy rows", hidden[operation.target, :, : operation.rows], True)
         submit(ticket, operation)
 
     return noting

@@ -7,11 +7,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.direct import DeviceRing, DirectRows
+from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
@@ -36,7 +37,7 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -50,8 +51,8 @@ CPU = torch.device("cpu")
 class StepExecutor:
     """Performs an operation when a test says so; the next `fail_next` operations fail."""
 
-    def __init__(self, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
-        self._pool, self._buffers = pool, buffers
+    def __init__(self, pool: HostPool, snapshots: list[Bytes]) -> None:
+        self._pool, self._snapshots = pool, snapshots
         self.waiting: deque[tuple[int, Operation]] = deque()
         self._done: list[Completion] = []
         self.fail_next = 0
@@ -66,7 +67,7 @@ class StepExecutor:
         ticket, operation = self.waiting.popleft()
         ok = self.fail_next == 0
         if ok:
-            perform(operation, self._pool, self._buffers)
+            perform(operation, self._pool, self._snapshots)
         else:
             self.fail_next -= 1
         self._done.append(Completion(ticket, ok))
@@ -142,7 +143,7 @@ def build(
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
     frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
-    device's own memory, which rows are saved through, and KV never through snapshots; 0 for none.
+    device's own memory, which rows are saved through; 0 for none.
     disk: makes what lies below the host tier, whose requests are fetched as they arrive. ranks: who
     decides with them; several have a clock of their own. recorder: is told what the host tier does.
     """
@@ -151,15 +152,16 @@ def build(
     host = host_tier(slots, fingerprint=layout.fingerprint("toy"), recorder=recorder)
     pool, device = HostPool(layout, slots), ToyPool(device_slots, layout.num_layers)
     copy_stream = copy_stream or HostCopyStream()
-    hidden_buffers = [SnapshotBuffer(layout, rows, True, False) for _ in range(buffers)]
-    kv_buffers = [SnapshotBuffer(layout, rows, False, True) for _ in range(buffers)]
-    executor = StepExecutor(pool, hidden_buffers + kv_buffers)
+    snapshots = np.zeros((buffers, plan.hidden, rows, HIDDEN_BYTES), dtype=np.uint8)
+    executor = StepExecutor(pool, list(snapshots))
     several = ranks.count > 1
     scatters = ScatterQueue(ranks.executor(executor), host.damaged_slots, points_too=several)
-    out = WayOut(pool, copy_stream.opposite(), scatters, DeviceRing(ring, CPU) if ring else None)
-    size = buffers * rows * plan.hidden * HIDDEN_BYTES
-    twins = torch.empty(size, dtype=torch.uint8) if ring else None
-    source = out.device_state(device, None, hidden_buffers, [] if ring else kv_buffers, twins)
+    own = DeviceRing(ring, CPU) if ring else None
+    twins = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
+    ways = copy_stream.opposite(), scatters, own
+    hidden = HiddenPath(pool, list(snapshots), twins, *ways) if plan.hidden else None
+    kv = DirectRows(pool.kv, *ways) if layout.kv_layers else None
+    source = DeviceState(device, None, None, hidden, kv)
     below = None
     if disk is not None:
         io, pause = ranks.blocks(disk(pool), 0)

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.saving import DeviceState, PassRows, SavePath, kv_rows
+from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
@@ -196,9 +197,8 @@ class Capture:
 
     def flush(self) -> None:
         """Have every staged row scattered."""
-        for path in (self.hidden, self.kv):
-            if path is not None:
-                path.flush()
+        if self.hidden is not None:
+            self.hidden.snapshots.flush()
 
     def clear(self) -> None:
         """Forget every stage and every block. Waits until every row is in its slot."""
@@ -297,24 +297,21 @@ class Capture:
             return own
         copy = self._new_slot()
         if copy is not None:
-            self.hidden.flush()  # the rows must be on their way before the copy is
+            self.flush()  # the rows must be on their way before the copy is
             self.scatters.submit(CopyRows(own, copy, high - block * BLOCK_TOKENS))
         return copy
 
     def _gather_kv(
-        self, path: SavePath, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
+        self, kv: DirectRows, blocks: list[tuple[int, int]], device_slots: torch.Tensor, length: int
     ) -> None:
-        """Save the KV rows of consecutive `blocks`. There is always a way for all of them."""
+        """Save the KV rows of consecutive `blocks`."""
         low = blocks[0][0] * BLOCK_TOKENS
         rows = min((blocks[-1][0] + 1) * BLOCK_TOKENS, length) - low
         spans = [
             RowSpan(i * BLOCK_TOKENS, slot, 0, min(BLOCK_TOKENS, rows - i * BLOCK_TOKENS))
             for i, (_, slot) in enumerate(blocks)
         ]
-        taken = path.begin(kv_rows(self._pool, self._layout, device_slots, low, rows))
-        assert taken.room(0, rows, rewritten=False) == rows, "KV always finds a way"
-        taken.add(0, rows, spans, rewritten=False)
-        taken.end()
+        kv.add(rows, kv_rows(self._pool, self._layout, device_slots, low, rows), spans)
 
     def _when_scattered(self, slot: int, node: BlockNode) -> None:
         """Serve the block once everything submitted so far, its rows included, is in place.
@@ -368,8 +365,7 @@ class Capture:
         """Free staged slots once no rows are on their way to them."""
         if not slots:
             return
-        if self.hidden is not None:
-            self.hidden.flush()
+        self.flush()
 
         def unstage() -> None:
             for slot in slots:

@@ -1,9 +1,11 @@
 """Which way rows leave the device: gathered in a snapshot, or straight into their slots.
 
-Decode steps have few rows of each request, so many steps share one snapshot and one copy. A prefill
-has many rows of one request. They go straight into their slots if the device has memory of its own,
-because a copy engine then does all the work, and otherwise if snapshots have no room for them. So a
-prefill of any size is saved; only a decode step's row can find no room, while scattering is behind.
+KV stays in the device pool until it is saved, so all its rows go straight. Hidden states must leave
+the taps after each pass. Decode steps have few rows of each request, so many steps share one
+snapshot and one copy. A prefill has many rows of one request. They go straight into their slots if
+the device has memory of its own, because a copy engine then does all the work, and otherwise if
+snapshots have no room for them. So a prefill of any size is saved; only a decode step's row can
+find no room, while scattering is behind.
 """
 
 from __future__ import annotations
@@ -21,56 +23,55 @@ from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.gather_scatter import DevicePool
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.executor import RowSpan
-from sglang_hc.store.host_pool import Bytes, HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import Bytes, HostPool
 
 STRAIGHT_ROWS = 16
 """From so many rows of one request in one pass on, a copy of their own is worth it."""
 
 
 @dataclass(frozen=True)
-class SavePath:
-    """The ways for rows of one kind (hidden states, or KV) from the device to slots.
-
-    snapshots: None where all rows go straight. own_memory: the device has memory of its own.
-    least: fewer rows of one request than this go into a snapshot, or are not taken.
-    """
-
-    snapshots: Snapshots | None
-    direct: DirectRows
-    scatters: ScatterQueue
-    own_memory: bool
-    least: int
-
-    def begin(self, fill: Fill) -> PassRows:
-        """Start to take the rows of one pass. `fill` copies them by their number in the pass."""
-        return PassRows(self, fill)
-
-    def flush(self) -> None:
-        """Have what the snapshots hold scattered."""
-        if self.snapshots is not None:
-            self.snapshots.flush()
-
-
-@dataclass(frozen=True)
 class DeviceState:
     """Where a model's state is on the device, and how it leaves the device.
 
-    pool: its KV. taps: its hidden states. hidden, kv: the ways for rows of each form. taps and
-    hidden are None without hidden layers, kv is None without KV layers. verified: hidden states of
-    verify passes; None without such passes.
+    pool: its KV. taps: its hidden states. hidden, kv: the ways for rows of each form; KV always
+    goes straight. taps and hidden are None without hidden layers, kv is None without KV layers.
+    verified: hidden states of verify passes; None without such passes.
     """
 
     pool: DevicePool
     taps: TapBuffer | None
     verified: VerifiedRows | None
-    hidden: SavePath | None
-    kv: SavePath | None
+    hidden: HiddenPath | None
+    kv: DirectRows | None
+
+
+class HiddenPath:
+    """The two ways for rows of hidden states from the device to slots."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        buffers: Sequence[Bytes],
+        twins: torch.Tensor | None,
+        copy_stream: CopyStream,
+        scatters: ScatterQueue,
+        ring: DeviceRing | None,
+    ) -> None:
+        """buffers, twins: see `Snapshots`. ring: see `DirectRows`."""
+        self.snapshots = Snapshots(buffers, twins, copy_stream, scatters)
+        self.direct = DirectRows([pool.hidden], copy_stream, scatters, ring)
+        self.scatters = scatters
+        self.own_memory = ring is not None
+
+    def begin(self, fill: Fill) -> PassRows:
+        """Start to take the rows of one pass. `fill` copies them by their number in the pass."""
+        return PassRows(self, fill)
 
 
 class PassRows:
     """Rows of one pass, taken in their order. Call `end` after the last one."""
 
-    def __init__(self, path: SavePath, fill: Fill) -> None:
+    def __init__(self, path: HiddenPath, fill: Fill) -> None:
         self._path = path
         self._snapshots = path.snapshots
         self._fill = fill
@@ -84,7 +85,7 @@ class PassRows:
 
         rewritten: their places were written before. A scatter must write them after the old rows.
         """
-        if self._snapshots is not None and not self._asked and self._gathered_room(row) < rows:
+        if not self._asked and self._gathered_room(row) < rows:
             self._asked = True
             self._path.scatters.poll()
         if self._straight(row, rows, rewritten):
@@ -112,16 +113,13 @@ class PassRows:
         """Hand over what is gathered."""
         if not self._spans:
             return
-        assert self._snapshots is not None
         low, stop = self._low, self._stop
         moved = shifted(self._spans, low, stop, -low)
         self._snapshots.add(stop - low, _later(self._fill, low), moved)
         self._spans = []
 
     def _straight(self, row: int, rows: int, rewritten: bool) -> bool:
-        if self._snapshots is None:
-            return True
-        if rewritten or rows < self._path.least:
+        if rewritten or rows == 1:  # a decode step has one row of each of many requests
             return False
         if self._path.own_memory and rows >= STRAIGHT_ROWS:
             return True
@@ -129,58 +127,8 @@ class PassRows:
 
     def _gathered_room(self, row: int) -> int:
         """Rows from `row` on that fit into snapshots behind what is gathered already."""
-        assert self._snapshots is not None
         low = self._low if self._spans else row
         return self._snapshots.room - (row - low)
-
-
-@dataclass(frozen=True)
-class WayOut:
-    """What all state passes through on its way from the device into slots of the host pool.
-
-    ring: for a device with memory of its own; None elsewhere.
-    """
-
-    pool: HostPool
-    copy_stream: CopyStream
-    scatters: ScatterQueue
-    ring: DeviceRing | None = None
-
-    def device_state(
-        self,
-        device: DevicePool,
-        taps: TapBuffer | None,
-        hidden_buffers: Sequence[SnapshotBuffer],
-        kv_buffers: Sequence[SnapshotBuffer],
-        twins: torch.Tensor | None = None,
-        verified: VerifiedRows | None = None,
-    ) -> DeviceState:
-        """The state of a model on the device, with its ways out. The executor numbers the buffers
-        in this order. Without KV buffers all KV rows go straight. twins: see `Snapshots`; None
-        without a ring."""
-        layout = self.pool.layout
-        return DeviceState(
-            device,
-            taps,
-            verified,
-            self._hidden(hidden_buffers, twins) if layout.plan.hidden else None,
-            self._kv(kv_buffers, len(hidden_buffers)) if layout.kv_layers else None,
-        )
-
-    def _hidden(self, buffers: Sequence[SnapshotBuffer], twins: torch.Tensor | None) -> SavePath:
-        snapshots = Snapshots(buffers, 0, "hidden", twins, self.copy_stream, self.scatters)
-        # A decode step has one row of each of many requests: too few for copies of their own.
-        return self._path(snapshots, [self.pool.hidden], least=2)
-
-    def _kv(self, buffers: Sequence[SnapshotBuffer], first_index: int) -> SavePath:
-        snapshots = None
-        if buffers:
-            snapshots = Snapshots(buffers, first_index, "kv", None, self.copy_stream, self.scatters)
-        return self._path(snapshots, self.pool.kv, least=1)
-
-    def _path(self, snapshots: Snapshots | None, slots: Sequence[Bytes], least: int) -> SavePath:
-        direct = DirectRows(slots, self.copy_stream, self.scatters, self.ring)
-        return SavePath(snapshots, direct, self.scatters, self.ring is not None, least)
 
 
 def kv_rows(

@@ -27,7 +27,7 @@ from sglang_hc.store.executor import (
     RowSpan,
     ScatterRows,
 )
-from sglang_hc.store.host_pool import SnapshotBuffer
+from sglang_hc.store.host_pool import Bytes
 
 
 @dataclass(eq=False)
@@ -147,48 +147,42 @@ def _targets(operation: Operation) -> list[int]:
 
 @dataclass(eq=False)
 class _Staging:
-    """A snapshot buffer and its twin on the device. Without a device they are the same memory."""
+    """A snapshot and its twin on the device. Without a device they are the same memory."""
 
     index: int
-    host: list[torch.Tensor]
-    device: list[torch.Tensor]
+    host: torch.Tensor
+    device: torch.Tensor
 
 
 class Snapshots:
-    """Rows of one kind (hidden states, or KV) gathered until they are worth one copy.
+    """Hidden states gathered until they are worth one copy.
 
-    Not thread-safe. `capacity` rows per buffer. Rows that find no free buffer are refused: a slow
+    Not thread-safe. `capacity` rows each. Rows that find no free snapshot are refused: a slow
     executor loses rows, but the scheduler never waits for it.
     """
 
     def __init__(
         self,
-        buffers: Sequence[SnapshotBuffer],
-        first_index: int,
-        kind: str,
+        buffers: Sequence[Bytes],
         twins: torch.Tensor | None,
         copy_stream: CopyStream,
         scatters: ScatterQueue,
     ) -> None:
-        """`kind` is "hidden" or "kv"; `first_index` numbers the buffers for the executor.
+        """buffers: `HostMemory.snapshots`, by the numbers that the executor knows.
 
         twins: memory of the device, uint8, with room for a twin of each buffer; None where the
         device has no memory of its own.
         """
         self._copy_stream = copy_stream
         self._scatters = scatters
-        self.capacity = buffers[0].capacity
+        self.capacity: int = buffers[0].shape[1]
         self.free: list[_Staging] = []
-        for index, buffer in enumerate(buffers, start=first_index):
-            arrays = [buffer.hidden] if kind == "hidden" else buffer.kv
-            host = [torch.from_numpy(array) for array in arrays]
-            device = host
+        for index, buffer in enumerate(buffers):
+            host = device = torch.from_numpy(buffer)
             if twins is not None:
-                device = []
-                for tensor, array in zip(host, arrays, strict=True):
-                    device.append(twins[: tensor.numel()].view(tensor.shape))
-                    twins = twins[tensor.numel() :]
-                    copy_stream.pin(array)
+                size = host.numel()
+                device = twins[index * size : (index + 1) * size].view(host.shape)
+                copy_stream.pin(buffer)
             self.free.append(_Staging(index, host, device))
         self._current: _Staging | None = None
         self._rows = 0
@@ -217,7 +211,7 @@ class Snapshots:
             if self._current is None:
                 self._current, self._rows = self.free.pop(), 0
             count = min(rows - first, self.capacity - self._rows)
-            fill(self._current.device, self._rows, first, count)
+            fill([self._current.device], self._rows, first, count)
             self._spans += shifted(spans, first, first + count, self._rows - first)
             self._rows += count
             first += count
@@ -232,9 +226,9 @@ class Snapshots:
         self._current = None
         if staging.device is not staging.host:
             self._copy_stream.after(self._copy_stream.computed())
-            for host, device in zip(staging.host, staging.device, strict=True):
-                width = self._rows * host.shape[2]
-                self._copy_stream.copy(host.flatten(1)[:, :width], device.flatten(1)[:, :width])
+            width = self._rows * staging.host.shape[2]
+            host, device = staging.host.flatten(1), staging.device.flatten(1)
+            self._copy_stream.copy(host[:, :width], device[:, :width])
         operation = ScatterRows(staging.index, tuple(self._spans))
         self._spans = []
         self._progress = self._scatters.submit(operation, after=self._copy_stream.record())

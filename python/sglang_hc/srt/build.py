@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
-from sglang_hc.capture.saving import WayOut
+from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
 from sglang_hc.device.copy_stream import SideStream
@@ -147,14 +148,9 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
     """Host memory, executor and disk. The I/O process is started here and not by the launcher,
     because only now the sizes are known; see docs/decisions.md."""
     config, runner, capture = model.config, model.runner, model.state.memory
-    plan = sizes.layout.plan
-    memory = MemorySpec(
-        sizes.layout,
-        sizes.num_slots,
-        capture.sizes.snapshot_rows,
-        SNAPSHOT_BUFFERS if plan.hidden else 0,
-        SNAPSHOT_BUFFERS if sizes.layout.kv_layers and capture.ring is None else 0,
-    )
+    snapshots = SNAPSHOT_BUFFERS if sizes.layout.plan.hidden else 0
+    rows = capture.sizes.snapshot_rows
+    memory = MemorySpec(sizes.layout, sizes.num_slots, rows, snapshots)
     disk = None
     if config.disk:
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
@@ -291,12 +287,16 @@ def _capture(
     ranks: Ranks,
 ) -> Capture:
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
-    taken, memory = model.state.memory, io.memory
-    out = WayOut(memory.pool, device.copy_stream.opposite(), scatters, taken.ring)
-    buffers = memory.hidden_buffers, memory.kv_buffers
-    state = out.device_state(device.pool, taken.taps, *buffers, taken.twins, taken.verified)
+    taken, pool, copies = model.state.memory, io.memory.pool, device.copy_stream.opposite()
+    hidden = kv = None
+    if pool.layout.plan.hidden:
+        snapshots = io.memory.snapshots
+        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+    if pool.layout.kv_layers:
+        kv = DirectRows(pool.kv, copies, scatters, taken.ring)
+    state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.spill if disk is not None else lambda node: None
-    return Capture(memory.pool.layout, host, scatters, state, on_ready, ranks.clock)
+    return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

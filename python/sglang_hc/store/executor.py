@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer
+from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ class RowSpan(NamedTuple):
 
 
 class ScatterRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Scatter the rows of a snapshot buffer into slots, in all layers that the buffer holds."""
+    """Scatter the rows of a snapshot into slots, in all hidden layers."""
 
-    buffer: int
+    snapshot: int
     spans: tuple[RowSpan, ...]
 
 
@@ -95,23 +95,19 @@ _SHARE_BYTES = 4 << 20
 """Least that is worth another thread."""
 
 
-def perform(operation: Operation, pool: HostPool, buffers: list[SnapshotBuffer]) -> None:
-    """Carry out one operation on the calling thread."""
+def perform(operation: Operation, pool: HostPool, snapshots: Sequence[Bytes]) -> None:
+    """Carry out one operation on the calling thread. snapshots: see `HostMemory`."""
     if isinstance(operation, CopyRows):
         pool.copy_rows(operation.source, operation.target, operation.rows)
     elif isinstance(operation, CopySlot):
         pool.bytes[operation.target] = pool.bytes[operation.source]
     elif isinstance(operation, ScatterRows):
-        _scatter(operation.spans, buffers[operation.buffer], pool)
+        _scatter(operation.spans, snapshots[operation.snapshot], pool)
 
 
-def _scatter(spans: Sequence[RowSpan], buffer: SnapshotBuffer, pool: HostPool) -> None:
-    pairs = [(buffer.hidden, pool.hidden), *zip(buffer.kv, pool.kv, strict=True)]
-    for rows, slots in pairs:
-        if not rows.shape[0]:
-            continue
-        for source, slot, target, count in spans:
-            slots[slot, :, target : target + count] = rows[:, source : source + count]
+def _scatter(spans: Sequence[RowSpan], rows: Bytes, pool: HostPool) -> None:
+    for source, slot, target, count in spans:
+        pool.hidden[slot, :, target : target + count] = rows[:, source : source + count]
 
 
 def shares(spans: Sequence[RowSpan], count: int) -> list[list[RowSpan]]:
@@ -139,14 +135,14 @@ class ThreadExecutor:
     def __init__(
         self,
         pool: HostPool,
-        buffers: list[SnapshotBuffer],
+        snapshots: Sequence[Bytes],
         on_done: Callable[[], None] = lambda: None,
         threads: int = SCATTER_THREADS,
     ) -> None:
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "hc-scatter") if threads > 1 else None
         self._pool = pool
-        self._buffers = buffers
+        self._snapshots = snapshots
         self._on_done = on_done
         self._under_way = 0
         self._done: deque[Completion] = deque()
@@ -190,16 +186,16 @@ class ThreadExecutor:
 
     def _perform(self, operation: Operation) -> None:
         if self._helpers is None or not isinstance(operation, ScatterRows):
-            perform(operation, self._pool, self._buffers)
+            perform(operation, self._pool, self._snapshots)
             return
-        buffer = self._buffers[operation.buffer]
+        snapshot = self._snapshots[operation.snapshot]
         rows = sum(span.rows for span in operation.spans)
-        worth = rows * buffer.row_bytes // _SHARE_BYTES + 1
+        worth = rows * snapshot.shape[0] * snapshot.shape[2] // _SHARE_BYTES + 1
         own, *others = shares(operation.spans, min(self._threads, worth)) or [[]]
-        helped = [self._helpers.submit(_scatter, part, buffer, self._pool) for part in others]
+        helped = [self._helpers.submit(_scatter, part, snapshot, self._pool) for part in others]
         try:
-            _scatter(own, buffer, self._pool)
+            _scatter(own, snapshot, self._pool)
         finally:
-            wait(helped)  # the buffer is used again when this operation is over, failed or not
+            wait(helped)  # the snapshot is used again when this operation is over, failed or not
         for part in helped:
             part.result()

@@ -1,19 +1,22 @@
 """The memory that blocks live in and pass through, in one piece that two processes can map.
 
-The host pool and the snapshot buffers follow from a `MemorySpec` alone, so a process that knows the
+The host pool and the snapshots follow from a `MemorySpec` alone, so a process that knows the
 specification and has the memory file's descriptor sees the same bytes at the same places.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sglang_hc.forms import BlockLayout
-from sglang_hc.store.host_pool import HostPool, SnapshotBuffer, whole_pages
+from sglang_hc.store.host_pool import Bytes, HostPool, whole_pages
 
 PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 """Whether Linux gives huge pages to memory that processes share: `never` on most systems."""
@@ -21,26 +24,28 @@ PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """Sizes. snapshot_rows: rows of one buffer. Hidden buffers are numbered before KV buffers."""
+    """Sizes. snapshots: buffers of so many rows of hidden states each."""
 
     layout: BlockLayout
     num_slots: int
     snapshot_rows: int
-    hidden_buffers: int
-    kv_buffers: int
+    snapshots: int
+
+    @property
+    def snapshot_shape(self) -> tuple[int, int, int]:
+        """Of one buffer: (hidden layers, rows, hidden_bytes)."""
+        return self.layout.plan.hidden, self.snapshot_rows, self.layout.shape.hidden_bytes
 
     @property
     def bytes(self) -> int:
         """Size of all of it, every array on a page of its own."""
-        layout, rows = self.layout, self.snapshot_rows
-        hidden = SnapshotBuffer.size(layout, rows, hidden=True, kv=False)
-        kv = SnapshotBuffer.size(layout, rows, hidden=False, kv=True)
-        pool = whole_pages(self.num_slots * layout.slot_bytes)
-        return pool + self.hidden_buffers * hidden + self.kv_buffers * kv
+        pool = whole_pages(self.num_slots * self.layout.slot_bytes)
+        return pool + self.snapshots * whole_pages(math.prod(self.snapshot_shape))
 
 
 class HostMemory:
-    """A host pool and snapshot buffers over one mapping.
+    """A host pool over one mapping, and snapshots: rows of several forward passes on their way into
+    slots (HCache section 4.2.2).
 
     descriptor: of a memory file of `spec.bytes` bytes (`memory_file`); None for memory that only
     this process sees. Pages are taken from the system as they are first written; huge ones where
@@ -59,18 +64,11 @@ class HostMemory:
         self._rest = memoryview(mapping)
         pool_bytes = spec.num_slots * spec.layout.slot_bytes
         self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))
-        self.hidden_buffers = [self._buffer(hidden=True) for _ in range(spec.hidden_buffers)]
-        self.kv_buffers = [self._buffer(hidden=False) for _ in range(spec.kv_buffers)]
+        self.snapshots = [self._snapshot(spec.snapshot_shape) for _ in range(spec.snapshots)]
+        """By the number that operations name."""
 
-    @property
-    def buffers(self) -> list[SnapshotBuffer]:
-        """All snapshot buffers, by the number that operations name."""
-        return self.hidden_buffers + self.kv_buffers
-
-    def _buffer(self, hidden: bool) -> SnapshotBuffer:
-        spec = self.spec
-        size = SnapshotBuffer.size(spec.layout, spec.snapshot_rows, hidden, not hidden)
-        return SnapshotBuffer(spec.layout, spec.snapshot_rows, hidden, not hidden, self._take(size))
+    def _snapshot(self, shape: tuple[int, int, int]) -> Bytes:
+        return np.frombuffer(self._take(math.prod(shape)), dtype=np.uint8).reshape(shape)
 
     def _take(self, size: int) -> memoryview:
         piece, self._rest = self._rest[:size], self._rest[whole_pages(size) :]

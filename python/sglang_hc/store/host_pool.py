@@ -6,7 +6,6 @@ buffer, which may be anonymous memory or shared memory.
 
 from __future__ import annotations
 
-import math
 import mmap
 
 import numpy as np
@@ -63,59 +62,6 @@ class HostPool:
             shape=(self.num_slots, layers, BLOCK_TOKENS, row_bytes),
             strides=(self.layout.slot_bytes, stride, row_bytes, 1),
         )
-
-
-class SnapshotBuffer:
-    """Rows of one or several forward passes on their way into slots (HCache section 4.2.2).
-
-    hidden: (hidden layers, capacity, hidden_bytes) uint8. kv: one (KV layers, capacity, part bytes)
-    array per part. Each array starts on a page of its own. `ScatterRows` writes rows token by token
-    into slots.
-    """
-
-    def __init__(
-        self,
-        layout: BlockLayout,
-        capacity: int,
-        hidden: bool,
-        kv: bool,
-        buffer: memoryview | None = None,
-    ) -> None:
-        """buffer: `size` bytes; anonymous memory by default."""
-        self.capacity = capacity
-        shapes = _shapes(layout, capacity, hidden, kv)
-        if buffer is None:
-            size = self.size(layout, capacity, hidden, kv)
-            buffer = memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE)))
-        arrays = []
-        start = 0
-        for shape in shapes:
-            count = math.prod(shape)
-            array = np.frombuffer(buffer, dtype=np.uint8, count=count, offset=start)
-            arrays.append(array.reshape(shape))
-            start += whole_pages(count)
-        self.hidden: Bytes = arrays[0]
-        self.kv: list[Bytes] = arrays[1:]
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row of all layers."""
-        return sum(array.shape[0] * array.shape[2] for array in (self.hidden, *self.kv))
-
-    @staticmethod
-    def size(layout: BlockLayout, capacity: int, hidden: bool, kv: bool) -> int:
-        """Bytes of such a buffer."""
-        shapes = _shapes(layout, capacity, hidden, kv)
-        return sum(whole_pages(math.prod(shape)) for shape in shapes)
-
-
-def _shapes(
-    layout: BlockLayout, capacity: int, hidden: bool, kv: bool
-) -> list[tuple[int, int, int]]:
-    shape, plan = layout.shape, layout.plan
-    layers = len(layout.kv_layers) if kv else 0
-    parts = [(layers, capacity, part) for part in shape.kv_parts]
-    return [(plan.hidden if hidden else 0, capacity, shape.hidden_bytes), *parts]
 
 
 def whole_pages(size: int) -> int:

@@ -22,7 +22,7 @@ from sglang_hc.store.process.opening import open_io
 from sglang_hc.store.process.supervisor import IoSupervisor, State
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 8, (8, 8), "float32"))
-MEMORY = HostMemory(MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1, 0))
+MEMORY = HostMemory(MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1))
 MOST = wire.REQUESTS_PER_MESSAGE
 
 

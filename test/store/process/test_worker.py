@@ -76,15 +76,17 @@ def test_blocks_go_to_disk_and_come_back(io: Io) -> None:
 
 def test_rows_are_filed_in_order(io: Io) -> None:
     memory = io.memory
-    memory.buffers[0].hidden[:] = np.arange(BLOCK_TOKENS, dtype=np.uint8)[None, :, None]
-    memory.buffers[2].kv[1][:] = 9
+    memory.snapshots[0][:] = np.arange(BLOCK_TOKENS, dtype=np.uint8)[None, :, None]
+    memory.snapshots[1][:] = 9
+    memory.pool.kv[1][0] = 7
     io.executor.submit(9, ScatterRows(0, (RowSpan(2, 0, 60, 4),)))
-    io.executor.submit(8, ScatterRows(2, (RowSpan(0, 0, 0, BLOCK_TOKENS),)))
+    io.executor.submit(8, ScatterRows(1, (RowSpan(0, 0, 0, 8),)))
     io.executor.submit(7, CopyRows(0, 1, BLOCK_TOKENS))
     io.executor.submit(6, Point())
     assert io.executor.drain() == [Completion(ticket, True) for ticket in (9, 8, 7, 6)]
     assert memory.pool.hidden[1, 2, 60:, 0].tolist() == [2, 3, 4, 5]
-    assert (memory.pool.kv[1][0] == 9).all() and not memory.pool.kv[0].any()
+    assert (memory.pool.hidden[:2, :, :8] == 9).all()
+    assert (memory.pool.kv[1][0] == 7).all() and not memory.pool.kv[0].any()
     assert not memory.pool.kv[1][1].any(), "a copy takes hidden states only"
 
 

@@ -103,7 +103,7 @@ class ProcessExecutor:
             else:
                 if self._stand_in is None:
                     memory = self._memory
-                    self._stand_in = ThreadExecutor(memory.pool, memory.buffers)
+                    self._stand_in = ThreadExecutor(memory.pool, memory.snapshots)
                 self._stand_in.submit(ticket, operation)
                 self._standing_in += 1
             self._held.popleft()

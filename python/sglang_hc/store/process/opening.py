@@ -39,7 +39,7 @@ def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
     blocks: OwnDisk | None = None
     if disk is not None:
         blocks = DiskThreads(disk.open(spec.layout), memory.pool, counts)
-    return Io(memory, ThreadExecutor(memory.pool, memory.buffers), blocks, counts)
+    return Io(memory, ThreadExecutor(memory.pool, memory.snapshots), blocks, counts)
 
 
 def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:

@@ -50,7 +50,7 @@ class Worker:
         """What was counted and not yet said."""
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
-        self._executor = ThreadExecutor(memory.pool, memory.buffers, self._notify)
+        self._executor = ThreadExecutor(memory.pool, memory.snapshots, self._notify)
         self.disk: DiskThreads | None = None
         if setup.disk is not None:
             store = setup.disk.open(setup.memory.layout)
