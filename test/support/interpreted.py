@@ -81,8 +81,8 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
         return kernels.PointerTable(buffers)
 
     def seconds(work: Any) -> float:
-        name = "torch" if work.func is gathering.gather else "kernel"
-        timed.append((name, len(work.args[2])))
+        name = "torch" if work.args[0] is gathering.gather else "kernel"
+        work.func(lambda pool, layers, slots, targets, at: timed.append((name, len(slots))))
         return 1.0 if name == "torch" else 0.5
 
     def chosen(piece: int, **changed: Any) -> str:
@@ -154,7 +154,8 @@ def main(model: str) -> None:
     timed: list[str] = []
 
     def seconds(work: Any) -> float:
-        timed.append(work.func.__name__.removeprefix("by_"))
+        way = work.args[0]
+        timed.append(getattr(way, "func", way).__name__.removeprefix("by_"))
         return 1.0 - len(timed) / 1000  # the last one is the fastest
 
     ways = projection.projections(kernels, layers, context)
@@ -192,7 +193,7 @@ def main(model: str) -> None:
     ways["fused"] = counted
     found["scratch_chosen"] = projection.choose(
         pool, [middle], ways, torch.arange(64), context,
-        lambda work: 0.0 if work.func is counted else 1.0, (1, 7, 900),
+        lambda work: 0.0 if work.args[0] is counted else 1.0, (1, 7, 900),
     )  # fmt: skip
     found["warmed_rows"] = ran[-3:]
     found["scratch_is_gone"] = scratch_is_gone(runner, layers)

@@ -9,6 +9,8 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -19,15 +21,36 @@ ROUNDS = 5
 Seconds = Callable[[Callable[[], object]], float]
 """Seconds that some work takes, from an idle device until it is idle again."""
 
+Differs = Callable[[torch.Tensor, torch.Tensor], str | None]
+"""(first way's result, another's): says what is wrong, or None."""
+
+W = TypeVar("W")
+
+
+def choose(
+    what: str,
+    ways: Mapping[str, W],
+    result: Callable[[W], torch.Tensor],
+    differs: Differs,
+    work: Callable[[W], object],
+    seconds: Seconds,
+) -> str:
+    """Name of the fastest of the ways that give the same result as the first one.
+
+    result: what a way gives. differs: see `agreeing`. work: a way's work that is timed.
+    """
+    if len(ways) == 1:
+        return next(iter(ways))
+    names = agreeing(what, {n: partial(result, way) for n, way in ways.items()}, differs)
+    return fastest(what, {name: partial(work, ways[name]) for name in names}, seconds)
+
 
 def agreeing(
-    what: str,
-    ways: Mapping[str, Callable[[], torch.Tensor]],
-    differs: Callable[[torch.Tensor, torch.Tensor], str | None],
+    what: str, ways: Mapping[str, Callable[[], torch.Tensor]], differs: Differs
 ) -> list[str]:
     """Names of the ways that give the same result as the first. The others are logged and left out.
 
-    Each way returns its result. differs(first, other): says what is wrong, or None.
+    Each way returns its result.
     """
     (first, reference_way), *others = ways.items()
     reference = reference_way()
@@ -60,6 +83,12 @@ def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Second
     shown = ", ".join(f"{name} {1e3 * median:.3f} ms" for name, median in medians.items())
     logger.info("sglang-hc: %s by %s (%s)", what, best, shown)
     return best
+
+
+def bytes_differ(first: torch.Tensor, other: torch.Tensor) -> str | None:
+    """`Differs` for results that must be the same bytes."""
+    wrong = int((first != other).sum())
+    return f"{wrong} of {first.numel()} bytes differ" if wrong else None
 
 
 def seconds_on(device: torch.device) -> Seconds:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_hc.device.autotune import Seconds, agreeing, fastest
+from sglang_hc.device.autotune import Seconds, bytes_differ, choose, seconds_on
 from sglang_hc.device.ranges import Ranges
 
 MEMCPY_DEFAULT = 4
@@ -171,38 +170,20 @@ def choose_copies(
         idle()
         return target.cpu().clone()
 
-    what = "copies of scattered blocks"
-    names = agreeing(what, {name: partial(copied, way) for name, way in ways.items()}, _differs)
-    works = {name: partial(ways[name], target, source, ranges, stream) for name in names}
-    return fastest(what, works, seconds)
+    def copy(way: CopyRanges) -> None:
+        way(target, source, ranges, stream)
+
+    return choose("copies of scattered blocks", ways, copied, bytes_differ, copy, seconds)
 
 
 @functools.lru_cache
 def chosen_copies(device: torch.device) -> tuple[str, CopyRanges]:
     """The way for this device. It is timed once per process, before any request."""
     ways = range_copies(cuda_runtime(), cuda_major())
-    if len(ways) > 1:
-        size = TIMED_RANGES * TIMED_RANGE_BYTES
-        source = torch.randint(0, 256, (2 * size,), dtype=torch.uint8).pin_memory()
-        target = torch.empty(size, dtype=torch.uint8, device=device)
-        stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
-
-        def seconds(work: Callable[[], object]) -> float:
-            torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            work()
-            torch.cuda.synchronize(device)
-            return time.perf_counter() - begin
-
-        name = choose_copies(
-            ways, target, source, stream.cuda_stream,
-            lambda: torch.cuda.synchronize(device), seconds,
-        )  # fmt: skip
-    else:
-        name = next(iter(ways))
+    size = TIMED_RANGES * TIMED_RANGE_BYTES
+    source = torch.randint(0, 256, (2 * size,), dtype=torch.uint8).pin_memory()
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+    idle = partial(torch.cuda.synchronize, device)
+    name = choose_copies(ways, target, source, stream.cuda_stream, idle, seconds_on(device))
     return name, ways[name]
-
-
-def _differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
-    wrong = int((first != other).sum())
-    return f"{wrong} of {first.numel()} bytes differ" if wrong else None

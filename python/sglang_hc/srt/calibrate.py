@@ -45,8 +45,12 @@ def cost_model(
     if given is not None:
         return group.first(lambda: profile_file.load_given(given, name, tiers_of(config)))
     cached = group.first(lambda: profile_file.load_cached(name))
-    if cached is not None and not _doubted(cached):
-        return cached
+    if cached is not None:
+        if not cached.is_noisy:
+            return cached
+        logger.info(
+            "sglang-hc: measuring again, the machine was busy when the cached profile was measured"
+        )
     try:
         own = measured(runner, config.disk, layers, hidden, group)
         cost = group.first(lambda: own)
@@ -62,26 +66,12 @@ def cost_model(
             exc_info=True,
         )
         return None
-    if cached is not None and cached.noise is not None and cached.noise <= (cost.noise or 1.0):
+    if cached is not None and (cached.noise or 1.0) <= (cost.noise or 1.0):
         logger.warning("sglang-hc: the machine is still busy; the quieter cached profile is used")
         return cached
     if group.rank == 0:
         profile_file.save_cached(cost)
     return cost
-
-
-def _doubted(cached: CostModel) -> bool:
-    """Whether a cached profile is to be measured again; says why."""
-    if cached.is_noisy:
-        logger.info(
-            "sglang-hc: measuring again, the machine was busy when the cached profile was measured"
-        )
-    elif cached.noise is None:
-        logger.info(
-            "sglang-hc: measuring again, the cached profile is from a release that did not look "
-            "whether the machine was busy"
-        )
-    return cached.is_noisy or cached.noise is None
 
 
 def tiers_of(config: HcConfig) -> tuple[SourceTier, ...]:

@@ -9,14 +9,14 @@ bytes and is faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sglang_hc.capture.direct import DeviceRing, tensors_of
-from sglang_hc.device.autotune import Seconds, agreeing, fastest, seconds_on
+from sglang_hc.device import autotune
+from sglang_hc.device.autotune import Seconds, bytes_differ, seconds_on
 from sglang_hc.device.gather_scatter import PoolRows, gather
 from sglang_hc.srt.kv_pool import Gather, KvPoolRows
 from sglang_hc.srt.model.projection import installed_kernels, unused_slots
@@ -83,20 +83,18 @@ def choose(
 
     slots: (n,) int64 device slots that nobody uses; they are written.
     """
-    if len(ways) == 1:
-        return next(iter(ways))
-    what = "KV rows from the pool"
     slots = slots[: ring.rows(len(layers) * sum(pool.part_bytes))]
     checked = slots[:CHECKED_ROWS]
     _fill(pool, layers, checked)
     check, timed = (_targets(pool, layers, len(some), ring) for some in (checked, slots))
-    names = agreeing(
-        what, {n: partial(_read, pool, ways[n], layers, checked, check) for n in ways}, _differs
-    )
-    work: dict[str, Callable[[], object]] = {
-        name: partial(ways[name], pool, layers, slots, timed, 0) for name in names
-    }
-    return fastest(what, work, seconds)
+
+    def read(way: Gather) -> torch.Tensor:
+        return _read(pool, way, layers, checked, check)
+
+    def work(way: Gather) -> None:
+        way(pool, layers, slots, timed, 0)
+
+    return autotune.choose("KV rows from the pool", ways, read, bytes_differ, work, seconds)
 
 
 def _fill(pool: KvPoolRows, layers: Sequence[int], slots: torch.Tensor) -> None:
@@ -127,8 +125,3 @@ def _read(
     way(pool, layers, slots[:1], targets, 0)
     way(pool, layers, slots[1:], targets, 1)
     return torch.cat([target.flatten() for target in targets])
-
-
-def _differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
-    wrong = int((first != other).sum())
-    return f"{wrong} of {first.numel()} bytes differ" if wrong else None

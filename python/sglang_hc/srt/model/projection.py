@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 
-from sglang_hc.device.autotune import Seconds, agreeing, fastest, seconds_on
+from sglang_hc.device import autotune
+from sglang_hc.device.autotune import Seconds, seconds_on
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.forms import StateShape
@@ -159,27 +160,22 @@ def choose(
     slots: (n,) int64 device slots that nobody uses; they are written. context: longest sequence.
     warm_rows: row counts for which the chosen way is run once, so that nothing is left to compile.
     """
-    if len(ways) == 1:
-        return next(iter(ways))
-    what = "K and V from hidden states"
-    checked = slots[:CHECKED_ROWS]
-    names = agreeing(
-        what,
-        {n: partial(_written, pool, adapters, ways[n], checked, context) for n in ways},
-        _differs,
-    )
     timed = slots[:TIMED_ROWS]
     middle = len(adapters) // 2
     hidden, positions = _sample(adapters[middle], timed, context)
 
-    def work(name: str, rows: int) -> Callable[[], None]:
-        some = hidden[:rows], positions[:rows], timed[:rows]
-        return partial(ways[name], pool, adapters[middle], middle, *some)
+    def written(way: Projection) -> torch.Tensor:
+        return _written(pool, adapters, way, slots[:CHECKED_ROWS], context)
+
+    def work(way: Projection, rows: int = TIMED_ROWS) -> None:
+        way(pool, adapters[middle], middle, hidden[:rows], positions[:rows], timed[:rows])
 
     with torch.no_grad():
-        chosen = fastest(what, {name: work(name, TIMED_ROWS) for name in names}, seconds)
-        for rows in warm_rows:
-            work(chosen, rows)()
+        what = "K and V from hidden states"
+        chosen = autotune.choose(what, ways, written, _differs, work, seconds)
+        if len(ways) > 1:
+            for rows in warm_rows:
+                work(ways[chosen], rows)
     return chosen
 
 

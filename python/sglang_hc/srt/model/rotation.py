@@ -26,6 +26,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import (
 from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.srt.model.startup_checks import TOLERANCE, keys_of
@@ -247,6 +248,4 @@ def _difference(
     count = len(moves.old)
     rows = stored.contiguous().view(count, -1).view(torch.uint8)
     (moved,) = rotation.move(layer, [rows], *moves)
-    got = moved.view(stored.dtype).view(wanted.reshape(count, -1).shape).float()
-    reference = wanted.reshape(count, -1).float()
-    return float((got - reference).abs().max()) / (float(reference.abs().max()) or 1.0)
+    return relative_error(wanted.reshape(count, -1), moved.view(stored.dtype).view(count, -1))
