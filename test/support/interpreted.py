@@ -67,7 +67,7 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     import torch
 
     from sglang_hc.capture.direct import DeviceRing
-    from sglang_hc.srt import gathering
+    from sglang_hc.srt import kv_pool
     from sglang_hc.srt.kv_pool import KvPoolRows
 
     rows = KvPoolRows(pool, None)
@@ -81,14 +81,14 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
         return kernels.PointerTable(buffers)
 
     def seconds(work: Any) -> float:
-        name = "torch" if work.args[0] is gathering.gather else "kernel"
+        name = "torch" if work.args[0] is kv_pool.gather else "kernel"
         work.func(lambda pool, layers, slots, targets, at: timed.append((name, len(slots))))
         return 1.0 if name == "torch" else 0.5
 
     def chosen(piece: int, **changed: Any) -> str:
         ring = DeviceRing(4 * piece * len(layers) * sum(rows.part_bytes), torch.device("cpu"))
-        ways = gathering.gathers(SimpleNamespace(**vars(kernels) | changed))
-        return gathering.choose(rows, layers, ways, slots, ring, seconds)
+        ways = kv_pool.gathers(SimpleNamespace(**vars(kernels) | changed))
+        return kv_pool.choose_gather(rows, layers, ways, slots, ring, seconds)
 
     def one_row_on(table: Any, slots: Any, staging: Any) -> None:
         kernels.gather_rows(table, slots.roll(1), staging)
@@ -100,15 +100,15 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     found["when_wrong"] = chosen(20, gather_rows=one_row_on)
     found["when_it_fails"] = chosen(20, gather_rows=fails)
     found["all_slots"] = chosen(10**4)
-    found["alone"] = list(gathering.gathers(None))
+    found["alone"] = list(kv_pool.gathers(None))
     # What a commit calls: rows of some layers into the middle of its target.
-    rows = KvPoolRows(pool, None, read=gathering.gathers(kernels)["kernel"])
+    rows = KvPoolRows(pool, None, read=kv_pool.gathers(kernels)["kernel"])
     target = [
         torch.full((len(layers), 9, width), 7, dtype=torch.uint8) for width in rows.part_bytes
     ]
     wanted = [part.clone() for part in target]
     rows.gather(layers, slots[3:8], target, 2)
-    gathering.gather(rows, layers, slots[3:8], wanted, 2)
+    kv_pool.gather(rows, layers, slots[3:8], wanted, 2)
     same = all(torch.equal(a, b) for a, b in zip(target, wanted, strict=True))
     found["into_the_middle"] = same and any(bool(part.ne(7).any()) for part in target)
     return found

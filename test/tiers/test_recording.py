@@ -17,7 +17,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
-from sglang_hc.tiers import trace_writer
+from sglang_hc.tiers import trace
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tools.cli.main import main
 from sglang_hc.tools.simulator.recorded import replay_record
@@ -192,7 +192,7 @@ def before_writes(monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -
         write = lambda data: (step(), file.write(data))  # noqa: E731
         return SimpleNamespace(write=write, flush=file.flush, close=file.close)
 
-    monkeypatch.setattr(trace_writer, "open", opened, raising=False)
+    monkeypatch.setattr(trace, "open", opened, raising=False)
 
 
 def test_a_writer_that_is_behind_costs_events_and_says_where(tmp_path: Path, monkeypatch) -> None:

@@ -27,7 +27,7 @@ sequences = st.lists(st.integers(0, 2), max_size=3 * BLOCK_TOKENS)
 
 @given(st.lists(sequences, min_size=2, max_size=6))
 def test_shared_prefixes_and_order_survive(many: list[list[int]]) -> None:
-    names = Pseudonyms(BLOCK_TOKENS)
+    names = Pseudonyms()
     ordered = sorted(pack_tokens(tokens) for tokens in many)
     plain = {packed: disguise(names, [*_unpack(packed)]) for packed in ordered}
     for a, b in pairwise(ordered):
@@ -41,13 +41,13 @@ def _unpack(packed: bytes) -> list[int]:
 
 
 def test_ids_look_different_everywhere() -> None:
-    names = Pseudonyms(BLOCK_TOKENS)
+    names = Pseudonyms()
     out = _unpack(disguise(names, [7] * 500))
     assert len(set(out)) == 500 and all(0 <= token < 1 << 31 for token in out)
     assert _unpack(disguise(names, [7] * 500, "other"))[:10] != out[:10]
-    assert _unpack(disguise(Pseudonyms(BLOCK_TOKENS), [7] * 500))[:10] != out[:10]
+    assert _unpack(disguise(Pseudonyms(), [7] * 500))[:10] != out[:10]
 
 
 def test_an_id_too_large_is_refused() -> None:
     with pytest.raises(OverflowError, match="cannot be recorded"):
-        Pseudonyms(BLOCK_TOKENS).block(1, pack_tokens([TOKEN_LIMIT]))
+        Pseudonyms().block(1, pack_tokens([TOKEN_LIMIT]))

@@ -226,7 +226,7 @@ class _Bench:
             self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
         blocks = self._pools[Form.KV].num_slots
         # In a pool in use the blocks of one path lie anywhere.
-        self._nodes = [_node(int(slot)) for slot in np.random.default_rng(0).permutation(blocks)]
+        self._nodes = [block_in(slot) for slot in np.random.default_rng(0).permutation(blocks)]
 
     def restore_kv(self, tokens: int) -> float:
         """Host slots to rows of the device pool."""
@@ -291,9 +291,7 @@ class _Bench:
     def _pool(self, form: Form) -> HostPool:
         layout = _layout(form, self._subject.shape, LAYERS)
         blocks = -(-min(max(TOKENS), self._subject.rows) // BLOCK_TOKENS)
-        pinned = self._subject.device.type == "cuda"
-        memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return HostPool(layout, blocks, memory.numpy().data)
+        return scratch_pool(layout, blocks, self._subject.device)
 
 
 class _OneLayer:
@@ -335,9 +333,17 @@ def _layout(form: Form, shape: StateShape, layers: int) -> BlockLayout:
     return BlockLayout(plan, replace(shape, num_layers=layers))
 
 
-def _node(slot: int) -> BlockNode:
+def scratch_pool(layout: BlockLayout, blocks: int, device: torch.device) -> HostPool:
+    """Slots of zeros, from which the device copies as from those of a server."""
+    pinned = device.type == "cuda"
+    memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
+    return HostPool(layout, blocks, memory.numpy().data)
+
+
+def block_in(slot: int) -> BlockNode:
+    """A block of no tree that lies in a slot."""
     node = BlockNode(None, b"", b"", None)
-    node.slot = slot
+    node.slot = int(slot)
     return node
 
 

@@ -11,11 +11,10 @@ import torch
 from sglang_hc.device.autotune import Seconds, fastest
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.restore.measure import block_in, scratch_pool
 from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
 from sglang_hc.restore.restore_pass import SIDE_LAYERS, RestorePass
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.block_tree import BlockNode
 
 LAYERS = 2 * SIDE_LAYERS
 """Layers of the timed restoration: twice as many as a side stream gets ahead, so that both ways are
@@ -43,17 +42,10 @@ def fastest_side_stream(
         return None
     layers = min(LAYERS, shape.num_layers)
     layout = BlockLayout(LayerPlan(0, layers, 0), replace(shape, num_layers=layers))
-    pinned = slots.device.type == "cuda"
-    memory = torch.zeros(blocks * layout.slot_bytes, dtype=torch.uint8, pin_memory=pinned)
-    pool = HostPool(layout, blocks, memory.numpy().data)
+    pool = scratch_pool(layout, blocks, slots.device)
     ring = StagingRing.sized_for(shape, slots.device, copy_stream)
-    nodes = []
-    for slot in range(blocks):
-        node = BlockNode(None, b"", b"", None)
-        node.slot = slot
-        nodes.append(node)
     tokens = blocks * BLOCK_TOKENS
-    restoration = Restoration(tuple(nodes), 0, tokens, slots[:tokens])
+    restoration = Restoration(tuple(map(block_in, range(blocks))), 0, tokens, slots[:tokens])
 
     def run(way: SideStream | None) -> None:
         path = RestorePath(pool, sink, ring, side_stream=way)

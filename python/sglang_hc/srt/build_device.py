@@ -13,8 +13,7 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.restore.path import Rotation
 from sglang_hc.srt import plugin
-from sglang_hc.srt.gathering import fastest_gather
-from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool, fastest_gather
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for

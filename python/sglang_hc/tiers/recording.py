@@ -20,7 +20,7 @@ from typing import Any
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
 from sglang_hc.queue.windows import LookAhead, WindowChange
-from sglang_hc.tiers.trace_writer import TraceWriter
+from sglang_hc.tiers.trace import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
