@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Protocol
 
 from sglang_hc.forms import CHUNK_ALIGN
@@ -134,25 +135,17 @@ def probe_direct(folder: str) -> bool:
     path = os.path.join(folder, "probe.tmp")
     page = aligned_buffer(CHUNK_ALIGN)
     try:
-        file = DirectBackend(direct=True).open(path, create=not os.path.exists(path))
+        with closing(DirectBackend().open(path, create=not os.path.exists(path))) as file:
+            file.write([page], 0)
+            return file.read([page], 0) == CHUNK_ALIGN
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        logger.warning("%s: no O_DIRECT here; reads and writes go through the page cache", folder)
-        if os.path.exists(path):
-            os.unlink(path)
-        return False
-    try:
-        file.write([page], 0)
-        return file.read([page], 0) == CHUNK_ALIGN
-    except OSError as error:
-        if error.errno != errno.EINVAL:
             raise
         logger.warning("%s: O_DIRECT refused (%s); using the page cache", folder, error)
         return False
     finally:
-        file.close()
-        os.unlink(path)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 class ThreadMemory(threading.local):

@@ -46,7 +46,7 @@ from sglang_hc.store.disk.index_file import (
     index_bytes,
 )
 from sglang_hc.store.disk.rebuild import rebuild_index
-from sglang_hc.store.disk.slabs import SlabSet
+from sglang_hc.store.disk.slabs import SlabSet, slab_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,13 @@ class Opening:
 def open_directory(opening: Opening) -> Directory:
     """Lock, check, recover and load one directory, made where missing. Raises DirectoryError, and
     DirectoryLost when the device fails."""
-    root = make_root(opening.spec.path)
     with ExitStack() as held, _errors_for_users(opening.spec.path):
+        root = make_root(opening.spec.path)
         lock = take_lock(root)
         held.callback(os.close, lock)
         backend = opening.backend or DirectBackend(probe_direct(root))
-        index = _open_index(root, backend)
         try:
-            directory = _load(opening, root, backend, index, lock)
+            directory = _load(opening, root, backend, _open_index(root), lock)
         except IndexDamaged as error:
             index = replace_index(root, backend, str(error))
             directory = _load(opening, root, backend, index, lock)
@@ -114,13 +113,17 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
             int(clock() * 1e6),
         )
         index.forget_unused(keep=number)
-        budget = _budget(root, opening.spec)
-        data_bytes = _keep_budget(opening, budget, index)
+        data_bytes, most_for_index = _divide_budget(opening, root, index)
         slabs = SlabSet(root, backend, index, data_bytes, clock)
         held.callback(slabs.close)
         slabs.open_all()
         _shrink(root, slabs, index)
-        _limit_index(opening, budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - data_bytes, index)
+        if not index.limit(most_for_index):
+            raise DirectoryError(
+                f"--hc-disk {opening.spec.path}: the index alone is {index.file_bytes()} bytes, "
+                f"more than the size leaves for it ({most_for_index}); give a larger size or empty "
+                "the directory"
+            )
         directory = Directory(root, lock, index, slabs, opening.model, number, clock)
         directory.load()
         held.pop_all()
@@ -136,18 +139,14 @@ def store_root(path: str) -> str:
 
 
 def make_root(path: str) -> str:
-    """The store's folder, made where missing. Raises DirectoryError."""
+    """The store's folder, made where missing. Raises OSError."""
     root = store_root(path)
-    try:
-        if not os.path.isdir(path):
-            os.mkdir(path, DIRECTORY_MODE)
-        if not os.path.isdir(root):
-            os.mkdir(root, DIRECTORY_MODE)
-        os.chmod(root, DIRECTORY_MODE)
-        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        raise _unusable(path, error) from error
+    for folder in (path, root):
+        if not os.path.isdir(folder):
+            os.mkdir(folder, DIRECTORY_MODE)
+    os.chmod(root, DIRECTORY_MODE)
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     return root
 
 
@@ -161,13 +160,10 @@ def _unusable(path: str, error: OSError) -> DirectoryError:
 
 
 def take_lock(root: str) -> int:
-    """Descriptor that holds the lock of a store. Raises DirectoryError when somebody has it."""
-    try:
-        descriptor = os.open(
-            os.path.join(root, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
-        )
-    except OSError as error:
-        raise _unusable(os.path.dirname(root), error) from error
+    """Descriptor that holds the lock of a store. Raises DirectoryError when somebody has it, and
+    OSError."""
+    path = os.path.join(root, LOCK_NAME)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -185,18 +181,16 @@ def take_lock(root: str) -> int:
 # -- index ----------------------------------------------------------------------------------------
 
 
-def _open_index(root: str, backend: Backend) -> Index:
+def _open_index(root: str) -> Index:
+    """Raises IndexDamaged where there should be a sound index."""
     path = os.path.join(root, INDEX_NAME)
     if os.path.exists(os.path.join(root, DAMAGED_NAME)):
-        return replace_index(root, backend, "marked as damaged")
+        raise IndexDamaged("marked as damaged")
     if not os.path.exists(path):
-        if any(name.startswith("slab-") for name in os.listdir(root)):
-            return replace_index(root, backend, "missing")
+        if slab_numbers(root):
+            raise IndexDamaged("missing")
         index_file.create(path)
-    try:
-        return Index(path)
-    except IndexDamaged as error:
-        return replace_index(root, backend, str(error))
+    return Index(path)
 
 
 def version_message(path: str, found: str) -> str:
@@ -225,35 +219,26 @@ def replace_index(root: str, backend: Backend, reason: str) -> Index:
 # -- budget ---------------------------------------------------------------------------------------
 
 
-def _budget(root: str, spec: DirectorySpec) -> int:
-    if spec.size_bytes is not None:
-        return spec.size_bytes
-    disk = os.statvfs(root)
-    free = _DEFAULT_SHARE * (disk.f_bavail * disk.f_frsize) / spec.users
-    return int(free + _DEFAULT_SHARE * used_bytes(root))
-
-
-def _keep_budget(opening: Opening, budget: int, index: Index) -> int:
-    """Bytes for slabs. Raises DirectoryError when they would hold next to nothing."""
-    slot_bytes = opening.model.slot_format.slot_bytes
+def _divide_budget(opening: Opening, root: str, index: Index) -> tuple[int, int]:
+    """(bytes for slabs, bytes for the index). Raises DirectoryError when the slabs would hold next
+    to nothing."""
+    spec, slot_bytes = opening.spec, opening.model.slot_format.slot_bytes
+    budget = spec.size_bytes
+    if budget is None:
+        disk = os.statvfs(root)
+        free = disk.f_bavail * disk.f_frsize / spec.users
+        budget = int(_DEFAULT_SHARE * (free + used_bytes(root)))
     smallest = min([slot_bytes, *(m.slot_bytes for m in index.models() if m.slot_bytes > 0)])
-    rest = budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - index_bytes(budget // smallest)
+    for_index = index_bytes(budget // smallest)
+    rest = budget - FIXED_FILES_BYTES - WAL_MAX_BYTES - for_index
     least = _LEAST_SLOTS * (slot_bytes + SLAB_HEADER_BYTES)
     if rest < least:
         needed = (budget - rest + least) / GIGABYTE
         raise DirectoryError(
-            f"--hc-disk {opening.spec.path}: {budget / GIGABYTE:.3f} GB is too small for this "
-            f"model; give at least {needed + 0.001:.3f} GB"
+            f"--hc-disk {spec.path}: {budget / GIGABYTE:.3f} GB is too small for this model; give "
+            f"at least {needed + 0.001:.3f} GB"
         )
-    return rest
-
-
-def _limit_index(opening: Opening, most: int, index: Index) -> None:
-    if not index.limit(most):
-        raise DirectoryError(
-            f"--hc-disk {opening.spec.path}: the index alone is {index.file_bytes()} bytes, more "
-            f"than the size leaves for it ({most}); give a larger size or empty the directory"
-        )
+    return rest, for_index
 
 
 def _shrink(root: str, slabs: SlabSet, index: Index) -> None:

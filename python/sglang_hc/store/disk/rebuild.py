@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import lru_cache
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import Backend, File
@@ -46,83 +48,63 @@ def _refuse_other_versions(root: str, path: str, backend: Backend) -> None:
         with suppress(IndexDamaged, IndexFull):
             Index(path).close()
     for number in slab_numbers(root):
-        file = backend.open(slab_path(root, number))
-        try:
-            _slab_header(file, number)
-        finally:
-            file.close()
+        with closing(backend.open(slab_path(root, number))) as file, suppress(FormatError, OSError):
+            read_slab_header(file)
 
 
 def _unlink_index(path: str) -> None:
     """Remove an index. The log goes last: without it the file beside it could look sound."""
     for name in (path, path + "-wal", path + "-shm"):
-        if os.path.exists(name):
+        with suppress(FileNotFoundError):
             os.unlink(name)
 
 
 def _fill(index: Index, root: str, backend: Backend) -> int:
     newest: dict[tuple[bytes, bytes], int] = {}
     """Write time of each block, by fingerprint and identity."""
+    pending: dict[tuple[bytes, bytes], Row] = {}
     models: dict[bytes, int] = {}
-    pending: list[Row] = []
-    for number in slab_numbers(root):
-        file = backend.open(slab_path(root, number))
-        try:
-            slab = _slab_header(file, number)
-            if slab is None:
-                continue
-            index.add_slab(slab)
-            for slot in range(slab.slots):
-                header = _slot_header(file, slab, slot)
-                if header is None:
-                    continue
-                key = (header.fingerprint, header.block_id)
-                if newest.get(key, -1) >= header.created:
-                    continue
-                newest[key] = header.created
-                pending = [row for row in pending if row.block_id != header.block_id]
-                pending.append(_row(index, models, slab, slot, header))
-                if len(pending) == ROWS_PER_COMMIT:
-                    index.insert(pending)
-                    pending = []
-        finally:
-            file.close()
+    namespace = lru_cache(index.namespace)
+    for slab, slot, header in _slots(index, root, backend):
+        key = (header.fingerprint, header.block_id)
+        if newest.get(key, -1) >= header.created:
+            continue
+        newest[key] = when = header.created
+        if header.fingerprint not in models:
+            models[header.fingerprint] = index.register_model(
+                header.fingerprint, RECOVERED_LABEL, (), slab.slot_bytes, when
+            )
+        owner = (models[header.fingerprint], header.block_id, namespace(header.label))
+        pending[key] = Row(*owner, slab.slab, slot, when, when, 0)
+        if len(pending) == ROWS_PER_COMMIT:
+            index.insert([*pending.values()])
+            pending.clear()
     if pending:
-        index.insert(pending)
+        index.insert([*pending.values()])
     return len(newest)
 
 
-def _row(
-    index: Index, models: dict[bytes, int], slab: SlabHeader, slot: int, header: SlotHeader
-) -> Row:
-    if header.fingerprint not in models:
-        models[header.fingerprint] = index.register_model(
-            header.fingerprint, RECOVERED_LABEL, (), slab.slot_bytes, header.created
-        )
-    return Row(
-        models[header.fingerprint],
-        header.block_id,
-        index.namespace(header.label),
-        slab.slab,
-        slot,
-        header.created,
-        header.created,
-        0,
-    )
+def _slots(
+    index: Index, root: str, backend: Backend
+) -> Iterator[tuple[SlabHeader, int, SlotHeader]]:
+    """All slots that say what they hold. Their slabs are added to the index."""
+    for number in slab_numbers(root):
+        with closing(backend.open(slab_path(root, number))) as file:
+            try:
+                slab = read_slab_header(file)
+            except (FormatError, OSError) as error:
+                logger.warning("slab %d cannot be used: %s", number, error)
+                continue
+            if slab.slab != number:
+                continue
+            index.add_slab(slab)
+            for slot in range(slab.slots):
+                header = _slot_header(file, slab.offset(slot))
+                if header is not None:
+                    yield slab, slot, header
 
 
-def _slab_header(file: File, number: int) -> SlabHeader | None:
-    """None when it is damaged. Raises UnknownVersion: such a slab is never removed as an orphan."""
-    try:
-        header = read_slab_header(file)
-    except (FormatError, OSError) as error:
-        logger.warning("slab %d cannot be used: %s", number, error)
-        return None
-    return header if header.slab == number else None
-
-
-def _slot_header(file: File, slab: SlabHeader, slot: int) -> SlotHeader | None:
-    offset = slab.offset(slot)
+def _slot_header(file: File, offset: int) -> SlotHeader | None:
     try:
         header = read_header(lambda buffers, at: file.read(buffers, offset + at))
     except (Damaged, OSError):

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +43,6 @@ class _Slab:
     taken: bytearray
     used: int = 0
     cursor: int = 0
-    leases: int = 0
-    retired: bool = False
 
 
 class SlabSet:
@@ -64,8 +63,9 @@ class SlabSet:
         self._lock = threading.Lock()
         self._grow_lock = threading.Lock()
         self._slabs: dict[int, _Slab] = {}
-        self._leases: dict[Place, int] = {}
+        self._leases: Counter[Place] = Counter()
         self._doomed: set[Place] = set()
+        """Leased slots that nothing owns any more: free when the lease ends."""
         self._growth_resumes = 0.0
         self.data_bytes = data_bytes
         self.quarantined = 0
@@ -126,34 +126,29 @@ class SlabSet:
         it, or as many as there are anywhere; other threads are given slots elsewhere meanwhile.
         """
         with self._lock:
-            place = None
-            if behind is not None and self._is_free(behind.slab, behind.slot + 1):
-                place = Place(behind.slab, behind.slot + 1)
-            place = place or self._start_of_run(slot_bytes, more + 1)
+            place = None if behind is None else Place(behind.slab, behind.slot + 1)
+            if place is None or not self._is_free(place):
+                place = self._start_of_run(slot_bytes, more + 1)
             if place is not None:
                 slab = self._slabs[place.slab]
                 slab.taken[place.slot] = 1
                 slab.used += 1
-                self._lease(place, slab)
+                self._leases[place] += 1
             return place
 
-    def _is_free(self, number: int, slot: int) -> bool:
-        slab = self._slabs.get(number)
-        return (
-            slab is not None
-            and not slab.retired
-            and slot < slab.header.slots
-            and not slab.taken[slot]
-        )
+    def _is_there(self, place: Place) -> bool:
+        slab = self._slabs.get(place.slab)
+        return slab is not None and place.slot < slab.header.slots
+
+    def _is_free(self, place: Place) -> bool:
+        return self._is_there(place) and not self._slabs[place.slab].taken[place.slot]
 
     def _start_of_run(self, slot_bytes: int, count: int) -> Place | None:
         """The first of `count` free slots side by side; of half as many where there are none."""
         slabs = [
             (number, slab)
             for number, slab in self._slabs.items()
-            if slab.header.slot_bytes == slot_bytes
-            and not slab.retired
-            and slab.used < slab.header.slots
+            if slab.header.slot_bytes == slot_bytes and slab.used < slab.header.slots
         ]
         while slabs and count:
             free = bytes(count)
@@ -244,49 +239,41 @@ class SlabSet:
             self._doomed.discard(slot)
 
     def _free(self, slot: Place) -> None:
-        slab = self._slabs.get(slot[0])
-        if slab is not None and slot[1] < slab.header.slots and slab.taken[slot[1]]:
-            slab.taken[slot[1]] = 0
-            slab.used -= 1
+        if self._is_there(slot):
+            slab = self._slabs[slot.slab]
+            slab.used -= slab.taken[slot.slot]
+            slab.taken[slot.slot] = 0
 
     # -- use ----------------------------------------------------------------------------------
 
     def lease(self, slot: Place) -> bool:
         """Keep a slot from being reused. False when there is no such slot."""
         with self._lock:
-            slab = self._slabs.get(slot[0])
-            if slab is None or slab.retired or slot[1] >= slab.header.slots:
-                return False
-            self._lease(slot, slab)
-            return True
-
-    def _lease(self, slot: Place, slab: _Slab) -> None:
-        self._leases[slot] = self._leases.get(slot, 0) + 1
-        slab.leases += 1
+            there = self._is_there(slot)
+            if there:
+                self._leases[slot] += 1
+            return there
 
     def unlease(self, slots: Iterable[Place]) -> None:
         """End leases, one for each slot named."""
         with self._lock:
             for slot in slots:
-                left = self._leases[slot] - 1
-                self._slabs[slot[0]].leases -= 1
-                if left:
-                    self._leases[slot] = left
-                    continue
-                del self._leases[slot]
-                if slot in self._doomed:
-                    self._doomed.remove(slot)
-                    self._free(slot)
+                self._leases[slot] -= 1
+                if not self._leases[slot]:
+                    del self._leases[slot]
+                    if slot in self._doomed:
+                        self._doomed.remove(slot)
+                        self._free(slot)
 
     def read(self, slot: Place, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """Read from a leased slot. Returns the bytes read, fewer where the file ends early."""
-        slab = self._slabs[slot[0]]
-        return slab.file.read(buffers, slab.header.offset(slot[1]) + offset)
+        slab = self._slabs[slot.slab]
+        return slab.file.read(buffers, slab.header.offset(slot.slot) + offset)
 
     def write(self, slot: Place, buffers: Sequence[memoryview]) -> None:
         """Write the start of a leased slot."""
-        slab = self._slabs[slot[0]]
-        slab.file.write(buffers, slab.header.offset(slot[1]))
+        slab = self._slabs[slot.slab]
+        slab.file.write(buffers, slab.header.offset(slot.slot))
 
     def sync(self, numbers: Iterable[int]) -> None:
         """Make what was written to these slabs durable."""
@@ -297,27 +284,26 @@ class SlabSet:
 
     def drop(self, number: int) -> bool:
         """Remove a slab with all its rows and its file. False while one of its slots is leased."""
-        with self._lock:
-            slab = self._slabs.get(number)
-            if slab is None or slab.leases or slab.retired:
-                return False
-            slab.retired = True
-        try:
-            self._index.drop_slab(number)
-        except BaseException:
-            slab.retired = False
-            raise
-        self._backend.unlink(slab_path(self._root, number))
-        self._backend.sync_directory(self._root)
-        with self._lock:
-            del self._slabs[number]
+        with self._grow_lock:  # its room is not given away before the file is gone
+            with self._lock:
+                if number not in self._slabs or any(p.slab == number for p in self._leases):
+                    return False
+                slab = self._slabs.pop(number)
+            try:
+                self._index.drop_slab(number)
+            except BaseException:
+                with self._lock:
+                    self._slabs[number] = slab
+                raise
+            self._backend.unlink(slab_path(self._root, number))
+            self._backend.sync_directory(self._root)
         slab.file.close()
         return True
 
     def sizes(self) -> dict[int, int]:
         """Slot size of each slab in use."""
         with self._lock:
-            return {n: s.header.slot_bytes for n, s in self._slabs.items() if not s.retired}
+            return {number: slab.header.slot_bytes for number, slab in self._slabs.items()}
 
     def file_bytes(self) -> int:
         """Sizes of all slab files."""
@@ -327,11 +313,8 @@ class SlabSet:
     def usage(self, slot_bytes: int | None = None) -> tuple[int, int]:
         """(slots taken, slots there are), of one size or of all."""
         with self._lock:
-            chosen = [
-                slab
-                for slab in self._slabs.values()
-                if slot_bytes in (None, slab.header.slot_bytes)
-            ]
+            slabs = self._slabs.values()
+            chosen = [s for s in slabs if slot_bytes in (None, s.header.slot_bytes)]
             return sum(s.used for s in chosen), sum(s.header.slots for s in chosen)
 
     def growable_slots(self, slot_bytes: int) -> int:
@@ -343,7 +326,7 @@ class SlabSet:
     def leased(self) -> int:
         """Leases held now; zero when nothing is in flight."""
         with self._lock:
-            return sum(self._leases.values())
+            return self._leases.total()
 
     def taken_slots(self) -> dict[int, list[int]]:
         """Slots that are not free, for each slab."""
