@@ -45,7 +45,6 @@ from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import Backend, aligned_buffer
-from sglang_hc.store.disk.format import Chunk, SlotFormat
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.bench.machine import command
@@ -60,7 +59,7 @@ NO_UPKEEP = Upkeep(background=False, scrub_bytes_per_s=0)
 
 def slot_bytes(layout: BlockLayout) -> int:
     """Size of a slot on disk, which is what one request reads or writes."""
-    return SlotFormat(tuple(Chunk(*chunk) for chunk in layout.chunks())).slot_bytes
+    return StoredModel.of(layout.chunks(), bytes(16), "").slot_bytes
 
 
 def make_blocks(count: int, seed: int) -> list[Block]:

@@ -84,7 +84,7 @@ class Disk:
         directory = store.directory_of(self.path[block])
         place = Place.unpack(directory.places[self.path[block]])
         begin = directory.slabs._slabs[place.slab].header.offset(place.slot)
-        size = store.model.slot_format.slot_bytes
+        size = store.model.slot_bytes
         return Range(Path(slab_path(directory.root, place.slab)), begin, begin + size)
 
 

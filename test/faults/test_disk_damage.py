@@ -132,7 +132,7 @@ def test_every_byte_of_a_slot_is_covered(scratch: Path) -> None:
     slab = slabs_of(folder)[0]
     good = slab.read_bytes()
     store = open_store(folder, backend=BUFFERED)
-    end = 4096 + store.model.slot_format.slot_bytes
+    end = 4096 + store.model.slot_bytes
     store.close()
     rng = random.Random(5)
     for at in [4096, 4096 + 4095, 8192, end - 1, *(rng.randrange(4096, end) for _ in range(20))]:

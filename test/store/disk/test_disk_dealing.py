@@ -125,7 +125,7 @@ def test_a_real_store_is_balanced_and_keeps_each_budget(budgets: list[int], path
     root = Path(tempfile.mkdtemp(dir=MEMORY))
     fills = Fills(root, budgets)
     store = fills.store
-    size = store.model.slot_format.slot_bytes
+    size = store.model.slot_bytes
     fits = [d.slabs.data_bytes // size for d in store.directories]
     for seed in range(paths):
         blocks = make_path(4, seed=seed)

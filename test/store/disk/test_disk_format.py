@@ -15,8 +15,8 @@ from sglang_hc.store.disk.format import (
     Chunk,
     FormatError,
     SlabHeader,
-    SlotFormat,
     SlotHeader,
+    StoredModel,
     chunk_digest,
     clip_label,
     slot_header_bytes,
@@ -127,7 +127,7 @@ def test_chunks_follow_the_header_without_gaps(pages: list[int]) -> None:
     for layer, count in enumerate(pages):
         chunks.append(Chunk(layer, end, 4096 * count))
         end += 4096 * count
-    slot = SlotFormat(tuple(chunks))
+    slot = StoredModel(tuple(chunks), bytes(16), "tiny")
     assert slot.block_bytes == end
     assert slot.slot_bytes == slot_header_bytes(len(chunks)) + end
 
@@ -135,7 +135,7 @@ def test_chunks_follow_the_header_without_gaps(pages: list[int]) -> None:
 @pytest.mark.parametrize("second", [4096 - 1, 4096 + 4096])
 def test_chunks_with_gaps_or_overlaps_are_a_programming_error(second: int) -> None:
     with pytest.raises(ValueError, match="layer 5 does not follow"):
-        SlotFormat((Chunk(4, 0, 4096), Chunk(5, second, 4096)))
+        StoredModel((Chunk(4, 0, 4096), Chunk(5, second, 4096)), bytes(16), "tiny")
 
 
 @given(

@@ -91,7 +91,7 @@ def test_two_batches_at_once_do_not_lie_between_each_other(scratch: Path) -> Non
     """The second one begins after the room that the first has left to fill."""
     store = open_store(scratch, size=ROOM)
     put(store, make_path(1))
-    slabs, size = store.directories[0].slabs, store.model.slot_format.slot_bytes
+    slabs, size = store.directories[0].slabs, store.model.slot_bytes
     one = slabs.allocate(size, None, 7)
     other = slabs.allocate(size, None, 7)
     assert one is not None and other is not None and other == Place(one.slab, one.slot + 8)
@@ -106,7 +106,7 @@ def test_a_free_run_of_half_the_length_at_least_is_found(gone: set[int], more: i
     """`gone`: which of 40 slots side by side are free again."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         store = open_store(Path(folder), size=ROOM)
-        size, slabs = store.model.slot_format.slot_bytes, store.directories[0].slabs
+        size, slabs = store.model.slot_bytes, store.directories[0].slabs
         put(store, make_path(1))
         (there,) = {slabs.usage()[1]}
         taken = [slabs.allocate(size) for _ in range(there - 1)]

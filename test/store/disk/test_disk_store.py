@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sglang_hc.store.disk.backend import aligned_buffer
-from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec, StoredModel
+from sglang_hc.store.disk.directory import DirectoryError, DirectorySpec
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index_file import Place
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (

@@ -111,7 +111,7 @@ def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
         store.tick()
     slots = store.directories[0].slabs
     taken, there = slots.usage()
-    there += slots.growable_slots(store.model.slot_format.slot_bytes)
+    there += slots.growable_slots(store.model.slot_bytes)
     assert taken <= 0.6 * there + 1
     store.check_integrity()
     store.close()
@@ -202,7 +202,7 @@ def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
     slab, slot = Place.unpack(store.directories[0].places[blocks[1].block_id])
     path = tmp_path / "sglang-hc" / f"slab-{slab:08d}.dat"
     with path.open("r+b") as file:
-        file.seek(4096 + slot * store.model.slot_format.slot_bytes + 9000)
+        file.seek(4096 + slot * store.model.slot_bytes + 9000)
         file.write(b"flipped")
     store.tick()
     assert store.contains([block.block_id for block in blocks]) == 1
@@ -233,7 +233,7 @@ def test_scrub_verifies_whole_blocks_and_keeps_its_pace_on_average(tmp_path: Pat
     held between steps, so the store may be closed at any time."""
     store = open_store(tmp_path, scrub_bytes_per_s=4096)
     put(store, make_path(3))
-    size = store.model.slot_format.slot_bytes
+    size = store.model.slot_bytes
     for step in range(1, 18):
         store.tick()
         assert store.counters()["scrubbed_bytes"] == -(-step * 4096 // size) * size

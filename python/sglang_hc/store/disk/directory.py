@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.backend import FILE_MODE
-from sglang_hc.store.disk.format import ID_BYTES, Chunk, SlotFormat
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Owner, Place, Row
 from sglang_hc.store.disk.slabs import SlabSet
@@ -74,24 +74,6 @@ class DirectorySpec:
         return DirectorySpec(os.path.join(self.path, name), size, users * self.users)
 
 
-@dataclass(frozen=True)
-class StoredModel:
-    """Whose blocks a store holds. fingerprint: 16 bytes. label: for people."""
-
-    slot_format: SlotFormat
-    fingerprint: bytes
-    label: str
-
-    @classmethod
-    def of(
-        cls, chunks: Sequence[tuple[int, int, int]], fingerprint: bytes, label: str
-    ) -> StoredModel:
-        """chunks: (layer, offset, length) of `BlockLayout.chunks()`."""
-        if len(fingerprint) != ID_BYTES:
-            raise ValueError(f"fingerprint of {len(fingerprint)} bytes; {ID_BYTES} are needed")
-        return cls(SlotFormat(tuple(Chunk(*chunk) for chunk in chunks)), fingerprint, label)
-
-
 class Directory:
     """An open directory for one model: where its blocks lie, and which were used when. Thread-safe.
 
@@ -138,9 +120,7 @@ class Directory:
     def load(self) -> None:
         """Read where the blocks lie. Raises IndexDamaged."""
         places = self.index.places(self.number)
-        taken = list(places.values())
-        if self.index.count() != len(places):  # a second pass over the table only if it gives
-            taken += self.index.other_places(self.number)
+        taken = [*places.values(), *self.index.other_places(self.number)]
         if not {*map(type, places)} <= {bytes}:
             raise IndexDamaged("a row holds values of a wrong type")
         try:
@@ -238,7 +218,7 @@ class Directory:
 
     def free_slots(self) -> int:
         """Slots that can be taken without evicting anything."""
-        size = self.model.slot_format.slot_bytes
+        size = self.model.slot_bytes
         used, there = self.slabs.usage(size)
         return there - used + self.slabs.growable_slots(size)
 

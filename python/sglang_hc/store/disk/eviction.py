@@ -30,7 +30,7 @@ class Evictor:
         self, directory: Directory, uses: Mapping[bytes, float], watermarks: tuple[float, float]
     ) -> None:
         self._directory = directory
-        self._slot_bytes = directory.model.slot_format.slot_bytes
+        self._slot_bytes = directory.model.slot_bytes
         self._uses = uses
         self._high, self._low = watermarks
 

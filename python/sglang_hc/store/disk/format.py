@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple
 
 import xxhash
@@ -69,16 +70,28 @@ def slot_header_bytes(chunks: int) -> int:
 
 
 @dataclass(frozen=True)
-class SlotFormat:
-    """Where the chunks of one model's blocks lie in a slot: behind the header, as in the block.
+class StoredModel:
+    """Whose blocks a store holds, and where their chunks lie in a slot: behind the header, as in
+    the block. label: for people.
 
-    Raises ValueError for chunks that leave gaps or overlap: a slot takes a block's bytes as they
-    are.
+    Raises ValueError for a fingerprint of another length than ID_BYTES, and for chunks that leave
+    gaps or overlap: a slot takes a block's bytes as they are.
     """
 
     chunks: tuple[Chunk, ...]
+    fingerprint: bytes
+    label: str
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[tuple[int, int, int]], fingerprint: bytes, label: str
+    ) -> StoredModel:
+        """chunks: (layer, offset, length) of `BlockLayout.chunks()`."""
+        return cls(tuple(starmap(Chunk, chunks)), fingerprint, label)
 
     def __post_init__(self) -> None:
+        if len(self.fingerprint) != ID_BYTES:
+            raise ValueError(f"fingerprint of {len(self.fingerprint)} bytes; {ID_BYTES} are needed")
         end = 0
         for chunk in self.chunks:
             if chunk.offset != end:

@@ -160,14 +160,11 @@ class Index(IndexFile):
                 )
             )
 
-    def count(self) -> int:
-        """Number of rows of all models."""
-        return self._number("SELECT count(*) FROM blocks")
-
     def other_places(self, model: int) -> list[int]:
-        """Packed places of the blocks of all other models."""
-        sql = f"SELECT {_PACKED} FROM blocks WHERE model<>?"
-        return [place for (place,) in self._read(tuple[int], sql, model)]
+        """Packed places of the blocks of all other models, found by the primary key."""
+        sql = f"SELECT {_PACKED} FROM blocks WHERE model<? UNION ALL"
+        sql += f" SELECT {_PACKED} FROM blocks WHERE model>?"
+        return [place for (place,) in self._read(tuple[int], sql, model, model)]
 
     def place(self, model: int, block_id: bytes) -> Place | None:
         """Where one block lies."""

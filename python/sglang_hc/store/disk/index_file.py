@@ -11,8 +11,9 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -113,19 +114,12 @@ def index_bytes(slots: int) -> int:
 def create(path: str) -> None:
     """Make an empty index file. Raises OSError, or IndexDamaged when SQLite cannot write there."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    with translated():
-        connection = sqlite3.connect(path, isolation_level=None)
-        try:
-            connection.execute(f"PRAGMA page_size={_PAGE}")
-            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=FULL")
-            connection.executescript(
-                f"BEGIN; {SCHEMA} INSERT INTO meta VALUES('format_version', '{VERSION}');"
-                f"PRAGMA user_version={VERSION}; COMMIT;"
-            )
-        finally:
-            connection.close()
+    with translated(), closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.executescript(
+            f"PRAGMA page_size={_PAGE}; PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=WAL;"
+            f"PRAGMA synchronous=FULL; BEGIN; {SCHEMA} INSERT INTO meta"
+            f" VALUES('format_version', '{VERSION}'); PRAGMA user_version={VERSION}; COMMIT;"
+        )
 
 
 class IndexFile:
@@ -140,7 +134,7 @@ class IndexFile:
         _read_ahead(path)
         with translated():
             self._connection = sqlite3.connect(
-                f"file:{_quoted(path)}?mode={'ro' if read_only else 'rw'}",
+                f"file:{quote(os.fsencode(path))}?mode={'ro' if read_only else 'rw'}",
                 uri=True,
                 isolation_level=None,
                 check_same_thread=False,
@@ -153,35 +147,28 @@ class IndexFile:
                 raise
 
     def _prepare(self, read_only: bool) -> None:
-        self._connection.execute("PRAGMA temp_store=MEMORY")
-        self._connection.execute("PRAGMA busy_timeout=200")
-        self._check_version()
-        if read_only:
-            return
-        mode = self._connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
-        if mode != "wal":
-            raise IndexDamaged(f"{self.path}: SQLite cannot use WAL here (mode {mode})")
-        # The log is truncated by hand before it could pass its share of the budget.
-        self._connection.execute("PRAGMA wal_autocheckpoint=0")
-        self._connection.execute("PRAGMA synchronous=FULL")
-
-    def _check_version(self) -> None:
-        pragma = self._connection.execute("PRAGMA user_version").fetchone()[0]
-        stored = self._connection.execute(
-            "SELECT value FROM meta WHERE key='format_version'"
-        ).fetchone()
+        execute = self._connection.execute
+        execute("PRAGMA temp_store=MEMORY")
+        execute("PRAGMA busy_timeout=200")
+        (pragma,) = execute("PRAGMA user_version").fetchone()
+        stored = execute("SELECT value FROM meta WHERE key='format_version'").fetchone()
         if stored is None or str(pragma) != str(stored[0]):
             raise IndexDamaged(f"{self.path}: the two places of the format version disagree")
         if pragma != VERSION:
             raise UnknownVersion(str(pragma))
+        if not read_only:
+            (mode,) = execute("PRAGMA journal_mode=WAL").fetchone()
+            if mode != "wal":
+                raise IndexDamaged(f"{self.path}: SQLite cannot use WAL here (mode {mode})")
+            # The log is truncated by hand before it could pass its share of the budget.
+            execute("PRAGMA wal_autocheckpoint=0")
+            execute("PRAGMA synchronous=FULL")
 
     def close(self) -> None:
         """Truncate the log and close."""
         with self._lock:
-            try:
+            with suppress(sqlite3.Error):  # the log is replayed at the next start
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            except sqlite3.Error:
-                pass  # the log is replayed at the next start
             self._connection.close()
 
     # -- transactions -------------------------------------------------------------------------
@@ -249,13 +236,10 @@ class IndexFile:
 def _read_ahead(path: str) -> None:
     """Bring the whole file into the page cache in large pieces: SQLite would fetch it page by page
     in the order of the tree, and Linux cuts large POSIX_FADV_WILLNEED requests short."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            scratch = bytearray(_PIECE_BYTES)
-            while file.readinto(scratch):
-                pass
-    except OSError:
-        return  # whoever opens it next says why
+    with suppress(OSError), open(path, "rb", buffering=0) as file:  # SQLite says what is wrong
+        scratch = bytearray(_PIECE_BYTES)
+        while file.readinto(scratch):
+            pass
 
 
 @contextmanager
@@ -271,7 +255,3 @@ def translated() -> Iterator[None]:
     except (ValueError, TypeError, OverflowError, msgspec.DecodeError) as error:
         # A row with values of other types.
         raise IndexDamaged(str(error)) from error
-
-
-def _quoted(path: str) -> str:
-    return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")

@@ -144,7 +144,7 @@ class Maintenance:
             self.expire()
             self._evictor.trim()
             with directory.guarded():
-                directory.slabs.prepare(directory.model.slot_format.slot_bytes)
+                directory.slabs.prepare(directory.model.slot_bytes)
             self._scrubber.step(self._budget)
         except (IndexDamaged, IndexFull, OSError) as error:
             directory.count("maintenance_errors")

@@ -32,10 +32,9 @@ from sglang_hc.store.disk.directory import (
     DirectoryError,
     DirectoryLost,
     DirectorySpec,
-    StoredModel,
     used_bytes,
 )
-from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, clip_label
+from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, StoredModel, clip_label
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import (
     FIXED_FILES_BYTES,
@@ -102,14 +101,14 @@ def _errors_for_users(path: str) -> Iterator[None]:
 
 def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int) -> Directory:
     """The directory with everything in memory; the index is closed again on any error."""
-    clock, slot_format = opening.clock, opening.model.slot_format
+    clock, model = opening.clock, opening.model
     with ExitStack() as held:
         held.callback(index.close)
         number = index.register_model(
-            opening.model.fingerprint,
-            clip_label(opening.model.label),
-            slot_format.chunks,
-            slot_format.slot_bytes,
+            model.fingerprint,
+            clip_label(model.label),
+            model.chunks,
+            model.slot_bytes,
             int(clock() * 1e6),
         )
         index.forget_unused(keep=number)
@@ -124,7 +123,7 @@ def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int
                 f"more than the size leaves for it ({most_for_index}); give a larger size or empty "
                 "the directory"
             )
-        directory = Directory(root, lock, index, slabs, opening.model, number, clock)
+        directory = Directory(root, lock, index, slabs, model, number, clock)
         directory.load()
         held.pop_all()
         return directory
@@ -222,7 +221,7 @@ def replace_index(root: str, backend: Backend, reason: str) -> Index:
 def _divide_budget(opening: Opening, root: str, index: Index) -> tuple[int, int]:
     """(bytes for slabs, bytes for the index). Raises DirectoryError when the slabs would hold next
     to nothing."""
-    spec, slot_bytes = opening.spec, opening.model.slot_format.slot_bytes
+    spec, slot_bytes = opening.spec, opening.model.slot_bytes
     budget = spec.size_bytes
     if budget is None:
         disk = os.statvfs(root)

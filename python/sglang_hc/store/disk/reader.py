@@ -59,14 +59,14 @@ class BlockReader:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._format = directory.model.slot_format
+        self._model = directory.model
         self._pages = ThreadMemory()
 
     def read_many(self, reads: Sequence[Read]) -> dict[Read, Outcome]:
         """See `DiskStore.read_many`. A block that is not here any more is MISSING."""
         outcomes = dict.fromkeys(reads, Outcome.MISSING)
         found: list[_Found] = []
-        size = self._format.header_bytes
+        size = self._model.header_bytes
         pages = self._pages.get(size * len(reads))
         for number, read in enumerate(reads):
             place = self._directory.acquire(read.block_id)
@@ -84,7 +84,7 @@ class BlockReader:
     def _runs(self, found: Sequence[_Found]) -> Iterator[list[_Found]]:
         """Blocks that one call can read, because they lie side by side in one slab."""
         run: list[_Found] = []
-        most = max(1, RUN_BYTES // self._format.slot_bytes)
+        most = max(1, RUN_BYTES // self._model.slot_bytes)
         for one in sorted(found, key=lambda one: one.place):
             if run and (len(run) == most or not run[-1].can_join(one)):
                 yield run
@@ -96,18 +96,18 @@ class BlockReader:
     def _fetch_run(self, run: Sequence[_Found]) -> bool:
         """Read several blocks by one call. False when that failed: each is then read alone, so that
         only those that cannot be read are lost."""
-        size = self._format.block_bytes
+        size = self._model.block_bytes
         buffers = [part for one in run for part in (one.page, one.read.into[:size])]
         try:
             done = self._directory.slabs.read(run[0].place, buffers)
         except (OSError, KeyError):
             return False
-        return done == len(run) * self._format.slot_bytes
+        return done == len(run) * self._model.slot_bytes
 
     def _finish(self, one: _Found, fetched: bool) -> Outcome:
         """Read a block unless that was done, and prove it; it is removed if that fails."""
         directory, read = self._directory, one.read
-        chunks = self._format.chunks
+        chunks = self._model.chunks
         wanted = [
             number
             for number, chunk in enumerate(chunks)
@@ -116,7 +116,7 @@ class BlockReader:
         try:
             if not fetched:
                 self._fetch(one, [chunks[number] for number in wanted])
-            header = check_header(one.page, read.block_id, directory.model.fingerprint, chunks)
+            header = check_header(one.page, read.block_id, self._model.fingerprint, chunks)
             for number in wanted:
                 _, start, length = chunks[number]
                 check_chunk(header, number, read.into[start : start + length])

@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import Backend
-from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec, StoredModel
+from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec
 from sglang_hc.store.disk.eviction import Evictor
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
 from sglang_hc.store.disk.opening import Opening, open_directory
@@ -49,12 +50,12 @@ class DiskStore:
     ) -> None:
         self.directories = tuple(directories)
         self.model = model
-        self.slot_bytes = model.slot_format.block_bytes
+        self.slot_bytes = model.block_bytes
         """Bytes of one block, which is a slot of the host tier."""
         self._uses: dict[bytes, float] = {}
         evictors = {d: Evictor(d, self._uses, upkeep.watermarks) for d in directories}
         self._readers = {directory: BlockReader(directory) for directory in directories}
-        self._writer = BlockWriter(evictors, model.slot_format.slot_bytes)
+        self._writer = BlockWriter(evictors, model.slot_bytes)
         share = 1 / len(directories)
         self.maintenance = [Maintenance(d, evictors[d], upkeep, share) for d in directories]
         self._in_use_before = set(directories)
@@ -95,7 +96,7 @@ class DiskStore:
     @property
     def capacity(self) -> int:
         """Blocks that fit into all directories."""
-        size = self.model.slot_format.slot_bytes
+        size = self.model.slot_bytes
         return sum(directory.slabs.data_bytes // size for directory in self.directories)
 
     def in_use(self) -> list[Directory]:

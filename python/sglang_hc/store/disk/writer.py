@@ -185,11 +185,11 @@ class BlockWriter:
             block.position,
             block.tokens,
             block.namespace,
-            make_table(block.block_id, model.fingerprint, model.slot_format.chunks, write.data),
+            make_table(block.block_id, model.fingerprint, model.chunks, write.data),
         )
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
-        return [page, write.data[: model.slot_format.block_bytes]]
+        return [page, write.data[: model.block_bytes]]
 
     def _publish(self, directory: Directory, writes: Sequence[tuple[_Write, Place]]) -> None:
         """Sync the bytes, commit the rows, and only then let lookups see the blocks."""

@@ -30,28 +30,25 @@ def open_io(kind: str, memory: MemorySpec, disk: DiskSpec | None) -> Io:
 
     Raises DirectoryError with a message for users, OSError when the process cannot be started.
     """
-    return _in_process(memory, disk) if kind == "process" else _on_threads(memory, disk)
-
-
-def _on_threads(spec: MemorySpec, disk: DiskSpec | None) -> Io:
-    memory = HostMemory(spec)
     counts: Counter[str] = Counter()
-    blocks: OwnDisk | None = None
-    if disk is not None:
-        blocks = DiskThreads(disk.open(spec.layout), memory.pool, counts)
-    return Io(memory, ThreadExecutor(memory.pool, memory.snapshots), blocks, counts)
-
-
-def _in_process(spec: MemorySpec, disk: DiskSpec | None) -> Io:
-    descriptor = memory_file(spec)
-    counts: Counter[str] = Counter()
+    if kind == "thread":
+        there = HostMemory(memory)
+        executor = ThreadExecutor(there.pool, there.snapshots)
+        store = None if disk is None else disk.open(memory.layout)
+        blocks = None if store is None else DiskThreads(store, there.pool, counts)
+        return Io(there, executor, blocks, counts)
+    descriptor = memory_file(memory)
     try:
-        supervisor = IoSupervisor(Setup(spec, disk), descriptor, counts)
-        memory = HostMemory(spec, descriptor)
-        executor = ProcessExecutor(supervisor, memory)
-        blocks = ProcessBlocks(supervisor) if disk is not None else None
+        supervisor = IoSupervisor(Setup(memory, disk), descriptor, counts)
+        shared = HostMemory(memory, descriptor)
+        io = Io(
+            shared,
+            ProcessExecutor(supervisor, shared),
+            None if disk is None else ProcessBlocks(supervisor),
+            counts,
+        )
         supervisor.start()
     except BaseException:
         os.close(descriptor)
         raise
-    return Io(memory, executor, blocks, counts)
+    return io

@@ -21,11 +21,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -168,6 +167,8 @@ class IoSupervisor:
         self.counts = counts
         self._link: IoLink | None = None
         self._gathered: list[wire.Request] = []
+        self._thread = ThreadPoolExecutor(1, "hc-io-start")
+        """Starts links and closes them: both take longer than a scheduling pass should."""
         self._coming: Future[IoLink] | None = None
         self._since = 0.0
         self._up_since = float("inf")
@@ -343,7 +344,7 @@ class IoSupervisor:
         if self._closing:
             link.close()
             return
-        threading.Thread(target=link.close, name="hc-bury").start()  # it waits for ZMQ's threads
+        self._thread.submit(link.close)
         self.counts["io_losses"] += 1
         self.counts["io_lost_operations"] += lost
         logger.error(
@@ -356,15 +357,7 @@ class IoSupervisor:
         now = self._clock()
         self.state, self._since, self._heard = State.STARTING, now, now
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
-        self._coming = Future()
-        threading.Thread(target=self._spawn, args=(self._coming,), name="hc-spawn").start()
-
-    def _spawn(self, coming: Future[IoLink]) -> None:
-        """On a thread of its own: it takes longer than a scheduling pass should."""
-        try:
-            coming.set_result(IoLink(self._setup, self._descriptor))
-        except Exception as error:
-            coming.set_exception(error)
+        self._coming = self._thread.submit(IoLink, self._setup, self._descriptor)
 
     def _meet(self) -> None:
         """Take over the process that was started."""
