@@ -20,11 +20,9 @@ MODEL = ("--model-path", str(MODELS / "llama-mha"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
+def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
     """Exit status and stderr of a launch that never gets as far as a server."""
     import sglang.launch_server
-
-    os.environ.update(env)
 
     def served(args: object) -> None:
         raise AssertionError("the server was started")
@@ -115,7 +113,7 @@ def refusal(argv: tuple[str, ...], env: dict[str, str]) -> tuple[object, str]:
 def test_an_option_that_cannot_be_is_refused(
     models: None, flags: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    status, said = run_in_child(refusal, (*MODEL, *flags), {})
+    status, said = run_in_child(refusal, (*MODEL, *flags))
     assert status == 2
     assert all(word in said for word in words), said
     assert "Traceback" not in said
@@ -129,7 +127,7 @@ def test_a_family_that_cannot_recompute_is_refused_with_such_a_plan(
     changed = {**config, "architectures": ["InternLM3ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(changed))
     argv = ("--model-path", str(tmp_path), "--hc-forms", "recompute:1,kv:3")
-    status, said = run_in_child(refusal, argv, {})
+    status, said = run_in_child(refusal, argv)
     assert status == 2
     lines = [line for line in said.splitlines() if line.startswith("sglang-hc:")]
     assert len(lines) == 1 and "--hc-forms recompute:1,kv:3: layers cannot be" in lines[0]
@@ -139,15 +137,20 @@ def test_a_family_that_cannot_recompute_is_refused_with_such_a_plan(
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_path_without_a_model_is_refused(models: None, tmp_path: Path, empty: bool) -> None:
     path = tmp_path if empty else tmp_path / "nothing"
-    status, said = run_in_child(refusal, ("--model-path", str(path)), {})
+    status, said = run_in_child(refusal, ("--model-path", str(path)))
     assert status == 2
     assert said.startswith("sglang-hc: --model-path") and len(said.splitlines()) == 1
 
 
 def test_a_launch_without_the_hooks_is_refused(models: None) -> None:
-    status, said = run_in_child(refusal, MODEL, {"SGLANG_PLUGINS": "other"})
-    assert status == 2
-    lines = [line for line in said.splitlines() if line.startswith("sglang-hc:")]
+    """In a process of its own: children of this one inherit the hooks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_hc.launch_server", *MODEL],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "python"), "SGLANG_PLUGINS": "other"},
+        capture_output=True, text=True, timeout=HANGS_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-hc:")]
     assert len(lines) == 1 and "Scheduler.run_batch" in lines[0] and "SGLANG_PLUGINS" in lines[0]
 
 

@@ -69,12 +69,11 @@ class Core:
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         }
         os.environ.update(defaults | env)
+        import_engine()
         from sglang.srt.managers.scheduler import Scheduler
-        from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
-        load_plugins()
         argv = ["--model-path", str(MODELS / model), "--skip-server-warmup"]
         argv += ["--hc-io", "thread", *flags]  # a process each would only be slower to start
         if profile is not None:
@@ -326,12 +325,19 @@ def _top(req: Any) -> list[dict[int, float]]:
     ]
 
 
+def import_engine() -> None:
+    """Import SGLang and put the hooks in place once; every child inherits both."""
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
 def run_in_child(body: Callable[..., Any], *args: Any) -> Any:
     """Call `body(*args)` in a forked process; returns what it returns, raises what it raises. One
     that hangs runs into the limit of its test."""
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
-
+    import_engine()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
 from sglang_hc.tools.bench.server import free_port
-from support.core import Core, Idle
+from support.core import Core, Idle, import_engine
 
 ENV = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent",  # else SGLang asks for CUDA
@@ -133,9 +133,7 @@ def run_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `body(rank, port, *args)` in two forked processes; returns what they return. port: for
     `RankedCore`. Raises what the first of them raises that fails. Ranks that hang run into the
     limit of their test."""
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401  imported once, inherited by every child
-
+    import_engine()
     port = free_port()
     context = multiprocessing.get_context("fork")
     processes, pipes = [], []
