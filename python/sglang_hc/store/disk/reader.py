@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_hc.store.disk.backend import ThreadMemory
@@ -39,6 +40,11 @@ class Read:
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the block is still wanted."""
+        return self.layers is None and not self.is_late
+
 
 class _Found(NamedTuple):
     """A read of a block that is here, its slot leased. page: memory for its header."""
@@ -49,9 +55,8 @@ class _Found(NamedTuple):
 
     def can_join(self, other: _Found) -> bool:
         """Whether one call may read it and then the other one."""
-        follows = other.place == (self.place.slab, self.place.slot + 1)
-        reads = (self.read, other.read)
-        return follows and not any(read.layers is not None or read.is_late for read in reads)
+        slab, slot = self.place
+        return other.place == (slab, slot + 1) and self.read.is_whole and other.read.is_whole
 
 
 class BlockReader:
@@ -85,7 +90,7 @@ class BlockReader:
         """Blocks that one call can read, because they lie side by side in one slab."""
         run: list[_Found] = []
         most = max(1, RUN_BYTES // self._model.slot_bytes)
-        for one in sorted(found, key=lambda one: one.place):
+        for one in sorted(found, key=attrgetter("place")):
             if run and (len(run) == most or not run[-1].can_join(one)):
                 yield run
                 run = []
@@ -108,11 +113,9 @@ class BlockReader:
         """Read a block unless that was done, and prove it; it is removed if that fails."""
         directory, read = self._directory, one.read
         chunks = self._model.chunks
-        wanted = [
-            number
-            for number, chunk in enumerate(chunks)
-            if read.layers is None or chunk.layer in read.layers
-        ]
+        wanted: Sequence[int] = range(len(chunks))
+        if read.layers is not None:
+            wanted = [number for number in wanted if chunks[number].layer in read.layers]
         try:
             if not fetched:
                 self._fetch(one, [chunks[number] for number in wanted])

@@ -119,7 +119,10 @@ class DiskStore:
 
     def directory_of(self, block_id: bytes) -> Directory | None:
         """The directory in use that has this block; None when none has."""
-        return next((d for d in self.in_use() if block_id in d.places), None)
+        for directory in self.directories:
+            if block_id in directory.places and directory.usable():
+                return directory
+        return None
 
     def absence(self, block_id: bytes) -> Outcome:
         """The answer to a read of a block that `directory_of` does not find."""
