@@ -51,13 +51,19 @@ def _all_of(core: Core) -> Any:
     return EvictParams(num_tokens=core.scheduler.max_total_num_tokens)
 
 
+MIXED = PLANS[2]
 LENGTHS = ([7000], [CHUNKS_AND_A_PART], [7000, 7000])
-CASES = [(forms, lengths) for lengths in LENGTHS for forms in PLANS]
-LONGEST = pytest.param("hidden:1,kv:1", [30_000, 30_000], marks=pytest.mark.slow)
-TWO = "hidden:1,kv:1", [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
+TWO = MIXED, [CHUNKS_AND_A_PART, CHUNKS_AND_A_PART]
+OF_TWO = MIXED, [CHUNKS_AND_A_PART]
+"""What TWO shows as well."""
+
+BY_DAY = [(forms, lengths) for lengths in LENGTHS for forms in PLANS if (forms, lengths) != OF_TWO]
+BY_NIGHT = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (OF_TWO, (MIXED, [30_000, 30_000]))
+]
 
 
-@pytest.mark.parametrize(("forms", "lengths"), [*CASES, TWO, LONGEST])
+@pytest.mark.parametrize(("forms", "lengths"), [*BY_DAY, TWO, *BY_NIGHT])
 def test_a_long_prompt_is_kept(models: None, forms: str, lengths: list[int]) -> None:
     seen = run_in_child(second_turns, forms, lengths)
     for length, reply in zip(lengths, seen["again"], strict=True):

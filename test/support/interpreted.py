@@ -1,10 +1,10 @@
-"""Runs a model's projections with the kernels in Triton's interpreter; a process of its own.
+"""Runs models' projections with the kernels in Triton's interpreter; a process of its own.
 
     PYTHONPATH=python:test:sgl-kernel-ext/python TRITON_INTERPRET=1 \
-        python -m support.interpreted MODEL
+        python -m support.interpreted MODEL ...
 
-The interpreter must be chosen before Triton is imported. Prints JSON: which ways there are, which
-agree with the model's own, and which are left when a kernel is wrong.
+The interpreter must be chosen before Triton is imported. Prints JSON by model: which ways
+there are, which agree with the model's own, and which are left when a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+from support.core import Core, run_in_child
 
 
 def interpreted() -> SimpleNamespace:
@@ -136,9 +138,7 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     return len(gone) >= 4 and all(gone)
 
 
-def main(model: str) -> None:
-    from support.core import Core
-
+def found_of(model: str) -> dict[str, Any]:
     core = Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
     import torch
 
@@ -199,8 +199,8 @@ def main(model: str) -> None:
     found["scratch_is_gone"] = scratch_is_gone(runner, layers)
     found["gathers"] = gathers(runner.token_to_kv_pool, slots.to(torch.int64))
     found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))
-    print("RESULT " + json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print("RESULT " + json.dumps({model: run_in_child(found_of, model) for model in sys.argv[1:]}))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 from sglang_hc.config import GIB, READ_BUFFER_GIB
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.restore.staging import CUDA_FRAMES
+from support.core import import_engine, run_in_child
 
 CARDS = (40, 80, 141)
 
@@ -63,47 +62,40 @@ class Entry(NamedTuple):
         return int(self.left * GIB / (model.layers * 2 * model.kv_width * 2))
 
 
-RESOLVE = """
-import json, sys
-import sglang.srt.server_args as server_args
-from sglang.srt.plugins import load_plugins
-load_plugins()
-names = ("chunked_prefill_size", "max_running_requests", "max_prefill_tokens",
-         "enable_mixed_chunk", "mem_fraction_static", "max_speculative_num_draft_tokens")
-for gib in sys.argv[2:]:
-    server_args.get_device_memory_capacity = lambda device=None: float(gib) * 1024
-    args = server_args.prepare_server_args(
-        ["--model-path", sys.argv[1], "--device", "cuda", "--attention-backend", "triton",
-         "--sampling-backend", "pytorch", "--load-format", "dummy"])
-    found = {name: getattr(args, name) for name in names}
-    print("ARGS " + json.dumps(found | {"max_bs": args.cuda_graph_config.decode.max_bs}))
-"""
+NAMES = (
+    "chunked_prefill_size", "max_running_requests", "max_prefill_tokens", "enable_mixed_chunk",
+    "mem_fraction_static", "max_speculative_num_draft_tokens",
+)  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "num_hidden_layers": 32, "max_position_embeddings": 4096, "vocab_size": 32000,
+    "torch_dtype": "float16", "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 def defaults() -> dict[int, Any]:
-    """SGLang's resolved arguments on each card, with the tiers on. In a process of its own, because
-    it believes that there is a GPU."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-        "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "num_hidden_layers": 32, "max_position_embeddings": 4096, "vocab_size": 32000,
-        "torch_dtype": "float16", "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+    """SGLang's resolved arguments on each card, with the tiers on. To be called in a process of its
+    own, because it believes that there is a GPU."""
+    os.environ["SGLANG_HC_ENABLE"] = "1"
+    import_engine()
+    from sglang.srt import server_args
+
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        done = subprocess.run(
-            [sys.executable, "-c", RESOLVE, folder, *map(str, CARDS)],
-            capture_output=True, text=True, env=os.environ | {"SGLANG_HC_ENABLE": "1"}, check=False,
-        )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ARGS ")]
-    assert len(lines) == len(CARDS), done.stderr[-2000:]
-    return {gib: arguments(line) for gib, line in zip(CARDS, lines, strict=True)}
-
-
-def arguments(line: str) -> Any:
-    found = json.loads(line.removeprefix("ARGS "))
-    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=found.pop("max_bs")))
-    return SimpleNamespace(**found, cuda_graph_config=graphs)
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        for gib in CARDS:
+            server_args.get_device_memory_capacity = lambda device=None, gib=gib: gib * 1024.0
+            args = server_args.prepare_server_args(
+                ["--model-path", folder, "--device", "cuda", "--attention-backend", "triton",
+                 "--sampling-backend", "pytorch", "--load-format", "dummy"]
+            )  # fmt: skip
+            graphs = SimpleNamespace(max_bs=args.cuda_graph_config.decode.max_bs)
+            found[gib] = SimpleNamespace(
+                **{name: getattr(args, name) for name in NAMES},
+                cuda_graph_config=SimpleNamespace(decode=graphs),
+            )
+    return found
 
 
 def entry(gib: int, name: str, args: Any) -> Entry:
@@ -138,7 +130,7 @@ def table(entries: list[Entry]) -> str:
 
 
 def ledger() -> list[Entry]:
-    resolved = defaults()
+    resolved = run_in_child(defaults)
     return [entry(gib, name, resolved[gib]) for gib in CARDS for name in MODELS]
 
 

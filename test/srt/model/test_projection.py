@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,19 +18,29 @@ ROOT = Path(__file__).resolve().parents[3]
 PATHS = [str(ROOT / name) for name in ("python", "test", "sgl-kernel-ext/python")]
 
 
-@pytest.mark.parametrize("model", ["qwen3", "phi"])
-def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
-    models: None, model: str
-) -> None:
-    """qwen3 has a K norm and full rotation, phi biases and a partial one; Triton's interpreter."""
+MODELS = ("qwen3", "phi")
+"""qwen3 has a K norm and full rotation, phi biases and a partial one."""
+
+
+@pytest.fixture(scope="module")
+def interpreted(models: None) -> dict[str, Any]:
+    """What each model's kernels did in Triton's interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", "support.interpreted", model],
+        [sys.executable, "-m", "support.interpreted", *MODELS],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(PATHS)},
         capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found = json.loads(line.removeprefix("RESULT "))
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_write_what_the_model_writes_and_wrong_ones_are_left_out(
+    interpreted: dict[str, Any], model: str
+) -> None:
+    found = interpreted[model]
     ways = ["sglang", "epilogue", "fused"]
     assert found["ways"] == ways
     assert found["agree"] == sorted(ways)
