@@ -18,7 +18,8 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For the pages: `ratios` by source and form over all histories, and `restart`."""
+    """For the pages: `ratios` by source and form over all histories, `restart`, and the rows that
+    are `off` their prediction."""
     cell: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cell.setdefault((row["source"], row["form"], row["history"]), {})[row["arm"]] = row
@@ -51,7 +52,24 @@ def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "columns": ["history", "form", "restored, ms", "recomputed, ms", "times faster"],
             "rows": turns,
         },
+        "off": {
+            "columns": ["source", "form", "history", "arm", "of the prediction"],
+            "rows": _off(rows),
+        },
     }
+
+
+OFF = 0.15
+"""A row that is further from its prediction than this share of it is named."""
+
+
+def _off(rows: Iterable[dict[str, Any]]) -> list[list[str]]:
+    quotients = [(row, row["ttft_ms"] / row["predicted_ms"]) for row in rows]
+    return [
+        [row["source"], row["form"], str(row["history"]), row["arm"], f"{quotient:.2f}"]
+        for row, quotient in quotients
+        if abs(quotient - 1) > OFF
+    ]
 
 
 def _range(values: Iterable[float]) -> str:
