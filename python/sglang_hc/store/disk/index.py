@@ -50,12 +50,7 @@ class Index(IndexFile):
 
     def models(self) -> list[Model]:
         """Every fingerprint known here."""
-        rows = self._read(
-            tuple[int, bytes, str, str, int, int],
-            "SELECT model, fingerprint, label, chunks, slot_bytes, opened FROM models",
-        )
-        with translated():
-            return [Model(*row[:3], _chunks(row[3]), *row[4:]) for row in rows]
+        return self._read(Model, "SELECT model, fingerprint, slot_bytes FROM models")
 
     def forget_unused(self, keep: int) -> None:
         """Remove models without a block, but not `keep`, and, once there are many of them,
@@ -218,9 +213,6 @@ class Index(IndexFile):
         while rows := self.rows(after):
             yield from rows
             after = (rows[-1].slab, rows[-1].slot)
-
-
-_chunks = msgspec.json.Decoder(tuple[Chunk, ...]).decode
 
 
 def _marks(values: Sized) -> str:

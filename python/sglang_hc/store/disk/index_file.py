@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from sglang_hc.store.disk.format import VERSION, Chunk
+from sglang_hc.store.disk.format import VERSION
 
 SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -90,10 +90,7 @@ class Model(NamedTuple):
 
     model: int
     fingerprint: bytes
-    label: str
-    chunks: tuple[Chunk, ...]
     slot_bytes: int
-    opened: int
 
 
 WAL_MAX_BYTES = 4 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,6 @@ from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
-
-logger = logging.getLogger(__name__)
 
 READ_THREADS = 2
 """Runs of blocks under way per directory: while one is verified the disk reads another."""
@@ -140,13 +137,7 @@ class DiskThreads:
 
     def _read(self, batch: list[Read]) -> None:
         wanted = [(move.block_id, self._pool.slot(move.slot), move.deadline) for move in batch]
-        try:
-            outcomes = self._store.read_many(wanted)
-        except Exception:
-            logger.exception("reading %d blocks from disk failed", len(batch))
-            outcomes = [Outcome.IO_ERROR] * len(batch)
-        for move, outcome in zip(batch, outcomes, strict=True):
-            self.answer(move.ticket, outcome)
+        self._answer_all(batch, lambda: self._store.read_many(wanted))
 
     def _write(self, directory: Directory, batch: list[Write]) -> None:
         now = time.monotonic()
@@ -155,10 +146,15 @@ class DiskThreads:
                 self.answer(move.ticket, Outcome.TIMED_OUT)
         fresh = [move for move in batch if now < move.deadline]
         items = [(move.block, self._pool.slot(move.slot)) for move in fresh]
+        self._answer_all(fresh, lambda: self._store.write_many(items, directory))
+
+    def _answer_all(
+        self, batch: Sequence[Read | Write], work: Callable[[], Sequence[Outcome]]
+    ) -> None:
+        """Do the work of a batch; whatever happens, each of it gets an answer."""
+        outcomes: Sequence[Outcome] = [Outcome.IO_ERROR] * len(batch)
         try:
-            outcomes = self._store.write_many(items, directory)
-        except Exception:
-            logger.exception("writing %d blocks to disk failed", len(fresh))
-            outcomes = [Outcome.IO_ERROR] * len(fresh)
-        for move, outcome in zip(fresh, outcomes, strict=True):
-            self.answer(move.ticket, outcome)
+            outcomes = work()
+        finally:
+            for move, outcome in zip(batch, outcomes, strict=True):
+                self.answer(move.ticket, outcome)

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from sglang_hc.store.disk.directory import INDEX_NAME, LOCK_NAME, DirectoryError, used_bytes
-from sglang_hc.store.disk.format import VERSION
+from sglang_hc.store.disk.format import VERSION, Chunk
 from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, UnknownVersion
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, UnknownVersion, translated
 from sglang_hc.store.disk.opening import store_root, version_message
 
+_chunks = msgspec.json.Decoder(list[Chunk]).decode
 _PART = re.compile(r"dp\d+|[pt]p\d+-\d+")
 """Folders of the parts of one server."""
 
@@ -107,6 +110,14 @@ def user_of(root: str) -> str | None:
 class ReportedIndex(Index):
     """An index with the questions that only people ask."""
 
+    def descriptions(self) -> list[tuple[bytes, str, list[Chunk], int, int]]:
+        """Per model: fingerprint, label, chunks, bytes of a slot, when it was opened last
+        (microseconds since 1970)."""
+        sql = "SELECT fingerprint, label, chunks, slot_bytes, opened FROM models"
+        rows = self._read(tuple[bytes, str, str, int, int], sql)
+        with translated():
+            return [(*row[:2], _chunks(row[2]), *row[3:]) for row in rows]
+
     def summary(self) -> list[tuple[str, str, int, int, int, int, int, int, int]]:
         """Per model and namespace: fingerprint (hex), namespace, blocks, bytes in slots, oldest and
         newest write, oldest and newest access (microseconds since 1970), hits."""
@@ -182,14 +193,14 @@ def _summarize(path: str, root: str, index: ReportedIndex) -> DirectorySummary:
         by_model.setdefault(fingerprint, []).append(one)
     models = tuple(
         ModelSummary(
-            model.label,
-            model.fingerprint.hex(),
-            len(model.chunks),
-            model.slot_bytes,
-            model.opened / 1e6,
-            tuple(by_model.get(model.fingerprint.hex(), ())),
+            label,
+            fingerprint.hex(),
+            len(chunks),
+            slot_bytes,
+            opened / 1e6,
+            tuple(by_model.get(fingerprint.hex(), ())),
         )
-        for model in index.models()
+        for fingerprint, label, chunks, slot_bytes, opened in index.descriptions()
     )
     slots = sum(slab.slots for slab in index.slabs())
     used = sum(model.blocks for model in models)
