@@ -38,8 +38,8 @@ def disk_samples(
 
     The blocks are first written into scratch folders in the `--hc-disk` directories, which are
     removed again. Sizes whose blocks need more than MOST_BYTES, or could not be written in half of
-    the budget, are left out, except the first two. Reads bypass the page cache where the file
-    system allows it. Raises DirectoryError and OSError.
+    the budget or for want of room, are left out, except the first two. Reads bypass the page cache
+    where the file system allows it. Raises DirectoryError and OSError.
     """
     every = [(n, -(-n // BLOCK_TOKENS)) for n in sorted(tokens)]
     sizes = every[:2] + [s for s in every[2:] if s[1] * layout.slot_bytes <= MOST_BYTES]
@@ -76,7 +76,7 @@ def spread(repeats: Sequence[Sequence[float]]) -> float:
 def _write(
     store: DiskStore, pool: HostPool, least: int, budget_s: float, clock: Callable[[], float]
 ) -> int:
-    """Write blocks 0, 1, ...; returns how many."""
+    """Write blocks 0, 1, ...; returns how many. Raises OSError if it is fewer than `least`."""
     began = clock()
     written = 0
     for first in range(0, pool.num_slots, WRITE_BATCH):
@@ -86,6 +86,8 @@ def _write(
         items = [(_block(index), pool.slot(index)) for index in batch]
         statuses = store.write_many(items)
         if any(status is not Outcome.OK for status in statuses):
+            if written >= least:  # a disk that is nearly full
+                break
             raise OSError(f"blocks could not be written: {statuses}")
         written += len(batch)
     return written
