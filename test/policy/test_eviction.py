@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import POLICIES, make_policy
+from sglang_hc.policy.eviction import POLICIES, Entry, Leaves, make_policy
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -260,6 +260,36 @@ def test_no_policy_ever_takes_a_pinned_a_held_or_an_inner_block(name, actions):
 def _in_tree(host: Host, path: str) -> bool:
     node = host.named[path]
     return any(found is node for found in host.tier.tree.nodes())
+
+
+TAKE = 9
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, TAKE)), max_size=60))
+def test_leaves_leave_by_their_last_keys_and_of_equal_ones_the_first_pushed(pushes):
+    leaves: Leaves = Leaves()
+    entries = [Entry(number, 0) for number in range(6)]
+    expected: dict[int, tuple[int, int]] = {}
+
+    def take() -> None:
+        item = leaves.top()
+        assert (item is None) == (not expected)
+        if item is not None:
+            item[2].stamp = 0
+            first = min(expected, key=expected.__getitem__)
+            assert item[2].block == first
+            del expected[first]
+
+    for stamp, (which, key) in enumerate(pushes, 1):
+        if key == TAKE:
+            take()
+            continue
+        entries[which].stamp = stamp
+        expected[which] = (key, stamp)
+        leaves.push((key,), entries[which], len(expected))
+    while expected:
+        take()
+    take()
 
 
 def _needed_last(host: Host, allowed: set[str]) -> set[str]:

@@ -233,7 +233,7 @@ class BlockTree:
         """
         if not 0 < len(tokens) <= BLOCK_BYTES or len(tokens) % TOKEN_BYTES:
             raise ValueError(f"a block holds 1 to {BLOCK_TOKENS} tokens, got {len(tokens)} bytes")
-        if not (parent.is_root or parent.is_full):
+        if len(parent.tokens) % BLOCK_BYTES:  # neither a root nor full
             raise ValueError("only full blocks have children")
         siblings = parent.children
         if siblings is None:
