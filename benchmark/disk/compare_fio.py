@@ -44,7 +44,7 @@ import numpy.typing as npt
 from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.backend import Backend, aligned_buffer
+from sglang_hc.store.disk.backend import DirectBackend, aligned_buffer
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.bench.machine import command
@@ -69,7 +69,9 @@ def make_blocks(count: int, seed: int) -> list[Block]:
     return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
 
 
-def open_store(folders: Sequence[Path], size: int, backend: Backend | None = None) -> DiskStore:
+def open_store(
+    folders: Sequence[Path], size: int, backend: DirectBackend | None = None
+) -> DiskStore:
     specs = [DirectorySpec(str(folder), size) for folder in folders]
     model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "benchmark")
     return DiskStore.open(specs, model, NO_UPKEEP, backend)

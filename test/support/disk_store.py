@@ -17,7 +17,6 @@ import numpy as np
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import (
-    Backend,
     DirectBackend,
     DirectFile,
     File,
@@ -72,7 +71,7 @@ def slots_taken(store: DiskStore) -> list[int]:
 
 
 def open_store(
-    *paths: Path, size: int | None = SMALL, backend: Backend | None = None,
+    *paths: Path, size: int | None = SMALL, backend: DirectBackend | None = None,
     layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT,
     clock: Callable[[], float] = time.time, **upkeep: object,
 ) -> DiskStore:  # fmt: skip

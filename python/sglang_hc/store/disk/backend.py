@@ -1,9 +1,9 @@
 """The one small interface between the store and the file system.
 
-Everything the store does to slab files goes through `Backend` and `File`, so that tests can put
-power cuts, torn writes, full disks, I/O errors and slow disks in between. The index is SQLite's.
-Errors are OSError with errno. All calls may come from several threads at once; files are only
-written at places their caller owns.
+Everything the store does to slab files goes through `DirectBackend` and `File`, so that tests can
+put power cuts, torn writes, full disks, I/O errors and slow disks in between. The index is
+SQLite's. Errors are OSError with errno. All calls may come from several threads at once; files are
+only written at places their caller owns.
 """
 
 from __future__ import annotations
@@ -48,40 +48,30 @@ class File(Protocol):
         """Give the file back. Does not sync."""
 
 
-class Backend(Protocol):
-    """Where slab files live."""
-
-    def open(self, path: str, create: bool = False) -> File:
-        """Open for reading and writing; `create` makes a new file and fails if it is there."""
-
-    def unlink(self, path: str) -> None:
-        """Remove a file."""
-
-    def sync_directory(self, path: str) -> None:
-        """Make creations and removals in a directory durable."""
-
-
 def aligned_buffer(size: int) -> memoryview:
     """Zeroed page-aligned memory that O_DIRECT can use as it is."""
     return memoryview(mmap.mmap(-1, size))
 
 
 class DirectBackend:
-    """Files of the operating system, with O_DIRECT where the file system takes it."""
+    """Where slab files live: in the operating system's file systems, with O_DIRECT if `direct`."""
 
     def __init__(self, direct: bool = True) -> None:
         self.direct = direct
 
-    def open(self, path: str, create: bool = False) -> DirectFile:
+    def open(self, path: str, create: bool = False) -> File:
+        """Open for reading and writing; `create` makes a new file and fails if it is there."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         return DirectFile(os.open(path, flags, FILE_MODE))
 
     def unlink(self, path: str) -> None:
+        """Remove a file."""
         os.unlink(path)
 
     def sync_directory(self, path: str) -> None:
+        """Make creations and removals in a directory durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

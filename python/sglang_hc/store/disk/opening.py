@@ -18,7 +18,6 @@ from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import (
     DIRECTORY_MODE,
     FILE_MODE,
-    Backend,
     DirectBackend,
     probe_direct,
 )
@@ -61,7 +60,7 @@ class Opening:
 
     spec: DirectorySpec
     model: StoredModel
-    backend: Backend | None = None
+    backend: DirectBackend | None = None
     clock: Callable[[], float] = time.time
 
 
@@ -99,7 +98,9 @@ def _errors_for_users(path: str) -> Iterator[None]:
         ) from error
 
 
-def _load(opening: Opening, root: str, backend: Backend, index: Index, lock: int) -> Directory:
+def _load(
+    opening: Opening, root: str, backend: DirectBackend, index: Index, lock: int
+) -> Directory:
     """The directory with everything in memory; the index is closed again on any error."""
     clock, model = opening.clock, opening.model
     with ExitStack() as held:
@@ -202,7 +203,7 @@ def version_message(path: str, found: str) -> str:
     )
 
 
-def replace_index(root: str, backend: Backend, reason: str) -> Index:
+def replace_index(root: str, backend: DirectBackend, reason: str) -> Index:
     """A new index made from the slots, in place of one that cannot be used. Raises OSError,
     IndexDamaged, IndexFull, UnknownVersion."""
     logger.warning("%s: index %s; rebuilding it from the slots", root, reason)

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from functools import lru_cache
 
 from sglang_hc.store.disk import index_file
-from sglang_hc.store.disk.backend import Backend, File
+from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.format import Damaged, FormatError, SlabHeader, SlotHeader, read_header
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RECOVERED_LABEL = "(recovered)"
 
 
-def rebuild_index(root: str, path: str, backend: Backend) -> int:
+def rebuild_index(root: str, path: str, backend: DirectBackend) -> int:
     """Replace the index at `path` by one made from the slot headers. Returns the blocks found.
 
     Reads one page per slot. Where two slots hold the same block the later one counts. Access times
@@ -42,7 +42,7 @@ def rebuild_index(root: str, path: str, backend: Backend) -> int:
     return count
 
 
-def _refuse_other_versions(root: str, path: str, backend: Backend) -> None:
+def _refuse_other_versions(root: str, path: str, backend: DirectBackend) -> None:
     """Raises UnknownVersion if the index or a slab was written by another version."""
     if os.path.exists(path):
         with suppress(IndexDamaged, IndexFull):
@@ -59,7 +59,7 @@ def _unlink_index(path: str) -> None:
             os.unlink(name)
 
 
-def _fill(index: Index, root: str, backend: Backend) -> int:
+def _fill(index: Index, root: str, backend: DirectBackend) -> int:
     newest: dict[tuple[bytes, bytes], int] = {}
     """Write time of each block, by fingerprint and identity."""
     pending: dict[tuple[bytes, bytes], Row] = {}
@@ -85,7 +85,7 @@ def _fill(index: Index, root: str, backend: Backend) -> int:
 
 
 def _slots(
-    index: Index, root: str, backend: Backend
+    index: Index, root: str, backend: DirectBackend
 ) -> Iterator[tuple[SlabHeader, int, SlotHeader]]:
     """All slots that say what they hold. Their slabs are added to the index."""
     for number in slab_numbers(root):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hc.store.disk.backend import Backend, File, aligned_buffer
+from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, Place, UnknownVersion
@@ -51,7 +51,7 @@ class SlabSet:
     def __init__(
         self,
         root: str,
-        backend: Backend,
+        backend: DirectBackend,
         index: Index,
         data_bytes: int,
         clock: Callable[[], float] = time.time,

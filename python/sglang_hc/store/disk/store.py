@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hc.forms import CHUNK_ALIGN
-from sglang_hc.store.disk.backend import Backend
+from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import StoredModel
@@ -72,7 +72,7 @@ class DiskStore:
         directories: Sequence[DirectorySpec],
         model: StoredModel,
         upkeep: Upkeep = _DEFAULTS,
-        backend: Backend | None = None,
+        backend: DirectBackend | None = None,
         clock: Callable[[], float] = time.time,
     ) -> DiskStore:
         """Open, and make where missing, the directories for one model.

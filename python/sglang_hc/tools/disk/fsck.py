@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
-from sglang_hc.store.disk.backend import Backend, DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME, DirectoryError
 from sglang_hc.store.disk.format import (
     SLAB_HEADER_BYTES,
@@ -80,7 +80,7 @@ class _Checker:
         self._path = path
         self._repair = repair
         self._root = find_root(path)
-        self._backend: Backend = DirectBackend(direct=False)
+        self._backend: DirectBackend = DirectBackend(direct=False)
         self._held = ExitStack()
         self._report = DirectoryReport(path)
 
