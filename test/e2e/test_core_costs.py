@@ -1,4 +1,7 @@
-"""Costs that correct themselves, on a real engine: a wrong profile is unlearned, and `always`."""
+"""Costs that correct themselves, on a real engine: a wrong profile is unlearned, and `always`.
+
+What the server times is as long as the tests say, on a fast machine and on a busy one.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_correction import BOUND
+from support.clock import Clock
 from support.core import Core, run_in_child
 from support.meetings import HeldDisk
 from support.profiles import cost_model, write
 
 POOL = 2048
+LAYERS = 4
 PREFILL = 1e-4
-"""Seconds per token and layer: what a slow CPU takes for the test model."""
+"""Seconds per token and layer."""
 SLOW_LINK = cost_model(host=3 * PREFILL, project=1e-7, prefill=PREFILL, overlap=False)
 """Copying a layer takes a hundredth of computing it."""
 SLOW_DISK = cost_model(host=PREFILL / 100, disk=2.5 * PREFILL, prefill=PREFILL, overlap=False)
@@ -35,9 +41,49 @@ def histories(count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(3, 900) for _ in range(length)] for _ in range(count)]
 
 
+class TimedDisk(HeldDisk):
+    """No read comes too late for its request, and each says that it took a hundredth of computing
+    its block."""
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._at: dict[int, float] = {}
+        self._took = PREFILL / 100 * LAYERS * BLOCK_TOKENS
+
+    def read(self, ticket: int, *args: Any) -> None:
+        begun = max([time.monotonic(), *self._at.values()])
+        self._at[ticket] = begun + self._took
+        super().read(ticket, *args)
+
+    def poll(self) -> list[Any]:
+        return [
+            done._replace(at=self._at.pop(done.ticket)) if done.ticket in self._at else done
+            for done in super().poll()
+        ]
+
+
+def keep_time(core: Core, prefill: float) -> None:
+    """For whoever times prefills and copies only they take time: a layer `prefill` seconds a token,
+    its copy a hundredth of PREFILL."""
+    clock, watch = Clock(), core.tree.tiers.restorer.watch
+    watch.timer.compute = watch.timer.copies = clock
+    layers = core.scheduler.tp_worker.model_runner.model.model.layers
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: clock.pass_time(prefill * len(inputs[0])))
+    copy_stream, row = watch._copy_stream, core.tree.tiers.layout.slot_bytes / LAYERS / BLOCK_TOKENS
+    copy = copy_stream.copy
+
+    def timed(target: Any, source: Any) -> None:
+        copy(target, source)
+        clock.pass_time(PREFILL / 100 * source.numel() * source.element_size() / row)
+
+    copy_stream.copy = timed
+
+
 def twenty_histories(profile: str) -> tuple[list[int], list[int], dict]:
     """Tokens restored of each of 20 evicted histories of 800 tokens, asked for twice."""
     core = engine(profile)
+    keep_time(core, PREFILL / 2)
     asked = histories(20, 800)
     for history in asked:
         core.ask(history, 1)
@@ -62,29 +108,14 @@ def test_a_link_that_is_faster_than_its_profile_is_used_within_twenty_requests(
     assert stats["cost_observations_kv_copy"] >= 20 and stats["cost_observations_prefill"] >= 20
 
 
-def wait(_: Any, inputs: tuple[Any, ...]) -> None:
-    positions = inputs[0]
-    if len(positions) > 1:
-        time.sleep(2 * PREFILL * len(positions))
-
-
-def slow_prefills(core: Core) -> None:
-    """Prefills take twice what the profile says, on a fast machine too: else computing 256 tokens
-    of the test model again is as quick as reading them, and refusing the disk would be right."""
-
-    for layer in core.scheduler.tp_worker.model_runner.model.model.layers:
-        layer.register_forward_pre_hook(wait)
-
-
 def served(
     profile: str, directory: str, asked: list[list[int]], slow: bool
 ) -> tuple[list[int], dict]:
     # Without chunks nothing is computed while the rest is read: it is tried, or not read at all.
     whole = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5")
     core = engine(profile, "--hc-disk", f"{directory}:1", *whole)
-    HeldDisk(core)  # no read comes too late for its request
-    if slow:
-        slow_prefills(core)
+    TimedDisk(core)
+    keep_time(core, 2 * PREFILL if slow else PREFILL)
     found = [core.ask([*history, 7, 8, 9], 1).storage for history in asked]
     core.settle()
     return found, core.tree.stats()
