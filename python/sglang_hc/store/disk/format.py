@@ -36,8 +36,12 @@ _ENTRY = struct.Struct("<II16s")
 _DIGEST_PREFIX = struct.Struct("<16s16sII")
 
 
-class FormatError(ValueError):
-    """Bytes that are not what they should be. `version` is set when only the version is unknown."""
+class Damaged(Exception):
+    """The bytes are not the block that was asked for. The message says what is wrong."""
+
+
+class FormatError(Damaged):
+    """The bytes are no header. `version` is set when only the version is unknown."""
 
     def __init__(self, message: str, version: int | None = None) -> None:
         super().__init__(message)
@@ -263,10 +267,6 @@ ReadAt = Callable[[Sequence[memoryview], int], int]
 """Reads buffers from an offset within one slot; returns the bytes read."""
 
 
-class Damaged(Exception):
-    """The bytes are not the block that was asked for. The message says what is wrong."""
-
-
 def check_header(
     page: memoryview, block_id: bytes, fingerprint: bytes, chunks: Sequence[Chunk]
 ) -> SlotHeader:
@@ -274,10 +274,7 @@ def check_header(
 
     Raises Damaged.
     """
-    try:
-        header = SlotHeader.unpack(page)
-    except FormatError as error:
-        raise Damaged(str(error)) from None
+    header = SlotHeader.unpack(page)
     if header.block_id != block_id or header.fingerprint != fingerprint:
         raise Damaged("the slot holds another block")
     listed = [(layer, length) for layer, length, _ in header.table]
@@ -298,14 +295,11 @@ def read_header(read: ReadAt) -> SlotHeader:
     page = aligned_buffer(CHUNK_ALIGN)
     if read([page], 0) < CHUNK_ALIGN:
         raise Damaged("the file ends before the slot")
-    try:
-        size = header_size(page)
-        if size > CHUNK_ALIGN:
-            page = aligned_buffer(size)
-            read([page], 0)
-        return SlotHeader.unpack(page)
-    except FormatError as error:
-        raise Damaged(str(error)) from None
+    size = header_size(page)
+    if size > CHUNK_ALIGN:
+        page = aligned_buffer(size)
+        read([page], 0)
+    return SlotHeader.unpack(page)
 
 
 def check_slot(read: ReadAt, slot_bytes: int) -> SlotHeader:

@@ -188,14 +188,15 @@ class IoSupervisor:
 
         Raises DirectoryError with a message for users, OSError when no process can be started.
         """
-        self._link = IoLink(self._setup, self._descriptor)
+        self._link = link = IoLink(self._setup, self._descriptor)
         self.state = State.STARTING
         while self.state is State.STARTING:
-            reply = self._link.receive()
+            reply = link.receive()
             if reply is not None:
-                self._take(reply)
-            elif self._link.exit_code is not None:
-                raise OSError(f"the I/O process ended at its start: {self._ended()}")
+                self._take(link, reply)
+            elif link.exit_code is not None:
+                reason = self._ended(link.exit_code)
+                raise OSError(f"the I/O process ended at its start: {reason}")
             else:
                 time.sleep(0.001)
         if self.state is not State.UP:
@@ -231,10 +232,10 @@ class IoSupervisor:
         assert self._link is not None
         if self.state is not State.ENDING:
             self.flush()
-            self._receive()
+            self._receive(self._link)
         if self._clock() >= self._next_check:
             self._next_check = self._clock() + 0.05
-            self._check()
+            self._check(self._link)
 
     def close(self) -> None:
         """Let the process finish what was sent, and wait for its end for at most CLOSE_S."""
@@ -249,46 +250,44 @@ class IoSupervisor:
         elif self._link is not None:
             self._link.kill()
         end = self._clock() + CLOSE_S
-        while self._link is not None:
-            self._receive()
-            if self._link.exit_code is not None:
-                self._receive()
-                self._bury()
+        while (link := self._link) is not None:
+            self._receive(link)
+            if link.exit_code is not None:
+                self._receive(link)
+                self._bury(link)
             elif self._clock() >= end:
                 logger.warning("the I/O process did not end in time; killing it")
-                self._link.kill()
+                link.kill()
                 end = float("inf")
             else:
                 time.sleep(0.001)
 
     # -- messages --------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        assert self._link is not None
+    def _receive(self, link: IoLink) -> None:
         taken = 0
         for _ in range(_BURST):
             try:
-                reply = self._link.receive()
+                reply = link.receive()
             except msgspec.DecodeError as error:
                 self._end(f"it said something that is no message ({error})")
                 return
             if reply is None:
                 return
-            taken += self._take(reply)
+            taken += self._take(link, reply)
             if taken >= wire.IDS_PER_MESSAGE:
                 return  # the rest in the next pass: the scheduler thread has other things to do
 
-    def _take(self, reply: wire.Reply) -> int:
+    def _take(self, link: IoLink, reply: wire.Reply) -> int:
         """Returns how many identities it names."""
         self._heard = self._clock()
         if isinstance(reply, wire.Ready):
-            assert self._link is not None
-            self._link.connected()
+            link.connected()
             self.capacity = reply.capacity
             self.state, self._up_since = State.UP, self._heard
             if self.counts["io_losses"]:
                 self.counts["io_restarts"] += 1
-                logger.warning("sglang-hc: the I/O process is back, as process %d", self.pid)
+                logger.warning("sglang-hc: the I/O process is back, as process %d", link.pid)
             for client in self.clients:
                 client.up()
             return 0
@@ -301,12 +300,11 @@ class IoSupervisor:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self, link: IoLink) -> None:
         """Nothing was to be read just now, or not all of it."""
-        assert self._link is not None
         now = self._clock()
-        if self._link.exit_code is not None:
-            self._bury()
+        if link.exit_code is not None:
+            self._bury(link)
         elif self.state is State.STARTING:
             if now >= self._since + START_S:
                 self._end(f"it was not ready after {START_S:.0f} s")
@@ -325,16 +323,12 @@ class IoSupervisor:
         self._link.kill()
         self.state = State.ENDING
 
-    def _ended(self) -> str:
-        assert self._link is not None
-        code = self._link.exit_code
+    def _ended(self, code: int | None) -> str:
         return self._reason or (f"signal {-code}" if code and code < 0 else f"exit status {code}")
 
-    def _bury(self) -> None:
+    def _bury(self, link: IoLink) -> None:
         """The process was reaped: give up its operations."""
-        assert self._link is not None
-        now = self._clock()
-        reason, pid, link = self._ended(), self._link.pid, self._link
+        now, reason = self._clock(), self._ended(link.exit_code)
         self._link, self._reason = None, ""
         self._gathered.clear()
         if now >= self._up_since + LONGEST_BACKOFF_S:
@@ -350,7 +344,7 @@ class IoSupervisor:
         logger.error(
             "sglang-hc: the I/O process %d is gone (%s); %d operations are lost, their blocks are "
             "not kept or computed again. No disk tier until the next attempt, in %.1f s",
-            pid, reason, lost, self._backoff,
+            link.pid, reason, lost, self._backoff,
         )  # fmt: skip
 
     def _start_again(self) -> None:
