@@ -79,7 +79,7 @@ class Early:
 
     def fill(self, history: int) -> None:
         self.buffer.clear()
-        waiting = Waiting(Prefix(None, pack_tokens(self._stored.tokens[:history])), 0)
+        waiting = Waiting(Prefix(None, pack_tokens(self._stored.tokens[:history])), lambda: 0)
         copied = -1
         while copied != self.buffer.counters["early_layer_tokens"]:
             copied = self.buffer.counters["early_layer_tokens"]

@@ -76,7 +76,7 @@ class DiskMachine(TiersMachine):
         salt, tokens = self.spoken[-1 - old % len(self.spoken)]
         self.count += 1
         rid = f"f{self.count}"
-        self.fetching[rid] = Waiting(Prefix(salt, pack_tokens(tokens[:cut])), 0)
+        self.fetching[rid] = Waiting(Prefix(salt, pack_tokens(tokens[:cut])), lambda: 0)
         self.view.arrived(rid, partial(self.fetching.__getitem__, rid))
         self.look()
         self.work(steps)

@@ -163,7 +163,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def waiting_of(self, rid: str) -> Waiting:
         salt, tokens, on_device = self.waiting[rid]
-        return Waiting(Prefix(salt, pack_tokens(tokens)), on_device)
+        return Waiting(Prefix(salt, pack_tokens(tokens)), lambda: on_device)
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5), abort=st.sampled_from([False, False, False, True]))

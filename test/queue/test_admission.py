@@ -40,7 +40,7 @@ class Loop:
         self.queue.admission = Admission(window.requests, ready_first=ready_first, bound=BOUND)
 
     def of(self, rid: str) -> Waiting:
-        return Waiting(Prefix(None, tokens_of(self.words[rid])), 0)
+        return Waiting(Prefix(None, tokens_of(self.words[rid])), lambda: 0)
 
     def arrive(self, word: str) -> None:
         rid = f"{len(self.arrivals)}:{word}"

@@ -22,7 +22,7 @@ def view(*, tell_disk: bool = True) -> tuple[QueueView, FakeIo]:
 def waiting(rid: str) -> Waiting:
     """Requests a1, a2 ... share their first block."""
     tokens = [ord(rid[0])] * 64 + [int(rid[1:])] * 64
-    return Waiting(Prefix(None, pack_tokens(tokens)), 0)
+    return Waiting(Prefix(None, pack_tokens(tokens)), lambda: 0)
 
 
 def arrive(queue: QueueView, *rids: str) -> None:

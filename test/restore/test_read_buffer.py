@@ -42,7 +42,7 @@ class Bench:
     def wait(self, path: int, on_device: int = 0, length: int | None = None) -> str:
         rid = f"r{len(self.waiting)}"
         tokens = path_tokens(path, length or LENGTHS[path])
-        self.waiting[rid] = Waiting(Prefix(None, pack_tokens(tokens)), on_device)
+        self.waiting[rid] = Waiting(Prefix(None, pack_tokens(tokens)), lambda: on_device)
         return rid
 
     def look(self, *rids: str, passes: int = 20) -> None:

@@ -161,7 +161,7 @@ class ServerSubject:
         return [self._words[block_id] for block_id in begun]
 
     def _waiting(self, word: str) -> Waiting:
-        return Waiting(Prefix(None, tokens_of(word)), self.on_device)
+        return Waiting(Prefix(None, tokens_of(word)), lambda: self.on_device)
 
 
 class SimulatorSubject:

@@ -210,7 +210,7 @@ def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     if disk:
         world.host.clear()
     cut = RULE.cut(480, None)
-    waiting = Waiting(prompt_behind(cut, 480), 0, earlier(cut))
+    waiting = Waiting(prompt_behind(cut, 480), lambda: 0, earlier(cut))
     view.arrived("r", lambda: waiting)
     view.on_schedule_step(["r"])
     whole = identities(kept(0, 440))

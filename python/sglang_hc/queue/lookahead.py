@@ -133,12 +133,15 @@ class QueueView:
         self._prefetcher.fetch()
 
     def arrived(self, rid: str, look: Callable[[], Waiting]) -> None:
-        """A request was queued, or queued again. look: what it is now."""
+        """A request was queued, or queued again. look: says what it is."""
         self._prefetcher.arrived(rid, look)
 
     def look_at(self, rid: str) -> Waiting:
-        """What a waiting request is now."""
-        return self.requests[rid].look()
+        """What a waiting request is."""
+        record = self.requests[rid]
+        if record.waiting is None:
+            record.waiting = record.look()
+        return record.waiting
 
     def ready(self, rid: str) -> bool:
         """Whether the request may be admitted now. Its turn has come, so what it lacks is fetched.
@@ -157,7 +160,7 @@ class QueueView:
         if self.meetings.of(rid) is not None:
             waiting = self.look_at(rid)
             known = self._host.tree.match(waiting.prompt).tokens
-            self.meetings.wait(rid, max(known, waiting.on_device))
+            self.meetings.wait(rid, max(known, waiting.on_device()))
         return ready
 
     def readiness(self, rids: Collection[str]) -> Readiness[str]:
@@ -218,7 +221,7 @@ class QueueView:
         sources = self._find(request, path, first)
         if sources is None:
             return None
-        on_device = self.look_at(request).on_device if sources else 0
+        on_device = self.look_at(request).on_device() if sources else 0
         if (first + len(sources)) * BLOCK_TOKENS <= on_device:
             sources = ()
         return Missing(path, first, sources, on_device)
@@ -314,9 +317,9 @@ class QueueView:
     def _restore_cost(self, rid: str) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
         waiting = self.look_at(rid)
-        match = self._host.tree.match(waiting.prompt)
-        known = max(match.tokens, waiting.on_device)
-        cost = self._costs.token_seconds(SourceTier.HOST) * (known - waiting.on_device)
+        on_device = waiting.on_device()
+        known = max(self._host.tree.match(waiting.prompt).tokens, on_device)
+        cost = self._costs.token_seconds(SourceTier.HOST) * (known - on_device)
         if self._disk is not None:
             beyond = self._path_of(rid).block_ids[known // BLOCK_TOKENS :]
             below = Counter(self._disk.sources(list(takewhile(self._disk.holds, beyond))))

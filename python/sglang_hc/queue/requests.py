@@ -27,13 +27,13 @@ DEPARTED_WITHIN = 128
 
 
 class Waiting(NamedTuple):
-    """A waiting request now: its prompt, and how many tokens of it the device has.
+    """A waiting request: its prompt, and how many tokens of it the device has when it is asked.
 
     earlier: what a cut prompt was cut to before, where its state may move; None for any other.
     """
 
     prompt: Prefix
-    on_device: int
+    on_device: Callable[[], int]
     earlier: EarlierCuts | None = None
 
 
@@ -47,7 +47,8 @@ class WaitingRequest:
     """What is known of one waiting request.
 
     arrival: its place in the order of arrival, from 1 on; 0 for one that was never queued here.
-    look: what it is now; raises LookupError for one that was never queued here.
+    look: says what it is; asked once. Raises LookupError for one that was never queued here.
+    waiting: what it is; None until somebody has asked.
     needs: identities of the blocks it can use; None until it enters the look-ahead window.
     path: of its prompt; None until `needs` are known.
     earlier: where the blocks of a cut prompt were before, if they may move from there.
@@ -66,6 +67,7 @@ class WaitingRequest:
 
     arrival: int = 0
     look: Callable[[], Waiting] = not_told
+    waiting: Waiting | None = None
     needs: Sequence[bytes] | None = None
     path: BlockPath | None = None
     earlier: Sequence[EarlierPath] = ()
@@ -117,7 +119,7 @@ class WaitingTable(Generic[K]):
 
     def arrived(self, name: K, look: Callable[[], Waiting] = not_told) -> WaitingRequest:
         """The request was queued, perhaps again: nothing of what was known before counts. look:
-        what it is now."""
+        says what it is."""
         self.left(name)
         self._arrivals += 1
         record = self._records[name] = WaitingRequest(self._arrivals, look)

@@ -200,7 +200,7 @@ class ReadBuffer:
 
     def _copies_for(self, waiting: Waiting) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request. Ends if one of its blocks leaves."""
-        prompt, on_device, _ = waiting
+        prompt, on_device = waiting.prompt, waiting.on_device()
         match = self._host.tree.match(prompt)
         ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
         nodes = match.nodes[on_device // BLOCK_TOKENS : ready]

@@ -131,4 +131,4 @@ class WaitingRequests:
     def _look_at(self, req: Any) -> Waiting:
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)
         prompt = Prefix(req.extra_key, pack_tokens(key.token_ids))
-        return Waiting(prompt, self._on_device(key), earlier_of(req))
+        return Waiting(prompt, partial(self._on_device, key), earlier_of(req))

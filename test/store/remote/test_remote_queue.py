@@ -36,7 +36,7 @@ class Server:
 
     def look_at(self, rid: str) -> Waiting:
         self.looked.append(rid)
-        return Waiting(Prefix(None, TOKENS), 0)
+        return Waiting(Prefix(None, TOKENS), lambda: 0)
 
     def keep(self) -> None:
         """Compute both whole blocks and spill them."""
