@@ -169,7 +169,7 @@ class SourceServer:
         self.tier = SourceTier.REMOTE if store == "file" else SourceTier.DISK
         self.tiers = self.core.tree.tiers
         self.planner = self.tiers.restorer.planner
-        self.costs = self.planner._costs
+        self.costs = self.planner.costs
         assert self.costs is not None, "the server could not measure its costs"
         self.core.believe_profile()
         self._profile: CostModel = self.costs.measured

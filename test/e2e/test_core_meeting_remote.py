@@ -140,7 +140,7 @@ def faults_at_each_block(profile: str, folder: str, kind: str) -> list[Seen]:
             remote.ask(path)
             core.tree.tiers.poll()
             time.sleep(0.001)
-        key = storage_key(remote._fingerprint, path[block])
+        key = storage_key(remote._store._fingerprint, path[block])
         reply, counts = counted(core, lambda key=key: FAULTS[kind](core, history, key, folder))
         found.append(Seen(block, path[block] in asked, reply, counts))
         forget(core)
@@ -177,7 +177,7 @@ def lost(core: Core, history: list[int], key: str, folder: str) -> Reply:
 
 def with_get(core: Core, history: list[int], get: Callable[..., Any]) -> Reply:
     """SGLang's back end reads an object by `get(read, key, page)`, where `read` really does."""
-    storage = core.tree.tiers.disk._io._backend._storage
+    storage = core.tree.tiers.disk._io._store._backend._storage
     read = storage.get
     storage.get = lambda key, page: get(read, key, page)
     reply = core.ask(history, 24)
@@ -201,7 +201,7 @@ def refuses(core: Core, history: list[int], bad: str, *_: str) -> Reply:
 
 def stalled(core: Core, history: list[int], key: str, *_: str) -> Reply:
     """The store does not answer for this object until the request is over."""
-    backend, goes_on = core.tree.tiers.disk._io._backend, threading.Event()
+    backend, goes_on = core.tree.tiers.disk._io._store._backend, threading.Event()
     get: Callable[..., Any] = backend.get
 
     def wait(keys: Sequence[str], frames: Sequence[int]) -> Any:

@@ -7,13 +7,11 @@ The reference is the same conversation on the same two ranks that never leaves t
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_hc.ranks.agreement import REPORT_S
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
@@ -37,23 +35,7 @@ def both_on_rank(
     """The conversations, and the tiers' part of what /server_info shows then."""
     core = CORES[kind](rank, port, *options(form, "float32"), model=model, **env)
     found = compare(core)
-    return found, shown(core)
-
-
-def shown(core: RankedCore) -> dict[str, Any]:
-    """Asked as over HTTP, when each rank has shown what it counted: all ranks get the request in
-    one pass, and only the first one answers."""
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
-    time.sleep(REPORT_S)
-    core.run()
-    answers: list[Any] = []
-    core.scheduler.ipc_channels.send_to_tokenizer.send_output = lambda out, _: answers.append(out)
-    core.inbox.append(GetInternalStateReq())
-    core.run()
-    (answer,) = answers
-    part: dict[str, Any] = answer.internal_state["hc"]
-    return part
+    return found, core.shown()
 
 
 def check_alike(found: list[Outcome]) -> None:

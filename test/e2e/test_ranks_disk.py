@@ -8,42 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from sglang_hc.tools.disk.fsck import check
 from support.disk_store import Faults, FaultyBackend, failing
 from support.ranked_core import CORES, RankedCore, run_ranks
-
-FLAGS = ("--max-total-tokens", "1600", "--dtype", "float32", "--hc-host-size-gb", "0.2")
-BLOCKS = 256
-"""Tokens of the full blocks of a first turn."""
+from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, talk, talk_and_stop
 
 HIT_BY = 1
 """The rank that faults happen to."""
-
-
-class Turns(NamedTuple):
-    """Two turns. said, wanted: replies of the conversation that stayed on the device. first,
-    second: those of the one that was forgotten in between. stored: tokens that came from disk.
-    counted: what this rank counted meanwhile."""
-
-    said: list[int]
-    wanted: list[int]
-    first: list[int]
-    second: list[int]
-    stored: int
-    counted: dict[str, int]
-
-
-def prompts(name: str) -> tuple[list[int], list[int]]:
-    rng = random.Random(name)
-    return [rng.randrange(3, 900) for _ in range(200)], [rng.randrange(3, 900) for _ in range(20)]
 
 
 def engine(rank: int, port: int, kind: str, form: str, folder: str, *flags: str) -> RankedCore:
@@ -52,56 +29,14 @@ def engine(rank: int, port: int, kind: str, form: str, folder: str, *flags: str)
     return CORES[kind](rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
 
 
-def forget(core: RankedCore) -> None:
-    """Everything but the disk forgets."""
-    core.settle()
-    assert core.scheduler.flush_cache()
-
-
-def talk(core: RankedCore, name: str, between: Callable[[], None] = lambda: None) -> Turns:
-    """between: runs on both ranks after the first turn was saved and forgotten."""
-    prompt, follow = prompts(name)
-    said = core.ask(prompt, 60, "kept").tokens
-    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
-    before = core.tree.tiers.counts()
-    first = core.ask(prompt, 60, name).tokens
-    forget(core)
-    between()
-    reply = core.ask([*prompt, *first, *follow], 24, name)
-    core.settle()
-    counts = core.tree.tiers.counts()
-    counted = {key: value - before.get(key, 0) for key, value in counts.items()}
-    return Turns(said, wanted, first, reply.tokens, reply.storage, counted)
-
-
-def check_tokens(found: list[Turns]) -> None:
-    for turns in found:
-        assert (turns.first, turns.second) == (turns.said, turns.wanted)
-    assert found[0][:5] == found[1][:5], "both ranks saw the same"
-    restored = [turns.counted.get("restored_tokens", 0) for turns in found]
-    assert restored[0] == restored[1]
-
-
 def first_server(
     rank: int, port: int, kind: str, form: str, folder: str
 ) -> tuple[Turns, list[int]]:
-    core = engine(rank, port, kind, form, folder)
-    turns = talk(core, "before")
-    prompt, _ = prompts("later")
-    left = core.ask(prompt, 60).tokens
-    core.settle()
-    core.tree.release_host_resources()
-    return turns, left
+    return talk_and_stop(engine(rank, port, kind, form, folder))
 
 
 def second_server(rank: int, port: int, kind: str, form: str, folder: str) -> Turns:
-    core = engine(rank, port, kind, form, folder)
-    prompt, follow = prompts("later")
-    said = core.ask(prompt, 60, "kept").tokens
-    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
-    reply = core.ask([*prompt, *said, *follow], 24)
-    core.settle()
-    return Turns(said, wanted, said, reply.tokens, reply.storage, core.tree.tiers.counts())
+    return go_on(engine(rank, port, kind, form, folder))
 
 
 @pytest.mark.parametrize(

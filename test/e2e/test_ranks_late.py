@@ -10,11 +10,14 @@ import json
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.branching_talks import FLAGS, talk
@@ -29,14 +32,14 @@ LATE = 1
 
 
 class Late:
-    """An executor or a disk whose answers come `seconds` late; every third read's is lost, and a
-    deadline makes a no of it."""
+    """An executor, a disk or a store whose answers come `seconds` late; every third one to a read
+    or a look-up is lost, and a deadline makes a no of it."""
 
     def __init__(self, inner: Any, seconds: float, *, loses: bool = False) -> None:
         self._inner = inner
         self._seconds = seconds
         self._loses = loses
-        self._held: list[tuple[float, Any]] = []
+        self._held: dict[str, list[tuple[float, Any]]] = {"poll": [], "found": []}
         self._reads: dict[int, int] = {}
 
     def read(self, ticket: int, *others: Any) -> None:
@@ -44,16 +47,21 @@ class Late:
         self._inner.read(ticket, *others)
 
     def poll(self) -> list[Any]:
-        now = time.monotonic()
-        for done in self._inner.poll():
-            if self._loses and self._reads.get(done.ticket, 1) % 3 == 0:
+        return self._due("poll", lambda ticket: self._reads.get(ticket, 1) % 3 == 0)
+
+    def found(self) -> list[Any]:
+        return self._due("found", lambda ticket: ticket % 3 == 1)
+
+    def _due(self, what: str, is_lost: Callable[[int], bool]) -> list[Any]:
+        now, held = time.monotonic(), self._held[what]
+        for done in getattr(self._inner, what)():
+            if self._loses and is_lost(done.ticket):
                 late = done._replace(outcome=Outcome.TIMED_OUT)
-                self._held.append((now + 3 * self._seconds, late))
+                held.append((now + 3 * self._seconds, late))
             else:
-                self._held.append((now + self._seconds, done))
-        due = [done for at, done in self._held if at <= now]
-        self._held = [held for held in self._held if held[0] > now]
-        return due
+                held.append((now + self._seconds, done))
+        self._held[what] = [late for late in held if late[0] > now]
+        return [done for at, done in held if at <= now]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -81,17 +89,34 @@ class OneByOne:
         return getattr(self._inner, name)
 
 
+def wrap_below(ranks: Agreement, wrap: Callable[[Any], Any]) -> None:
+    """Put something around what this rank has below its host tier."""
+    for part in (ranks._blocks, ranks._store):
+        if part is not None:
+            part._inner = part._transfers._inner = wrap(part._inner)
+
+
+def below(what: str, folder: str) -> tuple[str, ...]:
+    """Flags of a disk, a store of files, or both, in this folder."""
+    flags: tuple[str, ...] = ()
+    if "disk" in what:
+        flags += "--hc-disk", f"{folder}/disk:1", "--hc-scrub-mb-s", "0"
+    if "store" in what:
+        flags += "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": f"{folder}/store"})
+    return flags
+
+
 def run(
-    rank: int, port: int, kind: str, folder: str, scatter: float, disk: float, loses: bool
+    rank: int, port: int, kind: str, what: str, folder: str, scatter: float, io: float, loses: bool
 ) -> tuple:
     core = CORES[kind](
-        rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}/disk:1",
+        rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", *below(what, folder),
         "--hc-trace", f"{folder}/t.jsonl", *(MORE_AT_ONCE if kind == "pp" else ()),
     )  # fmt: skip
     ranks = core.tree.tiers.ranks
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, scatter)
-        ranks._blocks._inner = Late(ranks._blocks._inner, disk, loses=loses)
+        wrap_below(ranks, lambda inner: Late(inner, io, loses=loses))
 
     def forget(turn: int) -> None:
         if turn == 1:
@@ -117,28 +142,32 @@ def decisions(folder: Path, kind: str, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "scatter", "disk", "loses"),
+    ("kind", "what", "scatter", "io", "loses"),
     [
-        pytest.param("tp", 0.0, 2.0, False, marks=pytest.mark.slow),
-        pytest.param("tp", 2.0, 0.0, False, marks=pytest.mark.slow),
-        ("tp", 0.3, 0.5, True),
-        pytest.param("pp", 0.0, 2.0, False, marks=pytest.mark.slow),
-        pytest.param("pp", 2.0, 0.0, False, marks=pytest.mark.slow),
-        pytest.param("pp", 0.3, 0.5, True, marks=pytest.mark.slow),
+        pytest.param("tp", "disk", 0.0, 2.0, False, marks=pytest.mark.slow),
+        pytest.param("tp", "disk", 2.0, 0.0, False, marks=pytest.mark.slow),
+        ("tp", "disk", 0.3, 0.5, True),
+        pytest.param("tp", "store", 0.0, 1.0, False, marks=pytest.mark.slow),
+        pytest.param("tp", "store", 0.3, 0.5, True, marks=pytest.mark.slow),
+        pytest.param("tp", "disk+store", 0.3, 0.5, True, marks=pytest.mark.slow),
+        pytest.param("pp", "disk", 0.0, 2.0, False, marks=pytest.mark.slow),
+        pytest.param("pp", "disk", 2.0, 0.0, False, marks=pytest.mark.slow),
+        pytest.param("pp", "disk", 0.3, 0.5, True, marks=pytest.mark.slow),
+        pytest.param("pp", "store", 0.3, 0.5, True, marks=pytest.mark.slow),
     ],
 )
 def test_one_late_rank(
-    models: None, tmp_path: Path, kind: str, scatter: float, disk: float, loses: bool
+    models: None, tmp_path: Path, kind: str, what: str, scatter: float, io: float, loses: bool
 ) -> None:
     tokens = []
-    for name, (late_scatters, late_disk, lost) in {
+    for name, (late_scatters, late_io, lost) in {
         "in-time": (0.0, 0.0, False),
-        "late": (scatter, disk, loses),
+        "late": (scatter, io, loses),
     }.items():
         folder = tmp_path / name
         folder.mkdir()
         (said, counts), (same, others) = run_ranks(
-            run, kind, str(folder), late_scatters, late_disk, lost
+            run, kind, what, str(folder), late_scatters, late_io, lost
         )
         tokens.append(said)
         assert said == same
@@ -146,49 +175,59 @@ def test_one_late_rank(
         assert trace == decisions(folder, kind, 1)
         assert len(trace) > 300 and counts["restored_tokens"] > 0
         failed = {key: count for key, count in counts.items() if key.startswith("rank")}
-        assert set(failed) <= ({f"rank{LATE}_block_timed_out"} if lost else set())
+        may_fail = {f"rank{LATE}_{kind}_timed_out" for kind in ("block", "remote", "lookup")}
+        assert set(failed) <= (may_fail if lost else set())
         if lost:
-            assert counts["disk_read_timed_out"] == others["disk_read_timed_out"] > 0
+            assert without_ranks(counts) == without_ranks(others)
+            ends = ["disk_read"] if "disk" in what else ["remote_read", "remote_lookup"]
+            assert sum(counts.get(f"{end}_timed_out", 0) for end in ends) > 0
             assert failed
     assert tokens[0] == tokens[1]
+
+
+def without_ranks(counts: dict[str, int]) -> dict[str, int]:
+    """What ranks count alike: only the first one counts whose part of a block failed."""
+    return {name: n for name, n in counts.items() if not name.startswith("rank")}
 
 
 PROMPT = random.Random(3).choices(range(3, 900), k=700)
 FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 
 
-def meet(rank: int, port: int, folder: str, profile: str, loses: bool) -> tuple:
-    """A long history that only the disks have is computed from its front while its end is read."""
+def meet(rank: int, port: int, what: str, folder: str, profile: str, loses: bool) -> tuple:
+    """A long history that only the disks or the store have is computed from its front while its end
+    is read."""
     core = RankedCore(
-        rank, port, "--hc-forms", "hidden:2,kv:2", "--hc-disk", f"{folder}:1", "--dtype", "float32",
+        rank, port, "--hc-forms", "hidden:2,kv:2", *below(what, folder), "--dtype", "float32",
         "--max-total-tokens", "4000", "--hc-host-size-gb", "0.2", "--chunked-prefill-size", "512",
         profile=profile,
     )  # fmt: skip
     first = core.ask(PROMPT, 30).tokens
     core.settle()
     assert core.scheduler.flush_cache()
+    core.tree.tiers.restorer.planner.costs.observe_remote(2e-4)  # as the profile says of the disk
+    core.believe_profile()
     if rank == LATE:
-        ranks = core.tree.tiers.ranks
-        blocks = ranks._blocks._inner
-        ranks._blocks._inner = Late(blocks, 0.1, loses=True) if loses else OneByOne(blocks)
+        wrap = partial(Late, seconds=0.1, loses=True) if loses else OneByOne
+        wrap_below(core.tree.tiers.ranks, wrap)
     history = [*PROMPT, *first, *FOLLOW]
     reply = core.ask(history, 24)
     core.settle()
     assert core.ask(PROMPT, 30, "kept").tokens == first
     kept = core.ask(history, 24, "kept")
     assert kept.device > len(PROMPT) and kept.tokens == reply.tokens
-    counts = core.tree.tiers.counts()
-    return reply, {name: n for name, n in counts.items() if not name.startswith("rank")}
+    return reply, without_ranks(core.tree.tiers.counts())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["disk", "store"])
 @pytest.mark.parametrize("loses", [False, True])
 def test_a_history_is_met_by_both_ranks_at_one_point(
-    models: None, tmp_path: Path, loses: bool
+    models: None, tmp_path: Path, what: str, loses: bool
 ) -> None:
     cost = profiles.cost_model(host=1e-6, disk=2e-4, prefill=1e-3)  # nearly all is read
     profile = profiles.write(cost, tmp_path)
-    one, two = run_ranks(meet, str(tmp_path / "d"), profile, loses)
+    one, two = run_ranks(meet, what, str(tmp_path), profile, loses)
     assert one == two
     _, counts = one
     assert counts["meetings"] == 1
@@ -225,10 +264,12 @@ def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[s
     return passes, (time.perf_counter() - began) / 120
 
 
-def test_a_quiet_pass_has_no_collective_more_than_sglangs_own(models: None) -> None:
-    """Of passes in tens: those in which a snapshot's scatter ended have one broadcast more each."""
+def test_a_quiet_pass_has_no_collective_more_than_sglangs_own(models: None, tmp_path: Path) -> None:
+    """Of passes in tens: those in which a snapshot's scatter or a save ended have one broadcast
+    more each."""
     plain, _ = run_ranks(count_collectives, "--hc-disable")[0]
-    ours, _ = run_ranks(count_collectives, "--hc-forms", "hidden:2,kv:2")[0]
+    store = below("store", str(tmp_path))
+    ours, _ = run_ranks(count_collectives, "--hc-forms", "hidden:2,kv:2", *store)[0]
     assert len({tuple(sorted(some.items())) for some in plain}) == 1
     more = [some - plain[0] for some in ours]
     assert all(set(some) <= {"broadcast"} for some in more)

@@ -55,10 +55,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--tp-size", "2", "--dp-size", "2"), ("--dp-size", "--tp-size", "--hc-disable")),
         (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
         (
-            ("--tp-size", "2", "--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp"}'),
-            ("--hc-remote", "--tp-size", "--hc-disable"),
-        ),
-        (
             ("--tp-size", "2", "--hc-overflow", "reembed"),
             ("--hc-overflow reembed", "--tp-size", "--hc-disable"),
         ),
@@ -69,10 +65,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--pp-size", "2", "--tp-size", "2"), ("--tp-size", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--dp-size", "2"), ("--dp-size", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--nnodes", "2"), ("--nnodes", "--pp-size", "--hc-disable")),
-        (
-            ("--pp-size", "2", "--hc-remote", "file", "--hc-remote-config", '{"dir": "/tmp"}'),
-            ("--hc-remote", "--pp-size", "--hc-disable"),
-        ),
         (("--pp-size", "2", "--hc-overflow", "reembed"), ("--hc-overflow reembed", "--pp-size")),
         (("--pp-size", "2", "--hc-exact"), ("--hc-exact", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--hc-read-buffer-gb", "1"), ("--hc-read-buffer-gb", "--pp-size")),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import (
     BOUND,
     DEAD_BAND,
@@ -130,6 +131,20 @@ def test_a_remote_store_keeps_its_price_when_another_cost_is_corrected() -> None
         costs.observe(Resource.PREFILL, 1.0, 5.0)
     assert costs.model.copy_kv(SourceTier.REMOTE, 1000) == pytest.approx(3e-2)
     assert costs.model.copy_kv(SourceTier.DISK, 1000) == pytest.approx(4 * 5e-3)
+
+
+def test_blocks_are_weighed_against_the_read_of_all_their_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk against what the profile says of it; a store against nothing, as no profile has it."""
+    costs, seen = CorrectedCosts(MODEL), []
+    monkeypatch.setattr(costs, "observe", lambda *args: seen.append(args))
+    costs.observe_read(LayerPlan(0, 3, 1), SourceTier.DISK, 10, 7.0)
+    predicted = pytest.approx(640 * (5e-6 + 3 * 2.5e-6))
+    assert seen == [(Resource.DISK, predicted, 7.0)]
+    costs.observe_read(LayerPlan(2, 3, 1), SourceTier.REMOTE, 10, 7.0)
+    assert len(seen) == 1
+    assert costs.model.copy_kv(SourceTier.REMOTE, 1) == pytest.approx(7.0 / (640 * 4))
 
 
 def test_what_is_shown_says_which_way_the_profile_is_wrong() -> None:

@@ -25,6 +25,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.fake_io import FakeIo
+from support.fake_store import FakeStoreIo
 from support.several_ranks import Group, Notes, together
 
 from .test_disk_tier_machine import FAILURES, DiskMachine
@@ -48,10 +49,16 @@ class OwnPaceStream(LateCopyStream):
         self.advance_to(min(self.enqueued, self.performed + copies))
 
 
+STORE_FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT]
+
+
 class Rank(DiskMachine):
-    """One rank. Its rules are called by `Storm`, on all ranks alike."""
+    """One rank, with a disk and a remote store. Its rules are called by `Storm`, on all ranks
+    alike."""
 
     plan = LayerPlan(0, 1, 1)
+    disk_forgets = 0.0
+    """How often a block leaves the disk by itself, in a step."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.ranks = agreement
@@ -65,6 +72,10 @@ class Rank(DiskMachine):
     def make_disk(self, pool: HostPool) -> FakeIo:
         self.io = FakeIo(pool, writes_wait=True)
         return self.io
+
+    def make_store(self, pool: HostPool) -> FakeStoreIo:
+        self.store = FakeStoreIo(pool)
+        return self.store
 
     def look(self) -> None:
         """A pass of the queue, and of the read buffer."""
@@ -89,8 +100,22 @@ class Rank(DiskMachine):
         for _ in range(rng.choice([0, 0, 1, 2, 8])):
             bad = faults and rng.random() < 0.2
             self.io.step(rng.choice(FAILURES) if bad else Outcome.OK)
-        if rng.random() < 0.05 and self.io.held():
+        if rng.random() < self.disk_forgets and self.io.held():
             self.io.evict(min(self.io.held()))
+        self.go_on_in_store(rng, faults=faults)
+
+    def go_on_in_store(self, rng: random.Random, *, faults: bool) -> None:
+        for _ in range(rng.choice([0, 0, 1, 2, 8])):
+            bad = faults and rng.random() < 0.2
+            self.store.step(rng.choice(STORE_FAILURES) if bad else Outcome.OK, time.monotonic())
+        for _ in range(rng.choice([0, 1, 1, 3])):
+            bad = faults and rng.random() < 0.2
+            SEEN["lookups"] += bool(self.store.questions)
+            self.store.answer(rng.choice(STORE_FAILURES[1:]) if bad else Outcome.OK)
+        if faults and rng.random() < 0.1:
+            self.store.up = not self.store.up
+        if rng.random() < 0.05 and self.store.held():
+            self.store.evict(min(self.store.held()))
 
     def work_on(self) -> None:
         """Called over and over while all ranks wait for each other."""
@@ -98,6 +123,7 @@ class Rank(DiskMachine):
             stream.go_on(3)
         self.executor.step()
         self.io.step()
+        self.store.step()
         time.sleep(0)
 
     def pin(self, old: int) -> None:
@@ -128,7 +154,17 @@ class Rank(DiskMachine):
         records = [(rid, sorted(r.awaits)) for rid, r in self._records()]
         counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
         on_their_way = len(self.disk.coming), len(self.tiers.retention.pins)
-        return tree, host._free, records, counts, on_their_way, self.notes.lines
+        known = list(self.disk._io._far._presence._found.items())
+        return tree, host._free, records, counts, on_their_way, known, self.notes.lines
+
+    def what_is_under_way_has_its_slot_for_itself(self) -> None:
+        super().what_is_under_way_has_its_slot_for_itself()
+        host = self.tiers.host
+        spilling = {node.slot for node in self.disk.spilling}
+        for move in self.store.moves:
+            assert move.slot in spilling if move.write else host.is_staged(move.slot)
+        reads = [move.slot for io in (self.io, self.store) for move in io.moves if not move.write]
+        assert len(reads) == len(set(reads))
 
     def _records(self) -> list:
         requests = self.view.requests
@@ -147,6 +183,9 @@ class Storm:
         kinds = machines if len(machines) == count else (machines or (Rank,)) * count
         self.ranks = [kind(a) for kind, a in zip(kinds, self.group.agreements, strict=True)]
         self.faulty = self.rng.randrange(count)
+        forgets = self.rng.choice([0.05, 0.9])
+        for rank in self.ranks:
+            rank.disk_forgets = forgets
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -160,7 +199,7 @@ class Storm:
             self.compare()
         self.together(lambda r: r.end())
         self.compare()
-        for name in ("disk_loaded_blocks", "disk_saved_blocks"):
+        for name in MOVED:
             SEEN[name] += self.ranks[0].disk.counters[name]
         SEEN["told"] += self.group.told
 
@@ -212,6 +251,11 @@ class Storm:
             self.all(lambda r: r.pin(old))
         elif kind == "forget" and not one.running:
             self.together(lambda r: r.tiers.clear())
+            if rng.random() < 0.1:
+                self.together(lambda r: r.disk.forget())
+                SEEN["emptied"] += 1
+            old = rng.randint(0, 3)
+            self.all(lambda r: r.fetch(old, 250, 0))
         elif one.running:
             which, step, drop = rng.randint(0, 5), rng.randint(1, 130), rng.random() < 0.3
             self.all(lambda r: r.compute(which, step))
@@ -232,7 +276,9 @@ class Storm:
 
 
 ACTIONS = ["turn", "turn", "turn", "start", "fetch", "fetch", "stop", "stop", "queue", "leave",
-           "evict", "evict", "pin", "forget", "run", "run"]  # fmt: skip
+           "evict", "evict", "pin", "forget", "forget", "run", "run"]  # fmt: skip
+
+MOVED = [f"{tier}_{end}_blocks" for tier in ("disk", "remote") for end in ("saved", "loaded")]
 
 SEEDS = st.integers(0, 2**32)
 
@@ -354,5 +400,4 @@ def test_ranks_decide_alike_in_a_thousand_storms(seed: int) -> None:
 
 def test_the_storms_did_something() -> None:
     """Runs last: ranks that do nothing decide alike."""
-    names = ("disk_loaded_blocks", "disk_saved_blocks", "lost", "told")
-    assert all(SEEN[name] > 0 for name in names), SEEN
+    assert all(SEEN[name] > 0 for name in (*MOVED, "lost", "told", "lookups", "emptied")), SEEN

@@ -23,8 +23,9 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
-from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.several_ranks import Notes
@@ -78,7 +79,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
             copy_stream=self.make_copy_stream(), frames=5, recomputer=self, ring=self.ring,
-            disk=self.make_disk, clock=lambda: self.now, ranks=self.ranks, recorder=self.notes,
+            disk=self.make_disk, store=self.make_store, clock=lambda: self.now, ranks=self.ranks,
+            recorder=self.notes,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -97,7 +99,8 @@ class TiersMachine(RuleBasedStateMachine):
     def make_copy_stream(self) -> object:
         return None
 
-    make_disk: Callable[[HostPool], BlockIo] | None = None
+    make_disk: Callable[[HostPool], OwnDisk] | None = None
+    make_store: Callable[[HostPool], StoreIo] | None = None
 
     @rule(
         salt=st.sampled_from(SALTS),

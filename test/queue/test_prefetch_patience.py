@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 
-from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.fetches import UnknownCosts
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
-from sglang_hc.restore.cost_watch import CostWatch, HostTimer
 from sglang_hc.restore.planner import RestorePlanner
 from support.host import identities, tokens_of
 from support.profiles import cost_model
@@ -226,8 +225,8 @@ def fifty_requests(true: float, profile: float) -> tuple[list[int], Counter[str]
     model = cost_model(host=1e-6, disk=profile + 1e-6, prefill=1e-2)
     costs = CorrectedCosts(model)
     choice = RestorePlanner(costs, LayerPlan(0, 0, 1), False, Counter())
-    watch = CostWatch(costs, LayerPlan(0, 0, 1), HostTimer(), HostCopyStream())
-    subject = ServerSubject("lru", "queue", 8, choice, watch.read, can_meet=False)
+    seen = partial(costs.observe_read, LayerPlan(0, 0, 1))
+    subject = ServerSubject("lru", "queue", 8, choice, seen, can_meet=False)
     words = [chr(code) + "yz" for code in range(ord("A"), ord("A") + 50)]
     for word in words:
         subject.serve(word)

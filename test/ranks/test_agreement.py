@@ -56,7 +56,7 @@ class Pair:
             self.group.agreements, self.executors, self.disks, strict=True
         ):
             self.scatters.append(agreement.executor(executor))
-            blocks, _ = agreement.blocks(disk, 9)
+            blocks = agreement.blocks(disk, 9)
             assert isinstance(blocks, AgreedBlocks)
             self.blocks.append(blocks)
 
@@ -261,7 +261,7 @@ def test_a_point_that_was_waited_for_is_reached() -> None:
 def test_one_rank_alone_is_as_it_was() -> None:
     event, disk, executor = Mark(), FakeIo(), HeldExecutor()
     assert ALONE.mark(event) is event
-    assert ALONE.blocks(disk, 1)[0] is disk
+    assert ALONE.blocks(disk, 1) is disk
     assert ALONE.executor(executor) is executor
     assert ALONE.counts() == {}
 

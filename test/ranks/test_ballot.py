@@ -11,15 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.ranks import board as boards
-from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict, verdict_of
-from sglang_hc.ranks.board import PLACES, REPORT_BYTES, Kind, VoteBoard
+from sglang_hc.ranks.ballot import GOOD, Ballot, Decided, Verdict, verdict_of
+from sglang_hc.ranks.board import PLACES, REPORT_BYTES, Kind, Vote, VoteBoard
 from sglang_hc.store.outcome import Outcome
 
 
-def ballots(count: int = 2) -> list[Ballot]:
+def ballots(count: int = 2, kind: Kind = Kind.SCATTER) -> list[Ballot]:
     first = VoteBoard.create(count)
     others = [VoteBoard.attach(first.name, rank, count) for rank in range(1, count)]
-    return [Ballot(board, Kind.SCATTER) for board in (first, *others)]
+    return [Ballot(board, kind) for board in (first, *others)]
+
+
+def decided(ballot: Ballot) -> list[tuple[int, Outcome]]:
+    """Tickets and outcomes of what was decided."""
+    return [(done.ticket, done.outcome) for done in ballot.take_decided()]
 
 
 def begin(ballot: Ballot, *tickets: int) -> list[int]:
@@ -46,7 +51,7 @@ def test_nothing_is_settled_before_everybody_has_voted() -> None:
     verdicts = list(one.settled())
     for ballot in (one, two):
         ballot.decide(verdicts)
-        assert ballot.take_decided() == [(8, Outcome.IO_ERROR), (7, Outcome.OK)]
+        assert decided(ballot) == [(8, Outcome.IO_ERROR), (7, Outcome.OK)]
         assert len(ballot) == 0 and not ballot.settled()
 
 
@@ -74,7 +79,7 @@ def test_all_wait_for_the_slowest_without_being_told() -> None:
     one.settle(poll)
     two.settle(poll)
     for ballot in (one, two):
-        assert ballot.take_decided() == [(1, Outcome.OK), (2, Outcome.LOST)]
+        assert decided(ballot) == [(1, Outcome.OK), (2, Outcome.LOST)]
     assert not one.settled()
 
 
@@ -86,9 +91,23 @@ def test_what_was_seen_settled_and_not_told_is_decided_once() -> None:
     assert one.settled()
     one.settle(lambda: None)
     two.settle(lambda: None)
-    assert one.take_decided() == two.take_decided() == [(1, Outcome.IO_ERROR)]
+    assert decided(one) == decided(two) == [(1, Outcome.IO_ERROR)]
     assert not one.settled()
     assert one.failures == {(0, Outcome.IO_ERROR): 1, (1, Outcome.IO_ERROR): 1}
+
+
+@pytest.mark.parametrize(("kind", "value"), [(Kind.LOOKUP, 3), (Kind.REMOTE, 8)])
+def test_the_value_of_a_verdict(kind: Kind, value: int) -> None:
+    """A path is there as far as every rank has found it; a read takes as long as the slowest."""
+    one, two, three = all_three = ballots(3, kind)
+    for ballot, own in zip(all_three, (8, 3, 5), strict=True):
+        begin(ballot, 6)
+        ballot.vote(6, Outcome.OK, own)
+    assert one.settled() == [Verdict(0, Outcome.OK, value)]
+    two.decide(one.settled())
+    assert two.take_decided() == [Decided(6, Outcome.OK, value)]
+    three.leave()
+    assert three.take_decided() == [Decided(6, Outcome.OK, 5)]
 
 
 def test_a_rank_that_leaves_decides_alone() -> None:
@@ -97,9 +116,9 @@ def test_a_rank_that_leaves_decides_alone() -> None:
     one.vote(1, Outcome.OK)
     assert not one.settled()
     one.leave()
-    assert one.take_decided() == [(1, Outcome.OK)]
+    assert decided(one) == [(1, Outcome.OK)]
     one.settle(lambda: one.vote(2, Outcome.LOST))
-    assert one.take_decided() == [(2, Outcome.LOST)]
+    assert decided(one) == [(2, Outcome.LOST)]
 
 
 def test_more_operations_than_places_wait_and_no_vote_counts_twice(
@@ -122,7 +141,7 @@ def test_more_operations_than_places_wait_and_no_vote_counts_twice(
         verdicts = list(one.settled())
         for ballot in (one, two):
             ballot.decide(verdicts)
-            assert [n for n, _ in ballot.take_decided()] == [n for n, _ in verdicts]
+            assert [one.ticket for one in ballot.take_decided()] == [v.number for v in verdicts]
     assert len(two) == 0
 
 
@@ -140,12 +159,12 @@ def test_another_process_sees_the_votes() -> None:
     one = VoteBoard.create(2)
     text = (
         "import sys; from sglang_hc.ranks.board import *; "
-        "VoteBoard.attach(sys.argv[1], 1, 2).vote(Kind.BLOCK, 70000, Outcome.DAMAGED)"
+        "VoteBoard.attach(sys.argv[1], 1, 2).vote(Kind.BLOCK, 70000, Vote(Outcome.DAMAGED, 7))"
     )
-    one.vote(Kind.BLOCK, 70000, Outcome.OK)
+    one.vote(Kind.BLOCK, 70000, Vote(Outcome.OK, 2**56 - 1))
     assert one.votes(Kind.BLOCK, 70000) is None
     subprocess.run([sys.executable, "-c", text, one.name], check=True, env=dict(os.environ))
-    assert one.votes(Kind.BLOCK, 70000) == [Outcome.OK, Outcome.DAMAGED]
+    assert one.votes(Kind.BLOCK, 70000) == [(Outcome.OK, 2**56 - 1), (Outcome.DAMAGED, 7)]
     assert one.votes(Kind.SCATTER, 70000) is None
     assert one.votes(Kind.BLOCK, 70000 - PLACES) is None
 
@@ -158,7 +177,7 @@ def test_each_rank_shows_what_it_counted_last() -> None:
     others[1].report({"ok": 2**40})
     others[0].report({"io_losses": 2})
     assert first.reports() == others[1].reports() == [{}, {"io_losses": 2}, {"ok": 2**40}]
-    first.vote(Kind.BLOCK, PLACES - 1, Outcome.OK)
+    first.vote(Kind.LOOKUP, PLACES - 1, Vote(Outcome.OK, 2**56 - 1))
     assert first.reports()[0] == {}, "votes lie elsewhere"
 
 

@@ -11,7 +11,6 @@ import torch
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.cost_watch import (
     PENDING,
     CostWatch,
@@ -163,14 +162,6 @@ def test_a_pass_that_leaves_early_is_forgotten() -> None:
     clock.now += 100.0
     gate.wait_until(LAYERS - 1)
     assert costs.seen == []
-
-
-def test_blocks_from_disk_are_weighed_against_the_read_of_all_their_layers() -> None:
-    seen, costs = watch(HostTimer(Clock()), LayerPlan(0, 3, 1))
-    seen.read(SourceTier.DISK, 10, 7.0)
-    ((resource, predicted, observed),) = costs.seen
-    assert resource is Resource.DISK and observed == 7.0
-    assert predicted == pytest.approx(640 * (1 * 5e-3 + 3 * 2.5e-3))
 
 
 class SlowSink:

@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from sglang_hc.srt.storage_backends import (
     open_remote,
 )
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
+from sglang_hc.store.remote import Frames, RemoteBackend
 from support.remote import (
     FINGERPRINT,
     FOREVER,
     LAYOUT,
+    blocks_over,
     data_of,
     find,
     make_path,
@@ -117,11 +117,11 @@ def test_a_class_of_the_users_through_either_interface(name: str, adapter: type)
 def check_round_trip(backend: RemoteBackend, frames: Frames) -> None:
     """Blocks written through one set of frames are found and read."""
     pool = make_pool()
-    io = RemoteBlocks(backend, frames, pool, FINGERPRINT, Counter())
+    io = blocks_over(backend, frames, pool)
     path = make_path(5)
     assert save(io, pool, path) == [Outcome.OK] * 5
     names = [block.block_id for block in path]
-    fresh = RemoteBlocks(backend, frames, pool, FINGERPRINT, Counter())
+    fresh = blocks_over(backend, frames, pool)
     assert find(fresh, names) == 5
     for slot, name in enumerate(names, start=5):
         fresh.read(slot, name, slot, FOREVER)
@@ -156,9 +156,7 @@ def test_sglangs_nixl_store_on_a_file_system(tmp_path: Path) -> None:
 
 def test_a_file_that_lost_its_end_is_a_miss(tmp_path: Path) -> None:
     frames, pool = Frames(LAYOUT.slot_bytes), make_pool()
-    io = RemoteBlocks(
-        open_remote("file", {"dir": str(tmp_path)}, frames), frames, pool, FINGERPRINT, Counter()
-    )
+    io = blocks_over(open_remote("file", {"dir": str(tmp_path)}, frames), frames, pool)
     path = make_path(1)
     save(io, pool, path)
     (file,) = (tmp_path / "sglang-hc").iterdir()

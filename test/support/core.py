@@ -237,7 +237,7 @@ class Core:
         for tests of decisions by stated costs."""
         from sglang_hc.policy.tries import Tries
 
-        self.tree.tiers.restorer.watch.costs.observe = lambda *_: None
+        self.tree.tiers.restorer.planner.costs.observe = lambda *_: None
         Tries.due = property(lambda _: False)  # there is no other engine in this process
 
     def flood(self, rng: random.Random, tokens: int, vocabulary: int = 900) -> None:

@@ -108,7 +108,7 @@ def server(form: str, profile: str, *flags: str, store_seconds: float | None = N
     """A server that goes by its profile. store_seconds: what a token of a layer from a remote store
     is said to have taken."""
     core = Core("--hc-forms", form, *FLAGS, *flags, profile=profile)
-    costs = core.tree.tiers.restorer.watch.costs
+    costs = core.tree.tiers.restorer.planner.costs
     if store_seconds is not None:
         costs.observe_remote(store_seconds)
     costs.observe_remote = lambda _: None

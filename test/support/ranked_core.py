@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
+from sglang_hc.ranks.agreement import REPORT_S
 from sglang_hc.tools.bench.server import free_port
 from support.core import Core, Idle, import_engine
 
@@ -81,6 +83,22 @@ class RankedCore(Core):
             self.inbox.clear()
         received: list[Any] = self._receiver.recv_requests()
         return received
+
+    def shown(self) -> dict[str, Any]:
+        """The tiers' part of /server_info, asked as over HTTP, when each rank has shown what it
+        counted: all ranks get the request in one pass, and only the first one answers."""
+        from sglang.srt.managers.io_struct import GetInternalStateReq
+
+        time.sleep(REPORT_S)
+        self.run()
+        answers: list[Any] = []
+        channel = self.scheduler.ipc_channels.send_to_tokenizer
+        channel.send_output = lambda out, _: answers.append(out)
+        self.inbox.append(GetInternalStateReq())
+        self.run()
+        (answer,) = answers
+        part: dict[str, Any] = answer.internal_state["hc"]
+        return part
 
 
 class StagedCore(RankedCore):

@@ -17,7 +17,7 @@ from sglang_hc.store.block_io import BlockDone, BlockIo
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Frames, RemoteBlocks
+from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks, RemoteStore
 from sglang_hc.tree.identity import block_id
 from support.waiting import HANGS_S, until
 
@@ -104,7 +104,20 @@ def make_blocks(
     backend: type[FakeBackend] = FakeBackend,
 ) -> RemoteBlocks:
     frames = Frames(LAYOUT.slot_bytes)
-    return RemoteBlocks(backend(store, frames), frames, pool, fingerprint, Counter(), clock)
+    return blocks_over(backend(store, frames), frames, pool, fingerprint, clock)
+
+
+def blocks_over(
+    backend: RemoteBackend,
+    frames: Frames,
+    pool: HostPool,
+    fingerprint: bytes = FINGERPRINT,
+    clock: Callable[[], float] = time.monotonic,
+) -> RemoteBlocks:
+    """Blocks in the store behind a back end, as one server without ranks has them."""
+    counts: Counter[str] = Counter()
+    io = RemoteStore(backend, frames, pool, fingerprint, counts, clock)
+    return RemoteBlocks(io, counts, clock)
 
 
 def make_path(count: int, seed: int = 0) -> list[Block]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from sglang_hc.forms import (
     LayerPlan,
     StateShape,
 )
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules
 from sglang_hc.queue.windows import LookAhead
@@ -34,10 +36,11 @@ from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.store.block_io import OwnDisk
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.block_io import BlockIo, OwnDisk
+from sglang_hc.store.disk_tier import DiskTier, not_observed
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
+from sglang_hc.store.remote import Chain, RemoteBlocks, StoreIo
 from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -132,11 +135,16 @@ class NoScheduler:
         self.waiting_queue: list[Any] = []
 
 
+def note_read(recorder: Recorder, tier: SourceTier, blocks: int, seconds: float) -> None:
+    recorder.note("read", tier=tier, blocks=blocks, seconds=seconds)
+
+
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
     frames: int = 0, ring: int = 0,
-    disk: Callable[[HostPool], OwnDisk] | None = None, clock: Callable[[], float] = time.monotonic,
+    disk: Callable[[HostPool], OwnDisk] | None = None,
+    store: Callable[[HostPool], StoreIo] | None = None, clock: Callable[[], float] = time.monotonic,
     ranks: Ranks = ALONE, recorder: Recorder | None = None,
     draft: DraftLayers = NO_DRAFT,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
@@ -144,8 +152,9 @@ def build(
 
     frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
     device's own memory, which rows are saved through; 0 for none.
-    disk: makes what lies below the host tier, whose requests are fetched as they arrive. ranks: who
-    decides with them; several have a clock of their own. recorder: is told what the host tier does.
+    disk: makes what lies below the host tier, whose requests are fetched as they arrive. store:
+    makes a remote store behind the disk. ranks: who decides with them; several have a clock of
+    their own. recorder: is told what the host tier does, and what reads took.
     """
     clock = clock if ranks.count == 1 else ranks.clock
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"), draft)
@@ -164,8 +173,11 @@ def build(
     source = DeviceState(device, None, None, hidden, kv)
     below = None
     if disk is not None:
-        io, pause = ranks.blocks(disk(pool), 0)
-        below = DiskTier(io, host, clock, pause=pause)
+        io: BlockIo = ranks.blocks(disk(pool), 0)
+        if store is not None:
+            io = Chain(io, RemoteBlocks(ranks.store(store(pool)), io.counts, clock))
+        on_read = partial(note_read, recorder) if recorder is not None else not_observed
+        below = DiskTier(io, host, clock, on_read, ranks.pause)
     on_ready = below.spill if below is not None else lambda node: None
     early = None
     if frames:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 
@@ -117,6 +118,15 @@ class CorrectedCosts:
             self._remote_seconds = median
             self.changes += 1
             self.model = self._corrected()
+
+    def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
+        """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
+        tokens = blocks * BLOCK_TOKENS
+        if tier is SourceTier.REMOTE:
+            self.observe_remote(seconds / (tokens * (plan.hidden + plan.kv)))
+        elif tier in self.measured.copies:
+            predicted = self.measured.copy_stored(tier, plan, tokens)
+            self.observe(Resource.DISK, predicted, seconds)
 
     def factor(self, resource: Resource) -> float:
         """What `measured` is multiplied by now."""

@@ -7,7 +7,7 @@ rank 0 puts in front of a pass's requests:
 
     the clock         of decisions stands at the last verdicts' time
     ends of I/O       when every rank has voted (`ballot.py`)
-    presence          of blocks on disk (`block_io.py`)
+    presence          of blocks on disk (`block_io.py`) and in a remote store (`remote.py`)
     ends on a device  are counted in passes, and waited for where that is too early
 
 A pass in which nothing ended and nobody looks at the clock sends nothing. `Alone` is a group of
@@ -30,8 +30,10 @@ from sglang_hc.ranks.ballot import Ballot, Verdict, a_moment
 from sglang_hc.ranks.block_io import AgreedBlocks
 from sglang_hc.ranks.board import Kind, VoteBoard
 from sglang_hc.ranks.executor import AgreedExecutor
+from sglang_hc.ranks.remote import AgreedStore
 from sglang_hc.store.block_io import BlockIo, OwnDisk
 from sglang_hc.store.executor import Executor
+from sglang_hc.store.remote import StoreIo
 
 TOGETHER_S = 0.05
 """What has ended may wait so long for a pass that sends something anyway."""
@@ -56,11 +58,10 @@ class Event(Protocol):
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """What rank 0 tells all ranks at the beginning of a pass. now: seconds on rank 0's
-    `time.monotonic`. news: see `OwnDisk.changes`."""
+    `time.monotonic`. ended: operations that are over. news: see `OwnDisk.changes`."""
 
     now: float
-    scattered: list[Verdict] = field(default_factory=list)
-    blocks: list[Verdict] = field(default_factory=list)
+    ended: dict[Kind, list[Verdict]] = field(default_factory=dict)
     news: dict[bytes, bool] = field(default_factory=dict)
 
 
@@ -78,9 +79,15 @@ class Ranks(Protocol):
     def executor(self, inner: Executor) -> Executor:
         """`inner` for scatters and copies; called once."""
 
-    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
-        """`inner` for blocks below the host tier, and what to call over and over while nothing can
-        go on without its answers. capacity: blocks that fit on every rank. Called once."""
+    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
+        """`inner` for blocks below the host tier. capacity: blocks that fit on every rank. Called
+        once."""
+
+    def store(self, inner: StoreIo) -> StoreIo:
+        """`inner` for blocks in a remote store; called once."""
+
+    def pause(self) -> None:
+        """Called over and over while nothing can go on before blocks have moved."""
 
     def mark(self, event: Event) -> Event:
         """`event` for a decision that depends on whether it is done."""
@@ -104,8 +111,14 @@ class Alone:
     def executor(self, inner: Executor) -> Executor:
         return inner
 
-    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
-        return inner, lambda: time.sleep(0.001)
+    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
+        return inner
+
+    def store(self, inner: StoreIo) -> StoreIo:
+        return inner
+
+    def pause(self) -> None:
+        time.sleep(0.001)
 
     def mark(self, event: Event) -> Event:
         return event
@@ -173,6 +186,7 @@ class Agreement:
         self._ballots = {kind: Ballot(board, kind, wait) for kind in Kind}
         self._executor: AgreedExecutor | None = None
         self._blocks: AgreedBlocks | None = None
+        self._store: AgreedStore | None = None
         self._told = now
         self._shown = -math.inf
 
@@ -182,10 +196,19 @@ class Agreement:
         self._executor = AgreedExecutor(inner, self._ballots[Kind.SCATTER])
         return self._executor
 
-    def blocks(self, inner: OwnDisk, capacity: int) -> tuple[BlockIo, Callable[[], None]]:
-        blocks = AgreedBlocks(inner, self._ballots[Kind.BLOCK], capacity, self.clock)
-        self._blocks = blocks
-        return blocks, blocks.settle
+    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
+        self._blocks = AgreedBlocks(inner, self._ballots[Kind.BLOCK], capacity, self.clock)
+        return self._blocks
+
+    def store(self, inner: StoreIo) -> StoreIo:
+        transfers, lookups = self._ballots[Kind.REMOTE], self._ballots[Kind.LOOKUP]
+        self._store = AgreedStore(inner, transfers, lookups, self.clock, clears=self.rank == 0)
+        return self._store
+
+    def pause(self) -> None:
+        for part in (self._blocks, self._store):
+            if part is not None:
+                part.settle()
 
     def mark(self, event: Event) -> Event:
         return PassMark(event, self.clock)
@@ -211,7 +234,7 @@ class Agreement:
     def begin_pass(self) -> None:
         """Every rank, before it takes in requests: vote."""
         self.clock.passes += 1
-        for part in (self._executor, self._blocks):
+        for part in (self._executor, self._blocks, self._store):
             if part is not None:
                 part.vote()
 
@@ -228,20 +251,24 @@ class Agreement:
         patience: seconds for which the clock of decisions may stand still. requests: there are
         some, so that telling costs no message.
         """
-        scattered, done = (self._ballots[kind].settled() for kind in Kind)
+        settled = ((kind, ballot.settled()) for kind, ballot in self._ballots.items())
+        ended = {kind: list(verdicts) for kind, verdicts in settled if verdicts}
         news = self._blocks is not None and self._blocks.watch()
         now = self._own_clock()
-        if scattered or done or news:
+        if Kind.LOOKUP in ended or len(ended.get(Kind.SCATTER, ())) >= ENDED_SCATTERS:
+            patience = 0.0
+        elif ended or news:
             patience = min(patience, TOGETHER_S)
-        if not (requests or len(scattered) >= ENDED_SCATTERS or now >= self._told + patience):
+        if not (requests or now >= self._told + patience):
             return None
         self._told = now
         told = self._blocks.take_news() if self._blocks is not None else {}
-        return Verdicts(now, list(scattered), list(done), told)
+        return Verdicts(now, ended, told)
 
     def apply(self, verdicts: Verdicts) -> None:
         """Every rank, in the same pass: these are the inputs of its decisions."""
         self.clock.now = verdicts.now
-        self._ballots[Kind.SCATTER].decide(verdicts.scattered)
+        for kind, ended in verdicts.ended.items():
+            self._ballots[kind].decide(ended)
         if self._blocks is not None:
-            self._blocks.decide(verdicts.blocks, verdicts.news)
+            self._blocks.hear(verdicts.news)

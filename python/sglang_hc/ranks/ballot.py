@@ -1,7 +1,7 @@
 """Operations of one kind under way on all ranks, and what the ranks together say of each.
 
     begin     all ranks begin the same operations in the same order, so each has one number
-    vote      this rank's part is over: one byte on the board, which decides nothing
+    vote      this rank's part is over: one word on the board, which decides nothing
     settled   rank 0 sees that everybody has voted, and tells it in the next `Verdicts`
     decide    the verdict has come, in the same pass on every rank; only now anybody acts on it
 
@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from sglang_hc.ranks.board import PLACES, Kind, VoteBoard
+from sglang_hc.ranks.board import PLACES, Kind, Vote, VoteBoard
 from sglang_hc.store.outcome import Outcome
 
 GOOD = (Outcome.OK, Outcome.DUPLICATE)
@@ -28,10 +28,12 @@ def a_moment() -> None:
 
 
 class Verdict(NamedTuple):
-    """How an operation ended for all ranks."""
+    """How an operation ended for all ranks. value: see `Vote`; the least of all ranks' for a
+    look-up, else the largest."""
 
     number: int
     outcome: Outcome
+    value: int = 0
 
 
 def verdict_of(votes: Iterable[Outcome]) -> Outcome:
@@ -42,6 +44,14 @@ def verdict_of(votes: Iterable[Outcome]) -> Outcome:
         if outcome in said and outcome not in GOOD:
             return outcome
     return Outcome.OK if Outcome.OK in said else Outcome.DUPLICATE
+
+
+class Decided(NamedTuple):
+    """What a verdict says to whoever gave the operation its ticket."""
+
+    ticket: int
+    outcome: Outcome
+    value: int
 
 
 class Ballot:
@@ -67,7 +77,7 @@ class Ballot:
         self._voted: dict[int, None] = {}
         """Open ones that this rank has voted on and not seen settled."""
         self._settled: list[Verdict] = []
-        self._decided: list[tuple[int, Outcome]] = []
+        self._decided: list[Decided] = []
         self.failures: Counter[tuple[int, Outcome]] = Counter()
 
     def __len__(self) -> int:
@@ -82,12 +92,12 @@ class Ballot:
         self._held.append((number, start))
         self._start()
 
-    def vote(self, ticket: int, outcome: Outcome) -> None:
-        """This rank's part of an operation is over."""
+    def vote(self, ticket: int, outcome: Outcome, value: int = 0) -> None:
+        """This rank's part of an operation is over. value: see `Vote`."""
         number = self._names[ticket]
-        self._board.vote(self._kind, number, outcome)
+        self._board.vote(self._kind, number, Vote(outcome, value))
         if self._alone:
-            self.decide([Verdict(number, outcome)])
+            self.decide([Verdict(number, outcome, value)])
         else:
             self._voted[number] = None
 
@@ -103,16 +113,16 @@ class Ballot:
 
     def decide(self, verdicts: Iterable[Verdict]) -> None:
         """These operations are over, on all ranks; for rank 0, all that it had seen settled."""
-        for number, outcome in verdicts:
+        for number, outcome, value in verdicts:
             ticket = self._open.pop(number)
             del self._names[ticket]
             self._voted.pop(number, None)
-            self._decided.append((ticket, outcome))
+            self._decided.append(Decided(ticket, outcome, value))
         self._settled = []
         self._start()
 
-    def take_decided(self) -> list[tuple[int, Outcome]]:
-        """Tickets and outcomes since the last call."""
+    def take_decided(self) -> list[Decided]:
+        """What was decided since the last call."""
         decided, self._decided = self._decided, []
         return decided
 
@@ -142,9 +152,9 @@ class Ballot:
         self._alone = True
         own = self._board.rank
         votes = [(n, self._board.vote_of(self._kind, n, own)) for n in self._open]
-        self.decide(Verdict(number, outcome) for number, outcome in votes if outcome is not None)
+        self.decide(Verdict(number, *vote) for number, vote in votes if vote is not None)
 
-    def _all_votes(self, numbers: Sequence[int]) -> list[list[Outcome]] | None:
+    def _all_votes(self, numbers: Sequence[int]) -> list[list[Vote]] | None:
         found = []
         for number in numbers:
             votes = self._board.votes(self._kind, number)
@@ -153,11 +163,13 @@ class Ballot:
             found.append(votes)
         return found
 
-    def _verdict(self, number: int, votes: Sequence[Outcome]) -> Verdict:
-        for rank, outcome in enumerate(votes):
-            if outcome not in GOOD:
-                self.failures[rank, outcome] += 1
-        return Verdict(number, verdict_of(votes))
+    def _verdict(self, number: int, votes: Sequence[Vote]) -> Verdict:
+        for rank, vote in enumerate(votes):
+            if vote.outcome not in GOOD:
+                self.failures[rank, vote.outcome] += 1
+        of_all = min if self._kind is Kind.LOOKUP else max
+        value = of_all(vote.value for vote in votes)
+        return Verdict(number, verdict_of(vote.outcome for vote in votes), value)
 
     def _start(self) -> None:
         while self._held and self._held[0][0] - next(iter(self._open)) < PLACES:

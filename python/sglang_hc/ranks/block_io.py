@@ -9,12 +9,12 @@ computed again.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.ranks.ballot import GOOD, Ballot, Verdict
+from sglang_hc.ranks.ballot import GOOD, Ballot
+from sglang_hc.ranks.transfers import AgreedTransfers
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker
@@ -41,15 +41,12 @@ class AgreedBlocks:
         """capacity: blocks that fit on every rank. clock: the one that the deadlines are on."""
         self.capacity = capacity
         self._inner = inner
-        self._ballot = ballot
-        self._clock = clock
+        self._transfers = AgreedTransfers(inner, SourceTier.DISK, ballot, clock)
         self._known: dict[bytes, None] = {}
         self._news: dict[bytes, bool] = {}
         self._breaker = CircuitBreaker(clock)
         self._writes: dict[int, bytes] = {}
         self._reads: dict[int, bytes] = {}
-        self._tiers: dict[int, str] = {}
-        """Which tier of this rank had its part, for what is under way."""
         self._done: list[BlockDone] = []
 
     @property
@@ -64,9 +61,7 @@ class AgreedBlocks:
 
     def vote(self) -> None:
         """Say what this rank has done since the last call."""
-        for done in self._inner.poll():
-            self._tiers[done.ticket] = done.tier
-            self._ballot.vote(done.ticket, done.outcome)
+        self._transfers.vote()
 
     def watch(self) -> bool:
         """For rank 0: look for news of its disk. Returns whether there are any."""
@@ -80,9 +75,8 @@ class AgreedBlocks:
             del self._news[block_id]
         return told
 
-    def decide(self, verdicts: Iterable[Verdict], news: Mapping[bytes, bool]) -> None:
-        """What all ranks are told in one pass."""
-        self._ballot.decide(verdicts)
+    def hear(self, news: Mapping[bytes, bool]) -> None:
+        """What rank 0 tells all ranks of its disk, after the verdicts of the pass."""
         self._take_decided()
         for block_id, here in news.items():
             if here:
@@ -91,10 +85,8 @@ class AgreedBlocks:
                 self._known.pop(block_id, None)
 
     def settle(self) -> None:
-        """Wait until everything under way is decided; all ranks come here at the same place of
-        their decisions."""
-        self._inner.flush()
-        self._ballot.settle(self.vote)
+        """See `AgreedTransfers.settle`."""
+        self._transfers.settle()
 
     # -- BlockIo ---------------------------------------------------------------------------------
 
@@ -115,19 +107,13 @@ class AgreedBlocks:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if not self._breaker.allows() or len(self._writes) >= block_io.WRITE_QUEUE:
             return False
-
-        def start() -> None:
-            if not self._inner.write(ticket, block, slot, self._locally(deadline)):
-                self._ballot.vote(ticket, Outcome.DROPPED)
-
         self._writes[ticket] = block.block_id
-        self._ballot.begin(ticket, start)
+        self._transfers.write(ticket, block, slot, deadline)
         return True
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self._reads[ticket] = block_id
-        due = self._locally(deadline)
-        self._ballot.begin(ticket, lambda: self._inner.read(ticket, block_id, slot, due))
+        self._transfers.read(ticket, block_id, slot, deadline)
 
     def flush(self) -> None:
         self._inner.flush()
@@ -157,22 +143,16 @@ class AgreedBlocks:
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _locally(self, deadline: float) -> float:
-        """The clock of decisions stands still while nothing happens; this rank's store has its
-        own."""
-        return deadline - self._clock() + time.monotonic()
-
     def _take_decided(self) -> None:
-        for ticket, outcome in self._ballot.take_decided():
-            written = self._writes.pop(ticket, None)
-            block_id = self._reads.pop(ticket) if written is None else written
-            if outcome in _UNWELL:
+        for done in self._transfers.take_done():
+            written = self._writes.pop(done.ticket, None)
+            block_id = self._reads.pop(done.ticket) if written is None else written
+            if done.outcome in _UNWELL:
                 self._breaker.failed()
-            elif outcome is not Outcome.DROPPED:
+            elif done.outcome is not Outcome.DROPPED:
                 self._breaker.succeeded()
-            if written is not None and outcome in GOOD:
+            if written is not None and done.outcome in GOOD:
                 self._known[block_id] = None
-            elif outcome in _GONE:
+            elif done.outcome in _GONE:
                 self._known.pop(block_id, None)
-            tier = self._tiers.pop(ticket, self._inner.name)
-            self._done.append(BlockDone(ticket, outcome, tier))
+            self._done.append(done)

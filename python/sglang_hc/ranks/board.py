@@ -1,6 +1,6 @@
 """Votes of the ranks of one node, and what each of them counted, in memory that all of them map.
 
-A rank says how its part of an operation ended by one byte, which the others read when they want to:
+A rank says how its part of an operation ended by one word, which the others read when they want to:
 no message, no lock, and nobody is held up. Several nodes share no memory; they are refused at the
 start.
 """
@@ -14,6 +14,7 @@ import secrets
 import struct
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +32,7 @@ REPORT_BYTES = 1 << 16
 _REPORT = struct.Struct("<II")
 """Length and CRC-32 of a report, in front of it: whoever reads a half of it notices."""
 
+_WORD_BYTES = 8
 _LAPS = 16
 _CODES: dict[Outcome, int] = {outcome: code for code, outcome in enumerate(Outcome, 1)}
 _OUTCOMES = {code: outcome for outcome, code in _CODES.items()}
@@ -41,11 +43,24 @@ class Kind(enum.IntEnum):
 
     SCATTER = 0
     BLOCK = 1
+    REMOTE = 2
+    LOOKUP = 3
+
+
+class Vote(NamedTuple):
+    """How one rank's part of an operation ended.
+
+    value: less than 2 ** 56. Of a look-up: how many of the first identities are there. Of a read:
+    the microseconds that it took, 0 where that is not known.
+    """
+
+    outcome: Outcome
+    value: int = 0
 
 
 class VoteBoard:
-    """One byte for each rank, kind and operation: the outcome, and the lap in which the operation
-    uses its place. 0: no vote yet.
+    """One word of 64 bits for each rank, kind and operation: the outcome, the lap in which the
+    operation uses its place, and the value. 0: no vote yet. A word is written by one store.
 
     A place is used again after PLACES operations. Whoever votes there has seen the last one decided
     (`Ballot`), so a vote of the lap before counts as none and nothing is ever wiped.
@@ -57,7 +72,7 @@ class VoteBoard:
         self._descriptor = descriptor
         self._memory = memoryview(mmap.mmap(descriptor, self.size(ranks)))
         self._reports = self._memory[-ranks * REPORT_BYTES :]
-        votes = self._memory[_TOKEN_BYTES:]
+        votes = self._memory[_TOKEN_BYTES : -ranks * REPORT_BYTES].cast("Q")
         self._votes = [
             [votes[(kind * ranks + of) * PLACES :][:PLACES] for of in range(ranks)] for kind in Kind
         ]
@@ -84,7 +99,7 @@ class VoteBoard:
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes; the system gives a page when it is first written."""
-        return _TOKEN_BYTES + ranks * (len(Kind) * PLACES + REPORT_BYTES)
+        return _TOKEN_BYTES + ranks * (len(Kind) * PLACES * _WORD_BYTES + REPORT_BYTES)
 
     @property
     def name(self) -> str:
@@ -93,25 +108,28 @@ class VoteBoard:
         token = bytes(self._memory[:_TOKEN_BYTES])
         return f"/proc/{os.getpid()}/fd/{self._descriptor} {token.hex()}"
 
-    def vote(self, kind: Kind, number: int, outcome: Outcome) -> None:
+    def vote(self, kind: Kind, number: int, vote: Vote) -> None:
         """How this rank's part of an operation ended."""
         lap, place = divmod(number, PLACES)
-        self._votes[kind][self.rank][place] = _CODES[outcome] | (lap % _LAPS) << 4
+        word = vote.value << 8 | (lap % _LAPS) << 4 | _CODES[vote.outcome]
+        self._votes[kind][self.rank][place] = word
 
-    def vote_of(self, kind: Kind, number: int, rank: int) -> Outcome | None:
+    def vote_of(self, kind: Kind, number: int, rank: int) -> Vote | None:
         """How this rank's part ended; None while it has not said so."""
         lap, place = divmod(number, PLACES)
-        vote = self._votes[kind][rank][place]
-        return _OUTCOMES[vote & 15] if vote and vote >> 4 == lap % _LAPS else None
+        word = self._votes[kind][rank][place]
+        if not word or (word >> 4) % _LAPS != lap % _LAPS:
+            return None
+        return Vote(_OUTCOMES[word & 15], word >> 8)
 
-    def votes(self, kind: Kind, number: int) -> list[Outcome] | None:
+    def votes(self, kind: Kind, number: int) -> list[Vote] | None:
         """How all ranks' parts ended, by rank; None while one of them has not said so."""
         found = []
         for rank in range(self.ranks):
-            outcome = self.vote_of(kind, number, rank)
-            if outcome is None:
+            vote = self.vote_of(kind, number, rank)
+            if vote is None:
                 return None
-            found.append(outcome)
+            found.append(vote)
         return found
 
     def report(self, counts: Mapping[str, int]) -> None:

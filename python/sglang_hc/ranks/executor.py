@@ -29,7 +29,7 @@ class AgreedExecutor:
     def poll(self) -> list[Completion]:
         self.vote()
         decided = self._ballot.take_decided()
-        return [Completion(ticket, outcome is Outcome.OK) for ticket, outcome in decided]
+        return [Completion(done.ticket, done.outcome is Outcome.OK) for done in decided]
 
     def drain(self) -> list[Completion]:
         """As in `Executor`; all ranks come here at the same place of their decisions."""

@@ -1,4 +1,4 @@
-"""What restorations, reads and prefills really take, seen without waiting for any of it.
+"""What restorations and prefills really take, seen without waiting for any of it.
 
 Only what uses one resource alone is an observation; everything else is left out rather than put
 down to the wrong resource:
@@ -11,10 +11,9 @@ down to the wrong resource:
     projection   the sink's own work: between two events around it, or by the clock.
     prefill      a batch of prefills alone (no decodes, no restoration), from the attention of its
                  first layer to that of its last: embedding and logits are not in it.
-    disk         from the moment at which nothing was under way to the end of the last read, if no
-                 block was written meanwhile.
 
-On CUDA times come from events that are asked in later passes; no call here waits for the device.
+What reads from below host memory take is seen where they are asked for (`store.disk_tier`). On CUDA
+times come from events that are asked in later passes; no call here waits for the device.
 """
 
 from __future__ import annotations
@@ -168,18 +167,6 @@ class CostWatch:
     def restored(self) -> None:
         """All compute work of a restoration is submitted."""
         self._restored = self._copy_stream.computed()
-
-    # -- disk ------------------------------------------------------------------------------------
-
-    def read(self, tier: SourceTier, blocks: int, observed: float) -> None:
-        """So many blocks came from an idle disk or remote store in `observed` seconds."""
-        if tier is SourceTier.REMOTE:
-            layers = self.plan.hidden + self.plan.kv
-            self.costs.observe_remote(observed / (blocks * BLOCK_TOKENS * layers))
-        if tier is not SourceTier.DISK or SourceTier.DISK not in self.costs.measured.copies:
-            return
-        seconds = self.costs.measured.copy_stored(SourceTier.DISK, self.plan, blocks * BLOCK_TOKENS)
-        self.took([Resource.DISK], seconds, observed)
 
 
 class _TimedSink:

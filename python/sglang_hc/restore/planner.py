@@ -73,7 +73,7 @@ class RestorePlanner:
         as_they_come: bool = True,
     ) -> None:
         """See the class. as_they_come: blocks may be restored before all of a history is here."""
-        self._costs = costs
+        self.costs = costs
         self._always = always
         self._restore_tries = Tries()
         self._hidden_tries = Tries()
@@ -141,7 +141,7 @@ class RestorePlanner:
 
     def kv_per_hidden(self, tokens: int) -> float:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
-        return 0.0 if self._costs is None else copy_order.kv_per_hidden(self._costs.model, tokens)
+        return 0.0 if self.costs is None else copy_order.kv_per_hidden(self.costs.model, tokens)
 
     def block_read_seconds(self, tier: SourceTier) -> float:
         """Seconds to read one block of many into host memory; 0 when that is not known."""
@@ -209,11 +209,11 @@ class RestorePlanner:
     @property
     def _weighed(self) -> CostModel | None:
         """The costs that decide; None when everything is restored."""
-        return None if self._costs is None or self._always else self._costs.model
+        return None if self.costs is None or self._always else self.costs.model
 
     @property
     def _changes(self) -> int:
-        return 0 if self._costs is None else self._costs.changes
+        return 0 if self.costs is None else self.costs.changes
 
     def _skips_hidden(self, plan: RestorePlan) -> bool:
         """Whether the plan loads something, but none of the stored HIDDEN layers."""
@@ -245,9 +245,9 @@ class RestorePlanner:
     def _copy_token(self, tier: SourceTier) -> float:
         """Seconds to copy all stored layers of one token, in a history so long that the fixed cost
         of a copy does not show; 0 when it is not known."""
-        if self._costs is None or tier not in self._costs.model.copies:
+        if self.costs is None or tier not in self.costs.model.copies:
             return 0.0
-        return self._costs.model.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
+        return self.costs.model.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
     def _count(self, decision: str, reason: str) -> None:
         self._counters[f"restore_decision_{decision}"] += 1

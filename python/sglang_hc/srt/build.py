@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_hc.capture.capture import Capture
@@ -38,16 +39,18 @@ from sglang_hc.srt.model.projection import fastest_stream
 from sglang_hc.srt.replicas import directories, host_share, place_of
 from sglang_hc.srt.scheduler import BUILDING, TREE
 from sglang_hc.srt.speculation import draft_layers
-from sglang_hc.srt.storage_backends import with_remote
+from sglang_hc.srt.storage_backends import remote_store
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.disk_tier import DiskTier, not_observed
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
+from sglang_hc.store.remote import Chain, RemoteBlocks
+from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tiers.grafts import Grafts
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -185,7 +188,7 @@ def _tiers(
     counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
     timer, watch = timer_for(copy_stream), None
-    # What one rank sees corrects no costs of several: they must decide alike.
+    # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
     if costs is not None and timer is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer, copy_stream)
     whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
@@ -203,7 +206,7 @@ def _tiers(
     window = kinds.window()
     policy = make_policy(config.eviction, window, pinned=pins)
     host = kinds.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
-    disk = _disk(model, sizes, io, host, watch, planner, ranks)
+    disk = _disk(model, sizes, io, host, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
     scatters = ScatterQueue(executor, host.damaged_slots, points_too=ranks.count > 1)
@@ -257,24 +260,23 @@ def _disk(
     sizes: TierSizes,
     io: Io,
     host: HostTier,
-    watch: CostWatch | None,
     planner: RestorePlanner,
     ranks: Ranks,
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
-    seconds = planner.block_read_seconds
-    if io.blocks is not None and ranks.count > 1:
-        capacity = model.state.group.least(io.blocks.capacity)
-        blocks, pause = ranks.blocks(io.blocks, capacity)
-        return DiskTier(blocks, host, ranks.clock, pause=pause, block_seconds=seconds)
-    below: BlockIo | None = io.blocks
+    below: BlockIo | None = None
+    if io.blocks is not None:
+        below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
     if model.config.remote is not None:
-        below = with_remote(below, model.config, io.memory.pool, sizes.fingerprint, io.counts)
+        part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
+        store = remote_store(model.config, io.memory.pool, part, io.counts)
+        far = RemoteBlocks(ranks.store(store), io.counts, ranks.clock)
+        below = far if below is None else Chain(below, far)
     if below is None:
         return None
-    if watch is None:
-        return DiskTier(below, host, block_seconds=seconds)
-    return DiskTier(below, host, on_read=watch.read, block_seconds=seconds)
+    costs, seconds = planner.costs, planner.block_read_seconds
+    on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
+    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 def _capture(

@@ -174,11 +174,6 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
             "a rank sees the hidden states of a part of the tokens only",
         ),
         (
-            config.remote is not None,
-            f"--hc-remote {ranks}",
-            "ranks do not agree on what a remote store has",
-        ),
-        (
             config.overflow == "reembed",
             f"--hc-overflow reembed {ranks}",
             "state that moves was not tested on several ranks",

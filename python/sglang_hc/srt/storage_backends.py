@@ -23,9 +23,8 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import HcConfig, read_remote_config
 from sglang_hc.errors import ConfigError
-from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.remote import Frames, RemoteBackend, behind
+from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
 
 logger = logging.getLogger(__name__)
 
@@ -141,19 +140,16 @@ class ValueBackend(PageBackend):
         return value is not None
 
 
-def with_remote(
-    near: BlockIo | None,
-    config: HcConfig,
-    pool: HostPool,
-    fingerprint: bytes,
-    counts: Counter[str],
-) -> BlockIo:
-    """The remote store of the options, behind the holder of blocks that is there already."""
+def remote_store(
+    config: HcConfig, pool: HostPool, fingerprint: bytes, counts: Counter[str]
+) -> RemoteStore:
+    """The remote store of the options. fingerprint: of the blocks, or of this rank's parts of them.
+    Raises ConfigError."""
     assert config.remote is not None
     frames = Frames(pool.layout.slot_bytes)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
-    return behind(near, backend, frames, pool, fingerprint, counts)
+    return RemoteStore(backend, frames, pool, fingerprint, counts)
 
 
 def check_remote(config: HcConfig) -> None:

@@ -47,6 +47,10 @@ OnRead = Callable[[SourceTier, int, float], None]
 """Told of (tier, blocks, seconds) that an idle source took."""
 
 
+def not_observed(tier: SourceTier, blocks: int, seconds: float) -> None:
+    """For whoever has no costs to correct."""
+
+
 class ReadWatch:
     """Reads from one tier. A span of them begins when the first is asked for and ends when none is
     under way.
@@ -99,7 +103,7 @@ class DiskTier:
         io: BlockIo,
         host: HostTier,
         clock: Callable[[], float] = time.monotonic,
-        on_read: OnRead = lambda tier, blocks, seconds: None,
+        on_read: OnRead = not_observed,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
         block_seconds: BlockSeconds = lambda tier: 0.0,
     ) -> None:

@@ -130,11 +130,10 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
-        watch = self.restorer.watch
         parts: tuple[_Numbers | None, ...] = (
             self.capture.scatters.executor,
             self.disk,
-            watch.costs if watch is not None else None,
+            self.restorer.planner.costs,
         )
         for part in parts:
             if part is not None:
@@ -147,6 +146,6 @@ class Tiers:
         for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
             total += part.counters if part is not None else Counter()
         total += self.retention.counters + Counter(self.ranks.counts())
-        if self.restorer.watch is not None:
-            total.update(self.restorer.watch.costs.counts())
+        if self.restorer.planner.costs is not None:
+            total.update(self.restorer.planner.costs.counts())
         return {"evicted_blocks": self.host.evicted_blocks, **+total}

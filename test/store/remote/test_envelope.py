@@ -10,7 +10,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.store.remote.envelope import HEADER_BYTES, VERSION, Verdict, inspect, seal
+from sglang_hc.store.remote.envelope import (
+    HEADER_BYTES,
+    VERSION,
+    Verdict,
+    fingerprint_of_part,
+    inspect,
+    seal,
+)
 
 FINGERPRINT, IDENTITY = bytes(range(16)), bytes(range(100, 116))
 PAYLOAD = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
@@ -100,3 +107,15 @@ def test_a_block_of_another_size_is_foreign() -> None:
     frame = envelope()
     short = inspect(frame[:HEADER_BYTES], frame[HEADER_BYTES:-1], FINGERPRINT, IDENTITY)
     assert short is Verdict.FOREIGN
+
+
+def test_parts_of_a_block_are_told_from_each_other_and_from_the_whole() -> None:
+    whole = fingerprint_of_part(FINGERPRINT, "")
+    parts = [fingerprint_of_part(FINGERPRINT, part) for part in ("tp2-0", "tp2-1", "pp2-0")]
+    assert whole == FINGERPRINT
+    assert len({whole, *parts}) == 4 and all(len(part) == 16 for part in parts)
+    mine = envelope(fingerprint=parts[0])
+    header, payload = mine[:HEADER_BYTES], mine[HEADER_BYTES:]
+    assert inspect(header, payload, parts[0], IDENTITY) is Verdict.INTACT
+    for other in (whole, *parts[1:]):
+        assert inspect(header, payload, other, IDENTITY) is Verdict.FOREIGN

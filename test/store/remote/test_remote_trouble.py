@@ -12,6 +12,7 @@ from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
+from sglang_hc.store.remote import store as store_module
 from sglang_hc.store.remote.envelope import storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
 from sglang_hc.store.remote.presence_cache import Presence
@@ -222,7 +223,7 @@ def test_a_slot_is_read_before_the_store_is_called(io: RemoteBlocks, store, pool
 def test_close_leaves_a_hung_thread_behind(
     store, pool, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "CLOSE_S", 0.01)
+    monkeypatch.setattr(store_module, "CLOSE_S", 0.01)
     io = make_blocks(store, pool, clock)
     store.open.clear()
     io.ask(names_of(make_path(1)))

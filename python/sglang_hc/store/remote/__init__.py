@@ -2,6 +2,7 @@
 
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
 from sglang_hc.store.remote.blocks import RemoteBlocks
-from sglang_hc.store.remote.chain import Chain, behind
+from sglang_hc.store.remote.chain import Chain
+from sglang_hc.store.remote.store import Found, RemoteStore, StoreIo
 
-__all__ = ["Chain", "Frames", "RemoteBackend", "RemoteBlocks", "behind"]
+__all__ = ["Chain", "Found", "Frames", "RemoteBackend", "RemoteBlocks", "RemoteStore", "StoreIo"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
-from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.remote.backend import Frames, RemoteBackend
-from sglang_hc.store.remote.blocks import RemoteBlocks
 
 
 class Chain:
@@ -109,16 +105,3 @@ class Chain:
     def close(self) -> None:
         self._near.close()
         self._far.close()
-
-
-def behind(
-    near: BlockIo | None,
-    backend: RemoteBackend,
-    frames: Frames,
-    pool: HostPool,
-    fingerprint: bytes,
-    counts: Counter[str],
-) -> BlockIo:
-    """A remote store behind the holder of blocks that is there already, if any."""
-    far = RemoteBlocks(backend, frames, pool, fingerprint, counts)
-    return far if near is None else Chain(near, far)

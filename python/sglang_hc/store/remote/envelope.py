@@ -6,6 +6,7 @@ Never change the magic, VERSION's place in the header, or the meaning of a versi
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 
 import numpy as np
@@ -36,6 +37,18 @@ class Verdict(enum.Enum):
 def storage_key(fingerprint: bytes, identity: bytes) -> str:
     """Name of a block in a remote store: format version, model and plan, block."""
     return f"hc{VERSION}-{fingerprint.hex()}-{identity.hex()}"
+
+
+def fingerprint_of_part(fingerprint: bytes, part: str) -> bytes:
+    """What stands for the fingerprint where a store has only a part of each block: ranks write each
+    its own, and neither another rank nor a server with other ranks reads it.
+
+    part: which part of how many (`srt.replicas.Place.part`); empty for whole blocks.
+    """
+    if not part:
+        return fingerprint
+    key = fingerprint + part.encode()
+    return hashlib.blake2b(key, digest_size=16, person=b"hc part").digest()
 
 
 def seal(frame: Bytes, fingerprint: bytes, identity: bytes, created: int) -> None:

@@ -53,7 +53,6 @@ class JobThread(Generic[J]):
 
     All methods belong to one other thread; none waits except `close`. perform: does a batch and
     settles each job of it; what it leaves unsettled, or raises for, is answered IO_ERROR.
-    limit: jobs that may be submitted and not yet taken back; None for any number.
     """
 
     def __init__(
@@ -61,20 +60,13 @@ class JobThread(Generic[J]):
         name: str,
         perform: Callable[[list[J]], None],
         most: int,
-        limit: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._perform = perform
-        self._limit = limit
         self._clock = clock
         self._jobs: deque[J] = deque()
         self._running: J | None = None
         self._thread: Workers[J] = Workers(name, self._run, most)
-
-    @property
-    def full(self) -> bool:
-        """`limit` jobs are under way."""
-        return self._limit is not None and len(self._jobs) >= self._limit
 
     @property
     def stuck(self) -> bool:

@@ -1,0 +1,280 @@
+"""A remote store as one process uses it: look-ups, reads and writes that threads do meanwhile.
+
+    look_up    one thread asks which blocks are there
+    read       one thread fetches envelopes into frames, copies to slots, and proves what it copied
+    write      one thread copies slots into frames, seals and stores them
+
+Every operation is answered by its deadline, even when the back end hangs; then it gets no new ones
+until it answers. What is known of the store, and whether it is asked at all, is decided elsewhere
+(`store.remote.blocks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.remote.backend import Frames, RemoteBackend
+from sglang_hc.store.remote.envelope import Verdict, inspect, seal, storage_key
+from sglang_hc.store.remote.jobs import Job, JobThread
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+TIER = "remote"
+
+
+class Found(NamedTuple):
+    """Answer to a look-up, or to `clear`. leading: how many of the first identities are there."""
+
+    ticket: int
+    outcome: Outcome
+    leading: int
+
+
+class StoreIo(Protocol):
+    """Operations on a remote store, each with a ticket and a deadline as in `BlockIo`. No method
+    waits except `close`. Tickets of look-ups and of transfers are counted apart."""
+
+    @property
+    def name(self) -> str:
+        """The back end's, for people."""
+
+    @property
+    def hangs(self) -> bool:
+        """A call of this process has not come back from the store in time, and nothing is asked of
+        it until it does. For people; decisions go by the answers."""
+
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        """Ask how many of the first identities are there without a gap."""
+
+    def clear(self, ticket: int, deadline: float) -> None:
+        """Empty the store, after the look-ups that came before and before those that follow."""
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None: ...
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        """Always taken: True, as `BlockIo.write` says it."""
+
+    def found(self) -> list[Found]:
+        """Look-ups and clearings that are over since the last call."""
+
+    def flush(self) -> None: ...
+
+    def poll(self) -> list[BlockDone]:
+        """Reads and writes that are over since the last call."""
+
+    def close(self) -> None:
+        """Finish what was submitted, for a few seconds at most; a thread that hangs is left
+        behind."""
+
+
+class _Question(Job):
+    def __init__(self, ticket: int, deadline: float, block_ids: Sequence[bytes] | None) -> None:
+        """block_ids: None to clear the store."""
+        super().__init__(deadline)
+        self.ticket = ticket
+        self.block_ids = block_ids
+        self.count = 0
+
+
+class _Transfer(Job):
+    def __init__(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        super().__init__(deadline)
+        self.ticket = ticket
+        self.block_id = block_id
+        self.slot = slot
+        self.verdict = Verdict.INTACT
+
+    @property
+    def done(self) -> BlockDone:
+        assert self.outcome is not None
+        return BlockDone(self.ticket, self.outcome, TIER, self.at)
+
+
+class RemoteStore:
+    """A `StoreIo` over a back end. Its methods belong to the scheduler thread."""
+
+    def __init__(
+        self,
+        backend: RemoteBackend,
+        frames: Frames,
+        pool: HostPool,
+        fingerprint: bytes,
+        counts: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """fingerprint: of whom the blocks are for; what carries another one is never served.
+        counts: gets hangs, and why blocks were not served."""
+        self._backend = backend
+        self._frames = frames
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._counts = counts
+        self._hung = False
+        self._refused: list[BlockDone] = []
+        self._unasked: list[Found] = []
+        loads, saves = len(frames.for_loads), len(frames.for_saves)
+        self._questions = JobThread[_Question]("hc-remote-find", self._find, 1, clock)
+        self._loads = JobThread[_Transfer]("hc-remote-get", self._get, loads, clock)
+        self._saves = JobThread[_Transfer]("hc-remote-put", self._put, saves, clock)
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    @property
+    def hangs(self) -> bool:
+        return self._questions.stuck or self._loads.stuck or self._saves.stuck
+
+    # -- StoreIo ---------------------------------------------------------------------------------
+
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        if self._questions.stuck or self._loads.stuck:
+            self._unasked.append(Found(ticket, Outcome.TIMED_OUT, 0))
+        else:
+            self._questions.submit(_Question(ticket, deadline, block_ids))
+
+    def clear(self, ticket: int, deadline: float) -> None:
+        self._questions.submit(_Question(ticket, deadline, None))
+
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        if self._questions.stuck or self._loads.stuck:
+            self._refused.append(BlockDone(ticket, Outcome.TIMED_OUT, TIER))
+        else:
+            self._loads.submit(_Transfer(ticket, block_id, slot, deadline))
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        if self._saves.stuck:
+            self._refused.append(BlockDone(ticket, Outcome.DROPPED, TIER))
+        else:
+            self._saves.submit(_Transfer(ticket, block.block_id, slot, deadline))
+        return True
+
+    def found(self) -> list[Found]:
+        found, self._unasked = self._unasked, []
+        for job in self._questions.take_done():
+            assert job.outcome is not None
+            found.append(Found(job.ticket, job.outcome, job.count))
+        return found
+
+    def flush(self) -> None:
+        """The threads begin at once."""
+
+    def poll(self) -> list[BlockDone]:
+        self._watch()
+        done, self._refused = self._refused, []
+        for job in self._loads.take_done():
+            if job.verdict in (Verdict.FOREIGN, Verdict.UNKNOWN_VERSION):
+                self._counts[f"remote_{job.verdict.value}"] += 1
+            done.append(job.done)
+        return done + [job.done for job in self._saves.take_done()]
+
+    def close(self) -> None:
+        threads = (self._saves, self._loads, self._questions)
+        if all([thread.close(CLOSE_S) for thread in threads]):
+            closing = threading.Thread(target=self._backend.close, daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+
+    def _watch(self) -> None:
+        """Say when a thread does not come back from the store, and when it does."""
+        if self.hangs != self._hung:
+            self._hung = not self._hung
+            self._counts["remote_hangs"] += self._hung
+            logger.warning(
+                "sglang-hc: the remote store (%s) %s", self.name,
+                "hangs; it is not asked until it answers" if self._hung else "answers again",
+            )  # fmt: skip
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _key(self, block_id: bytes) -> str:
+        return storage_key(self._fingerprint, block_id)
+
+    def _find(self, jobs: list[_Question]) -> None:
+        for job in jobs:
+            if job.block_ids is None:
+                self._backend.clear()
+            else:
+                keys = [self._key(block_id) for block_id in job.block_ids]
+                job.count = max(0, min(int(self._backend.exists(keys)), len(keys)))
+            job.settle(Outcome.OK)
+
+    def _get(self, jobs: list[_Transfer]) -> None:
+        self._move(self._fetch, jobs)
+
+    def _put(self, jobs: list[_Transfer]) -> None:
+        self._move(self._store, jobs)
+
+    def _move(self, by_one_call: Callable[[list[_Transfer]], None], jobs: list[_Transfer]) -> None:
+        """Move blocks by one call. If it raises, each block is moved by a call of its own, so that
+        one which cannot be moved costs no other."""
+        try:
+            by_one_call(jobs)
+        except Exception as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._move(by_one_call, [job])
+            else:
+                logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
+                jobs[0].settle(Outcome.IO_ERROR)
+
+    def _fetch(self, jobs: list[_Transfer]) -> None:
+        frames = self._frames.for_loads[: len(jobs)]
+        for frame in frames:
+            self._frames.header(frame).fill(0)  # what an earlier read left must not look like news
+        keys = [self._key(job.block_id) for job in jobs]
+        answers = _one_each(keys, self._backend.get(keys, frames))
+        for job, frame, good in zip(jobs, frames, answers, strict=True):
+            if good:
+                self._deliver(job, frame)
+            else:
+                job.settle(Outcome.MISSING)
+
+    def _deliver(self, job: _Transfer, frame: int) -> None:
+        """Copy into the slot, if it is still this job's, and prove the bytes that lie there."""
+        slot = self._pool.slot(job.slot)
+        with job.lock:
+            if job.outcome is None:
+                np.copyto(slot, self._frames.payload(frame))
+                header = self._frames.header(frame)
+                job.verdict = inspect(header, slot, self._fingerprint, job.block_id)
+                intact = job.verdict is Verdict.INTACT
+                job.at = time.monotonic()
+                job.outcome = Outcome.OK if intact else Outcome.DAMAGED
+
+    def _store(self, jobs: list[_Transfer]) -> None:
+        ready: list[tuple[_Transfer, int]] = []
+        for job, frame in zip(jobs, self._frames.for_saves, strict=False):
+            with job.lock:
+                if job.outcome is not None:
+                    continue  # the slot is no longer this job's
+                np.copyto(self._frames.payload(frame), self._pool.slot(job.slot))
+            now = time.time_ns() // 1000
+            seal(self._frames.bytes[frame], self._fingerprint, job.block_id, now)
+            ready.append((job, frame))
+        keys = [self._key(job.block_id) for job, _ in ready]
+        if not ready:
+            return
+        answers = _one_each(keys, self._backend.put(keys, [frame for _, frame in ready]))
+        for (job, _), good in zip(ready, answers, strict=True):
+            job.settle(Outcome.OK if good else Outcome.IO_ERROR)
+
+
+def _one_each(keys: Sequence[str], answers: Sequence[bool]) -> list[bool]:
+    """The answers, if there is one per key. Raises ValueError before any of them is believed."""
+    given = list(answers)
+    if len(given) != len(keys):
+        raise ValueError(f"{len(given)} answers for {len(keys)} keys")
+    return given

@@ -1,0 +1,293 @@
+"""Two tensor-parallel ranks, or two stages of a pipeline, and a remote store: each rank keeps its
+part of a block there. Another server goes on where one stopped, one with other ranks finds nothing,
+and what happens to one rank's part costs cache on both, never a token.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.store.remote import RemoteStore
+from support.core import Core, run_in_child
+from support.ranked_core import CORES, RankedCore, run_ranks
+from support.ranked_turns import (
+    BLOCKS,
+    FLAGS,
+    Turns,
+    check_tokens,
+    go_on,
+    prompts,
+    talk,
+    talk_and_stop,
+)
+from support.waiting import HANGS_S, until
+
+HIT_BY = 1
+"""The rank that faults happen to."""
+
+
+def in_store(folder: str) -> tuple[str, ...]:
+    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder})
+
+
+def engine(rank: int, port: int, kind: str, form: str, model: str, *below: str) -> RankedCore:
+    return CORES[kind](rank, port, "--hc-forms", form, *below, *FLAGS, model=model)
+
+
+def stop_there(rank: int, port: int, *what: str) -> tuple[Turns, list[int]]:
+    return talk_and_stop(engine(rank, port, *what))
+
+
+def go_on_there(rank: int, port: int, *what: str) -> Turns:
+    return go_on(engine(rank, port, *what))
+
+
+def files(shared: Path) -> list[Path]:
+    return sorted(Path(shared, "sglang-hc").iterdir())
+
+
+def check_alike(found: list[Turns]) -> None:
+    """All ranks counted the same, except what only the first one does: it says whose part of a
+    block failed, and of stages it alone recomputes layers."""
+    check_tokens(found)
+    first, second = (
+        {
+            name: count
+            for name, count in turns.counted.items()
+            if count and not name.startswith(("rank", "recomputed"))
+        }
+        for turns in found
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "model"),
+    [
+        ("tp", "hidden:2,kv:2", "llama-gqa"),
+        pytest.param("tp", "hidden", "llama-mha", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("tp", "recompute:1,hidden:2,kv:1", "qwen3", marks=pytest.mark.slow),
+        pytest.param("tp", "kv", "deepseek-v2", marks=pytest.mark.slow),
+        pytest.param("pp", "recompute:1,hidden:3", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("pp", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("pp", "hidden", "llama-mha", marks=pytest.mark.slow),
+        pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
+    ],
+)
+def test_another_server_goes_on_from_the_store(
+    models: None, tmp_path: Path, kind: str, form: str, model: str
+) -> None:
+    """Within one server only the store is left between the turns, too."""
+    what = kind, form, model, *in_store(str(tmp_path))
+    found = run_ranks(stop_there, *what)
+    check_alike([turns for turns, _ in found])
+    assert all(turns.stored == BLOCKS for turns, _ in found)
+    assert found[0][0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
+    fingerprints = [file.name.split("-")[1] for file in files(tmp_path)]
+    assert len(set(fingerprints)) == 2, "each rank has its own keys"
+    assert fingerprints.count(fingerprints[0]) * 2 == len(fingerprints)
+    later = run_ranks(go_on_there, *what)
+    check_alike(later)
+    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
+
+
+def alone(shared: str) -> tuple[int, dict[str, int]]:
+    """A server of one rank goes on with the conversation."""
+    core = Core("--hc-forms", "kv", *in_store(shared), *FLAGS, model="llama-gqa")
+    prompt, follow = prompts("later")
+    said = core.ask(prompt, 60, "kept").tokens
+    wanted = core.ask([*prompt, *said, *follow], 24, "kept").tokens
+    reply = core.ask([*prompt, *said, *follow], 24)
+    core.settle()
+    assert reply.tokens == wanted
+    return reply.cached, core.tree.tiers.counts()
+
+
+@pytest.mark.slow
+def test_a_server_with_other_ranks_finds_nothing(models: None, tmp_path: Path) -> None:
+    """Parts of a block are other bytes; so are the whole ones."""
+    shared = str(tmp_path)
+    what = "kv", "llama-gqa", *in_store(shared)
+    run_ranks(stop_there, "tp", *what)
+    cached, counts = run_in_child(alone, shared)
+    assert cached == 0 and "remote_loaded_blocks" not in counts
+    assert counts["remote_saved_blocks"] > 0, "whole blocks are there beside the parts now"
+    for turns in run_ranks(go_on_there, "pp", *what):
+        assert turns.second == turns.wanted and turns.stored == 0
+        assert "remote_loaded_blocks" not in turns.counted
+    assert len({file.name.split("-")[1] for file in files(tmp_path)}) == 5
+    assert run_ranks(go_on_there, "tp", *what)[0].stored == BLOCKS
+
+
+def some_on_disk(rank: int, port: int, *what: str) -> None:
+    """The first block of the conversation goes to disk and nowhere else."""
+    core = engine(rank, port, *what)
+    prompt, _ = prompts("later")
+    core.ask(prompt[: BLOCK_TOKENS + 6], 4)
+    core.settle()
+    core.tree.release_host_resources()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CORES)
+def test_a_disk_and_a_store_together(models: None, tmp_path: Path, kind: str) -> None:
+    """The first block comes from the disks, the rest from the store."""
+    store, form = in_store(str(tmp_path / "shared")), "hidden:2,kv:2"
+    scrub = ("--hc-scrub-mb-s", "0")  # counts bytes at each disk's own pace
+    first, other = (("--hc-disk", f"{tmp_path / name}:1", *scrub) for name in ("d", "e"))
+    found = run_ranks(stop_there, kind, form, "llama-gqa", *first, *store)
+    check_alike([turns for turns, _ in found])
+    counted = found[0][0].counted
+    assert counted["disk_saved_blocks"] == counted["remote_saved_blocks"] > 0
+    assert counted["disk_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
+    run_ranks(some_on_disk, kind, form, "llama-gqa", *other)
+    later = run_ranks(go_on_there, kind, form, "llama-gqa", *other, *store)
+    check_alike(later)
+    assert later[0].said == found[0][1] and later[0].stored == BLOCKS
+    assert later[0].counted["disk_loaded_blocks"] == 1
+    assert later[0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS - 1
+
+
+# -- faults of one rank's part -------------------------------------------------------------------
+
+
+class Faulty:
+    """A back end that does what a test says instead of what it is asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.instead: dict[str, Callable[..., Any]] = {}
+
+    def exists(self, keys: Sequence[str]) -> Any:
+        return self.instead.get("exists", self._inner.exists)(keys)
+
+    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
+        return self.instead.get("get", self._inner.get)(keys, frames)
+
+    def put(self, keys: Sequence[str], frames: Sequence[int]) -> Any:
+        return self.instead.get("put", self._inner.put)(keys, frames)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def raising(*_: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def damage(store: RemoteStore, shared: str) -> None:
+    """Every object that this rank has in the store loses a byte."""
+    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+def lose(store: RemoteStore, shared: str) -> None:
+    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
+        file.unlink()
+
+
+def swap(store: RemoteStore, other: bytes, shared: str) -> None:
+    """Under each of this rank's keys lies the other rank's part."""
+    for file in Path(shared, "sglang-hc").glob(f"hc1-{store._fingerprint.hex()}-*"):
+        name = file.name.replace(store._fingerprint.hex(), other.hex())
+        file.write_bytes(file.with_name(name).read_bytes())
+
+
+def meet_faults(
+    rank: int, port: int, kind: str, shared: str
+) -> tuple[dict[str, Turns], dict[str, Any]]:
+    """Turns by the fault that came between them, and what /server_info shows then."""
+    from sglang_hc.srt import storage_backends
+    from sglang_hc.store.remote.envelope import fingerprint_of_part
+
+    opened = storage_backends.open_remote
+    storage_backends.open_remote = lambda *args: Faulty(opened(*args))
+    core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *in_store(shared))
+    blocks = core.tree.tiers.disk._io
+    store = blocks._store._inner
+    first = fingerprint_of_part(core.tree.tiers.host.tree.fingerprint, f"{kind}2-0")
+    is_hit = rank == HIT_BY
+
+    def on_it(call: Callable[..., None], *args: Any) -> Callable[[], None]:
+        def between() -> None:
+            blocks._presence.clear()  # it was long ago
+            if is_hit:
+                call(*args)
+
+        return between
+
+    def instead(**calls: Callable[..., Any]) -> None:
+        store._backend.instead = calls if is_hit else {}
+
+    def well() -> None:
+        """Pauses are over, and what was done instead."""
+        store._backend.instead = {}
+        blocks._reading.succeeded()
+        blocks._saving.succeeded()
+
+    found = {"well": talk(core, "well", on_it(lambda: None))}
+    found["damaged"] = talk(core, "damaged", on_it(damage, store, shared))
+    found["lost"] = talk(core, "lost", on_it(lose, store, shared))
+    found["foreign"] = talk(core, "foreign", on_it(swap, store, first, shared))
+    found["unreadable"] = talk(core, "unreadable", on_it(lambda: instead(get=raising)))
+    well()
+    found["away"] = talk(core, "away", on_it(lambda: instead(get=raising, exists=raising)))
+    well()
+    instead(put=raising)
+    found["unwritable"] = talk(core, "unwritable", on_it(lambda: None))
+    well()
+    slow = store._backend._inner.get
+    late = on_it(lambda: instead(get=lambda *args: (time.sleep(0.5), slow(*args))[1]))
+    found["slow"] = talk(core, "slow", late)
+    well()
+    goes_on = threading.Event()
+    hanging = on_it(lambda: instead(exists=lambda _: goes_on.wait(HANGS_S) and 0))
+    found["hangs"] = talk(core, "hangs", hanging)
+    goes_on.set()
+    well()
+    until(lambda: not store.hangs)
+    found["after"] = talk(core, "after", on_it(lambda: None))
+    return found, core.shown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CORES)
+def test_what_one_rank_cannot_read_or_write_both_recompute(
+    models: None, tmp_path: Path, kind: str
+) -> None:
+    both = run_ranks(meet_faults, kind, str(tmp_path))
+    found, shown = [turns for turns, _ in both], both[0][1]
+    for name in found[0]:
+        turns = [of_rank[name] for of_rank in found]
+        check_tokens(turns)
+        served = name in ("well", "slow", "after")
+        assert turns[0].stored == (BLOCKS if served else 0), name
+    for name, counter, of_rank in (
+        ("damaged", "remote_read_damaged", "remote_damaged"),
+        ("foreign", "remote_read_damaged", "remote_damaged"),
+        ("unreadable", "remote_read_io_error", "remote_io_error"),
+        ("away", "remote_lookup_io_error", "lookup_io_error"),
+        ("unwritable", "remote_write_io_error", "remote_io_error"),
+        ("hangs", "remote_lookup_timed_out", "lookup_timed_out"),
+    ):
+        first, second = (turns[name].counted for turns in found)
+        assert first[counter] == second[counter] > 0, "it counts for all"
+        assert first[f"rank{HIT_BY}_{of_rank}"] > 0
+        assert not first.get(f"rank{1 - HIT_BY}_{of_rank}"), "the other rank's part is well"
+        assert shown[f"rank{HIT_BY}_{of_rank}"] > 0
+    for counted, is_hit in zip(shown["ranks"], (False, True), strict=True):
+        for name in ("remote_foreign", "remote_hangs"):
+            assert (counted.get(name, 0) > 0) == is_hit, "each rank shows its own"

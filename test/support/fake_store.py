@@ -1,0 +1,54 @@
+"""The one `StoreIo` of the tests: moves blocks as `FakeIo` does, and answers look-ups when told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import Block
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.remote import Found
+from support.fake_io import FakeIo
+
+
+class FakeStoreIo(FakeIo):
+    """Operations wait for `step`, look-ups and clearings for `answer`, each the oldest first."""
+
+    name = "FakeStore"
+    hangs = False
+
+    def __init__(self, pool: HostPool | None = None) -> None:
+        super().__init__(pool, writes_wait=True)
+        self.questions: deque[tuple[int, Sequence[bytes] | None]] = deque()
+        """Tickets and identities; None to clear the store."""
+        self._found: list[Found] = []
+
+    def answer(self, outcome: Outcome = Outcome.OK) -> None:
+        """End the oldest look-up or clearing with this outcome."""
+        if not self.questions:
+            return
+        ticket, block_ids = self.questions.popleft()
+        good = outcome is Outcome.OK
+        if block_ids is None and good:
+            super().clear()
+        leading = self.contains(block_ids) if block_ids and good else 0
+        self._found.append(Found(ticket, outcome, leading))
+
+    # -- StoreIo ---------------------------------------------------------------------------------
+
+    def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
+        self.questions.append((ticket, block_ids))
+
+    def clear(self, ticket: int, deadline: float) -> None:
+        self.questions.append((ticket, None))
+
+    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
+        if not super().write(ticket, block, slot, deadline):
+            self._done.append(BlockDone(ticket, Outcome.DROPPED, "remote"))
+        return True
+
+    def found(self) -> list[Found]:
+        found, self._found = self._found, []
+        return found
