@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -144,23 +144,26 @@ class ThreadExecutor:
         self._pool = pool
         self._snapshots = snapshots
         self._on_done = on_done
-        self._under_way = 0
+        self.under_way = 0
+        """Operations that were submitted and whose completion nobody has taken."""
         self._done: deque[Completion] = deque()
-        self._progress = threading.Condition()
         self._thread: Workers[tuple[int, Operation]] = Workers("hc-io", self._run)
 
     def submit(self, ticket: int, operation: Operation) -> None:
-        with self._progress:
-            self._under_way += 1
+        self.under_way += 1
         self._thread.submit((ticket, operation))
 
     def poll(self) -> list[Completion]:
-        return [self._done.popleft() for _ in range(len(self._done))]
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        self.under_way -= len(done)
+        return done
 
     def drain(self) -> list[Completion]:
-        with self._progress:
-            self._progress.wait_for(lambda: not self._under_way)
-        return self.poll()
+        done = self.poll()
+        while self.under_way:
+            time.sleep(0.0005)
+            done += self.poll()
+        return done
 
     def levels(self) -> dict[str, int]:
         return {}
@@ -179,9 +182,6 @@ class ThreadExecutor:
                 logger.exception("I/O operation %d failed; its blocks are not kept", ticket)
                 ok = False
             self._done.append(Completion(ticket, ok))
-            with self._progress:
-                self._under_way -= 1
-                self._progress.notify_all()
             self._on_done()
 
     def _perform(self, operation: Operation) -> None:

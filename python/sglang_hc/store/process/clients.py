@@ -38,8 +38,6 @@ class ProcessExecutor:
         self._held: deque[tuple[int, Operation]] = deque()
         self._sent: dict[int, float] = {}
         self._stand_in: ThreadExecutor | None = None
-        self._standing_in = 0
-        """Operations that the stand-in has."""
         self._done: list[Completion] = []
         supervisor.clients.append(self)
 
@@ -50,16 +48,14 @@ class ProcessExecutor:
     def poll(self) -> list[Completion]:
         self.supervisor.poll()
         if self._stand_in is not None:
-            done = self._stand_in.poll()
-            self._standing_in -= len(done)
-            self._done += done
+            self._done += self._stand_in.poll()
         self._feed()
         done, self._done = self._done, []
         return done
 
     def drain(self) -> list[Completion]:
         done = self.poll()
-        while self._held or self._sent or self._standing_in:
+        while self._held or self._sent or self._stands_in:
             time.sleep(0.0005)
             done += self.poll()
         return done
@@ -90,11 +86,15 @@ class ProcessExecutor:
     def earliest_deadline(self) -> float:
         return min(self._sent.values(), default=float("inf"))
 
+    @property
+    def _stands_in(self) -> bool:
+        return self._stand_in is not None and self._stand_in.under_way > 0
+
     def _feed(self) -> None:
         while self._held:
             ticket, operation = self._held[0]
             if self.supervisor.state is State.UP:
-                if self._standing_in:
+                if self._stands_in:
                     return
                 self.supervisor.send(wire.Execute(ticket, operation))
                 self._sent[ticket] = time.monotonic() + SCATTER_DEADLINE_S
@@ -105,7 +105,6 @@ class ProcessExecutor:
                     memory = self._memory
                     self._stand_in = ThreadExecutor(memory.pool, memory.snapshots)
                 self._stand_in.submit(ticket, operation)
-                self._standing_in += 1
             self._held.popleft()
 
 
