@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -323,18 +323,15 @@ class SlabSet:
             return 0
         return max(0, self.data_bytes - self.file_bytes() - SLAB_HEADER_BYTES) // slot_bytes
 
-    def leased(self) -> int:
-        """Leases held now; zero when nothing is in flight."""
+    def check(self, owned: Collection[Place]) -> None:
+        """Raises AssertionError unless these slots and those in quarantine are the ones taken, and
+        none is leased."""
         with self._lock:
-            return self._leases.total()
-
-    def taken_slots(self) -> dict[int, list[int]]:
-        """Slots that are not free, for each slab."""
-        with self._lock:
-            return {
-                number: [slot for slot, taken in enumerate(slab.taken) if taken]
-                for number, slab in self._slabs.items()
-            }
+            assert not self._leases, "leases without an operation"
+            slabs = self._slabs.items()
+            taken = {Place(n, slot) for n, slab in slabs for slot, t in enumerate(slab.taken) if t}
+        assert taken.issuperset(owned), "a row whose slot is free"
+        assert len(taken) == len(owned) + self.quarantined, "a taken slot without a row"
 
     def close(self) -> None:
         """Close all files."""
