@@ -90,12 +90,12 @@ class Index(IndexFile):
         """Forget a slab and every row in it; durable, because its file is removed next."""
         while True:
             with self._transaction(durable=False) as connection:
-                connection.execute(
+                done = connection.execute(
                     "DELETE FROM blocks WHERE (model, block_id) IN"
                     " (SELECT model, block_id FROM blocks WHERE slab=? LIMIT ?)",
                     (slab, ROWS_PER_COMMIT),
                 )
-                if not connection.execute("SELECT changes()").fetchone()[0]:
+                if not done.rowcount:
                     break
         with self._transaction(durable=True) as connection:
             connection.execute("DELETE FROM slabs WHERE slab=?", (slab,))
