@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -44,9 +44,8 @@ class Fit:
     fixed: NonNegative
     per_token: NonNegative
     per_pair: NonNegative = 0.0
-    _: KW_ONLY
-    floor: NonNegative = 0.0
-    r2: R2 = 1.0
+    floor: NonNegative = field(default=0.0, kw_only=True)
+    r2: R2 = field(default=1.0, kw_only=True)
 
     def seconds(self, new: float, context: float = 0.0) -> float:
         """Seconds for `new` >= 0 tokens behind `context` tokens."""
