@@ -7,63 +7,31 @@ also those of plain decoding.
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
-from support.core import MODELS, Core, run_in_child
-from support.speculation import NGRAM, ROWS, SpeculativeCore
+from support.core import Core, run_in_child
+from support.speculation import NGRAM, ROWS, SpeculativeCore, throw_known_coins
+from support.speculative_talks import (
+    MODEL,
+    POOL,
+    ROOMY,
+    TIGHT,
+    Told,
+    check_same,
+    converse,
+    draft_model,
+    first_turn,
+    later_turns,
+)
 
 pytestmark = pytest.mark.long
-
-MODEL = "llama-gqa"
-TURNS = 3
-POOL = 640
-ROOMY = ("--max-total-tokens", "4096", "--dtype", "float32", "--hc-disable")
-TIGHT = ("--max-total-tokens", str(POOL), "--dtype", "float32", "--hc-host-size-gb", "0.2")
-
-
-class Told(NamedTuple):
-    """A conversation. verified: per turn the verify passes, and how many of them accepted so many
-    proposals."""
-
-    history: list[int]
-    tokens: list[list[int]]
-    cached: list[tuple[int, int]]
-    verified: list[tuple[int, dict[int, int]]]
-    stats: dict[str, Any]
-
-
-def converse(core: Core, evict: bool) -> Told:
-    rng = random.Random(7)
-    history: list[int] = []
-    tokens, cached, verified = [], [], []
-    for turn in range(TURNS):
-        history += [rng.randrange(3, 900) for _ in range(70 + 13 * turn)]
-        if turn and evict:
-            core.settle()
-            core.evict()
-            core.flood(random.Random(turn), 2 * POOL)  # other state lies in its slots then
-        rid = core.submit(history, 40)
-        core.run()
-        reply = core.reply(rid)
-        tokens.append(reply.tokens)
-        cached.append((reply.device, reply.host))
-        if isinstance(core, SpeculativeCore):
-            verified.append(core.verified(rid))
-        history += reply.tokens
-    if evict:
-        core.settle()
-    return Told(history, tokens, cached, verified, core.tree.stats() if evict else {})
 
 
 def plainly() -> Told:
@@ -71,11 +39,11 @@ def plainly() -> Told:
 
 
 def speculatively(taught: list[int]) -> Told:
-    return converse(SpeculativeCore(NGRAM, *ROOMY, taught=[taught], model=MODEL), evict=False)
+    return converse(SpeculativeCore(*NGRAM, *ROOMY, taught=[taught], model=MODEL), evict=False)
 
 
 def evicted(taught: list[int], overlap: bool, *flags: str) -> Told:
-    core = SpeculativeCore(NGRAM, *TIGHT, *flags, taught=[taught], overlap=overlap, model=MODEL)
+    core = SpeculativeCore(*NGRAM, *TIGHT, *flags, taught=[taught], overlap=overlap, model=MODEL)
     assert core.scheduler.enable_overlap == overlap
     return converse(core, evict=True)
 
@@ -120,12 +88,7 @@ def test_tokens_and_acceptance_are_those_without_the_tiers(
     found = run_in_child(evicted, plain.history, overlap, *flags)
     assert found.stats["layer_plan"] == flags[1]
     assert found.tokens == plain.tokens
-    assert found.verified == kept.verified
-    # All that the roomy device kept comes back, and nothing else does.
-    assert [host for _, host in found.cached] == [device for device, _ in kept.cached]
-    assert not any(device for device, _ in found.cached)
-    for reason in ("gap", "hole", "tap_overflow", "backpressure", "not_staged_tokens"):
-        assert not found.stats.get(reason), reason
+    check_same(found, kept)
 
 
 def rows_as_they_lie(taught: list[int]) -> Told:
@@ -150,6 +113,18 @@ def test_rejected_rows_would_be_noticed(plain: Told) -> None:
     assert found.tokens[1:] != plain.tokens[1:]
 
 
+@pytest.mark.parametrize("form", ["hidden:4", pytest.param("kv:4", marks=pytest.mark.slow)])
+def test_a_new_process_goes_on_from_disk(
+    plain: Told, kept: Told, tmp_path: Path, form: str
+) -> None:
+    given = (NGRAM, form, str(tmp_path / "d"), plain.history)
+    begun = run_in_child(first_turn, *given)
+    told, _ = run_in_child(later_turns, *given, begun.history)
+    assert begun.tokens + told.tokens == plain.tokens
+    assert begun.verified + told.verified == kept.verified
+    assert told.cached[0] == (0, 0, (len(begun.history) - 1) // 64 * 64)
+
+
 PROMPTS = [random.Random(i).choices(range(3, 900), k=60 + 7 * i) for i in range(5)]
 
 
@@ -170,13 +145,15 @@ def all_plainly() -> list[list[int]]:
     return all_at_once(Core(*ROOMY, model=MODEL))
 
 
-def all_retracted(taught: list[list[int]], form: str) -> tuple[list[list[int]], dict[str, Any]]:
+def all_retracted(
+    speculation: tuple[str, ...], taught: list[list[int]], form: str
+) -> tuple[list[list[int]], dict[str, Any]]:
     """Every fourth pass retracts requests; then everything leaves the device and comes back."""
     from sglang.srt.managers import scheduler
 
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 4
     core = SpeculativeCore(
-        NGRAM, *TIGHT, "--hc-forms", form, "--max-running-requests", "4", taught=taught,
+        *speculation, *TIGHT, "--hc-forms", form, "--max-running-requests", "4", taught=taught,
         model=MODEL,
     )  # fmt: skip
     found = all_at_once(core)
@@ -190,185 +167,143 @@ def all_retracted(taught: list[list[int]], form: str) -> tuple[list[list[int]], 
     return found, stats
 
 
-@pytest.mark.parametrize("form", ["kv", "hidden"])
-def test_retraction_loses_nothing(models: None, form: str) -> None:
-    """Device slots and host slots add up after each step of it (`Core.settle`)."""
-    wanted = run_in_child(all_plainly)
-    found, stats = run_in_child(all_retracted, wanted, form)
-    assert found == wanted
-    assert stats["retracted"] > 5
-    assert stats["hit"] >= len(wanted[0]) - 1
-    assert stats["host_staged_slots"] == 0
-
-
-# -- draft models --------------------------------------------------------------------------------
-
-STEPS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-
-
-def eagle_head(
-    algorithm: str, weights: dict[str, Any], config: dict[str, Any], generator: Any
-) -> dict[str, Any]:
-    """A head of one layer, the model's first one with random inputs. Changes `config`."""
-    import torch
-
-    width, of_target = config["hidden_size"], 3 if algorithm == "EAGLE3" else 2
-    config |= {"num_hidden_layers": 1, "architectures": [f"LlamaForCausalLM{algorithm.title()}"]}
-
-    def drawn(rows: int, columns: int) -> Any:
-        return torch.randn((rows, columns), generator=generator) / columns**0.5
-
-    first = "model.layers.0."
-    head = {n.removeprefix("model."): w for n, w in weights.items() if n.startswith(first)}
-    head["fc.weight"] = drawn(width, of_target * width)
-    if algorithm == "EAGLE":
-        del head["layers.0.input_layernorm.weight"]
-        return head | {"fc.bias": torch.zeros(width)}
-    config["draft_vocab_size"] = None  # it shares the model's last projection
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    for part in "qkv":  # the token's embedding beside the state of the model
-        name = f"layers.0.self_attn.{part}_proj.weight"
-        head[name] = torch.cat([head[name], drawn(*head[name].shape)], dim=1)
-    ones = torch.ones(width)
-    return head | {"layers.0.hidden_norm.weight": ones, "norm.weight": ones.clone()}
-
-
-def draft_model(folder: Path, algorithm: str) -> tuple[str, ...]:
-    """Flags of an algorithm with a draft model for MODEL, written to `folder`: for STANDALONE the
-    model itself with weights that are a little off, for the others a head with random weights."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    source = MODELS / MODEL
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    if algorithm == "STANDALONE":
-        for name, weight in weights.items():
-            noise = torch.randn(weight.shape, generator=generator)
-            weights[name] = weight + 0.05 * weight.float().std() * noise.to(weight.dtype)
-    else:
-        weights = eagle_head(algorithm, weights, config, generator)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return (
-        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)),
-        *STEPS,
-    )
-
-
-class Drafted(NamedTuple):
-    told: Told
-    proposed: list[list[int]]
-    draft_kv: list[list[Any]]
-
-
-def drafted(speculation: tuple[str, ...], evict: bool, *flags: str, model: str = MODEL) -> Drafted:
-    core = SpeculativeCore(speculation, *flags, model=model)
-    told = converse(core, evict)
-    ends = [told.history[: -len(told.tokens[-1])], told.history]
-    return Drafted(told, core.proposed, [core.draft_kv(tokens) for tokens in ends])
-
-
-Drafts = Callable[[str], tuple[tuple[str, ...], Drafted]]
-"""Of an algorithm: its flags, and what it does on a device that never evicts."""
-
-
 @pytest.fixture(scope="module")
-def drafts(models: None, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
-    @cache
-    def of(algorithm: str) -> tuple[tuple[str, ...], Drafted]:
-        flags = draft_model(tmp_path_factory.mktemp("draft"), algorithm)
-        return flags, run_in_child(drafted, flags, False, *ROOMY)
-
-    return of
+def all_plain(models: None) -> list[list[int]]:
+    return run_in_child(all_plainly)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "form"),
     [
-        ("STANDALONE", "hidden:4"),
-        ("EAGLE", "kv:4"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("STANDALONE", "kv:4"), ("EAGLE", "hidden:2,kv:2"), ("EAGLE3", "kv:4"))
-        ),
+        ("NGRAM", "kv"),
+        ("NGRAM", "hidden"),
+        pytest.param("STANDALONE", "hidden", marks=pytest.mark.slow),
     ],
 )
-def test_draft_models_propose_what_they_would_have(
-    plain: Told, drafts: Drafts, algorithm: str, form: str
+def test_retraction_loses_nothing(
+    all_plain: list[list[int]], tmp_path: Path, algorithm: str, form: str
 ) -> None:
-    """The same proposals in every verify pass, and so the same acceptance."""
-    speculation, kept = drafts(algorithm)
-    found = run_in_child(drafted, speculation, True, *TIGHT, "--hc-forms", form)
-    assert kept.told.tokens == plain.tokens
-    assert found.told.tokens == plain.tokens
-    assert found.told.verified == kept.told.verified
-    assert found.proposed == kept.proposed
-    assert [host for _, host in found.told.cached] == [d for d, _ in kept.told.cached]
-    if algorithm == "STANDALONE":
-        accepted = [drafts for _, counts in kept.told.verified for drafts in counts]
-        assert {0, 1, 2} <= set(accepted)
-    if form == "kv:4" or algorithm == "STANDALONE":  # an EAGLE head reads the model's own states
-        for wanted, restored in zip(kept.draft_kv, found.draft_kv, strict=True):
-            assert len(wanted) == len(restored) > 0
-            for a, b in zip(wanted, restored, strict=True):
-                assert np.array_equal(a, b)
+    """Device slots and host slots add up after each step of it (`Core.settle`)."""
+    speculation = NGRAM if algorithm == "NGRAM" else draft_model(tmp_path, algorithm, "tree")
+    found, stats = run_in_child(all_retracted, speculation, all_plain, form)
+    assert found == all_plain
+    assert stats["retracted"] > 5
+    assert stats["hit"] >= len(all_plain[0]) - 1
+    assert stats["host_staged_slots"] == 0
 
 
-def without_draft_kv(speculation: tuple[str, ...]) -> Drafted:
-    """The control: the draft model's layers do not come back."""
-    from sglang_hc.srt.kv_pool import KvPoolRows
+def abort_later(core: Core, rid: str, passes: int) -> None:
+    """Abort a request in the pass of this number, counted from here."""
+    due = core.passes + passes
 
-    write = KvPoolRows.write_kv
+    def receive() -> list[Any]:
+        if core.passes == due:
+            core.abort(rid)
+        return core.receive()
 
-    def partly(self: KvPoolRows, layer: int, *rest: Any) -> None:
-        if layer < self.num_layers:
-            write(self, layer, *rest)
-
-    with mock.patch.object(KvPoolRows, "write_kv", partly):
-        return drafted(speculation, True, *TIGHT, "--hc-forms", "kv")
+    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
 
 
-def test_a_draft_model_without_its_state_would_be_noticed(plain: Told, drafts: Drafts) -> None:
-    """Wrong state of a draft model changes no token, but what it proposes."""
-    speculation, kept = drafts("STANDALONE")
-    found = run_in_child(without_draft_kv, speculation)
-    assert found.told.tokens == plain.tokens
-    assert found.told.verified[0] == kept.told.verified[0]
-    assert found.told.verified[1:] != kept.told.verified[1:]
+def all_aborted(
+    speculation: tuple[str, ...], taught: list[list[int]], form: str, overlap: bool
+) -> tuple[list[list[int]], list[int]]:
+    """One of two requests is aborted while it decodes, earlier and later, and nothing is lost by
+    it. Then both are asked again, when all of it has left the device. Returns the replies, and how
+    many tokens the aborted ones had."""
+    flags = (*TIGHT, "--hc-forms", form)
+    core = SpeculativeCore(*speculation, *flags, taught=taught, overlap=overlap, model=MODEL)
+    aborted = []
+    for passes in (2, 3, 4, 5):
+        rids = [core.submit([*prompt, 3], 24 + i) for i, prompt in enumerate(PROMPTS[:2])]
+        abort_later(core, rids[0], passes)
+        core.run()
+        core.settle()
+        aborted.append(len(core.requests[rids[0]].output_ids))
+        core.evict()
+        core.flood(random.Random(passes), 2 * POOL)
+    found = [core.ask([*prompt, 3], 24 + i).tokens for i, prompt in enumerate(PROMPTS[:2])]
+    core.settle()
+    return found, aborted
 
 
-def smaller(evict: bool, *flags: str) -> Drafted:
-    """A draft model whose KV rows are narrower than the model's."""
-    draft = ("--speculative-draft-model-path", str(MODELS / MODEL))
-    speculation = ("--speculative-algorithm", "STANDALONE", *draft, *STEPS)
-    return drafted(speculation, evict, *flags, model="llama-mha")
+@pytest.mark.parametrize(
+    ("algorithm", "form", "overlap"),
+    [
+        ("NGRAM", "hidden", True),
+        pytest.param("NGRAM", "kv", False, marks=pytest.mark.slow),
+        pytest.param("STANDALONE", "hidden", True, marks=pytest.mark.slow),
+    ],
+)
+def test_an_abort_between_verify_passes_loses_nothing(
+    all_plain: list[list[int]], tmp_path: Path, algorithm: str, form: str, overlap: bool
+) -> None:
+    speculation = NGRAM if algorithm == "NGRAM" else draft_model(tmp_path, algorithm, "tree")
+    found, aborted = run_in_child(all_aborted, speculation, all_plain, form, overlap)
+    starts = [len(prompt) + 1 for prompt in PROMPTS[:2]]
+    assert found == [
+        told[start : start + 24 + i]
+        for i, (told, start) in enumerate(zip(all_plain, starts, strict=False))
+    ]
+    assert len(set(aborted)) > 2 and max(aborted) < 24, aborted
 
 
-def test_a_draft_model_may_be_smaller(models: None) -> None:
-    kept = run_in_child(smaller, False, *ROOMY)
-    found = run_in_child(smaller, True, *TIGHT, "--hc-forms", "hidden:2,kv:2")
-    assert found.told.tokens == kept.told.tokens
-    assert found.proposed == kept.proposed
-    assert [host for _, host in found.told.cached] == [d for d, _ in kept.told.cached]
-    for wanted, restored in zip(kept.draft_kv, found.draft_kv, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(wanted, restored, strict=True))
+# -- sampling and grammars -----------------------------------------------------------------------
+
+WARM = {"temperature": 0.9}
+WORDS = {"regex": "[a-z]{2,6}( [a-z]{2,6})*"}
+"""A grammar that never ends."""
+
+GRAMMAR = ("--grammar-backend", "llguidance")
+"""SGLang's other backends cannot take a token back, or mask the model's choice on a GPU only."""
 
 
-def larger() -> str:
-    from sglang_hc.errors import ConfigError
-
-    draft = ("--speculative-draft-model-path", str(MODELS / "llama-mha"))
-    speculation = ("--speculative-algorithm", "STANDALONE", *draft, *STEPS)
-    try:
-        SpeculativeCore(speculation, *TIGHT, model=MODEL)
-    except ConfigError as error:
-        return str(error)
-    return "served"
+def plainly_with(sampling: dict[str, Any]) -> Told:
+    throw_known_coins()
+    return converse(Core(*ROOMY, *GRAMMAR, model=MODEL), evict=False, **sampling)
 
 
-def test_a_draft_model_must_not_be_larger(models: None) -> None:
-    said = run_in_child(larger)
-    assert "--speculative-draft-model-path" in said and "--hc-disable" in said
+@pytest.fixture(scope="module", params=[WARM, WORDS], ids=["temperature", "grammar"])
+def sampled(request: pytest.FixtureRequest, plain: Told) -> tuple[dict[str, Any], Told]:
+    """Options of sampling, and what is said with them without speculation."""
+    found = run_in_child(plainly_with, request.param)
+    assert all(a != b for a, b in zip(found.tokens, plain.tokens, strict=True))
+    return request.param, found
+
+
+def speculatively_with(
+    speculation: tuple[str, ...], overlap: bool, sampling: dict[str, Any], taught: list[int],
+    evict: bool, *flags: str,
+) -> Told:  # fmt: skip
+    core = SpeculativeCore(
+        *speculation, *GRAMMAR, *flags, taught=[taught], overlap=overlap, model=MODEL
+    )
+    return converse(core, evict, **sampling)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "form", "overlap"),
+    [
+        ("NGRAM", "hidden:4", True),
+        pytest.param("NGRAM", "kv:4", False, marks=pytest.mark.slow),
+        pytest.param("STANDALONE", "hidden:2,kv:2", False, marks=pytest.mark.slow),
+        pytest.param("EAGLE", "kv:4", True, marks=pytest.mark.slow),
+    ],
+)
+def test_sampling_and_grammars(
+    sampled: tuple[dict[str, Any], Told],
+    tmp_path: Path,
+    algorithm: str,
+    form: str,
+    overlap: bool,
+) -> None:
+    """With the same coins the tokens are those without speculation, and as many proposals are
+    accepted as without the tiers."""
+    sampling, plain = sampled
+    speculation = NGRAM if algorithm == "NGRAM" else draft_model(tmp_path, algorithm, "tree")
+    given = (speculation, overlap, sampling, plain.history)
+    kept = run_in_child(speculatively_with, *given, False, *ROOMY)
+    found = run_in_child(speculatively_with, *given, True, *TIGHT, "--hc-forms", form)
+    assert kept.tokens == plain.tokens
+    check_same(found, kept)
+    if algorithm == "NGRAM":
+        assert len({count for _, counts in kept.verified for count in counts}) >= ROWS - 1

@@ -128,7 +128,7 @@ class Core:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling |= {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        sampling = {"temperature": 0.0, **sampling, "max_new_tokens": new, "ignore_eos": True}
         tokens, salt, dropped = self._cut(list(tokens), salt, sampling)
         if logprobs_from is not None:
             logprobs_from -= dropped

@@ -1,10 +1,8 @@
 """SGLang's speculative decoding on a machine without an accelerator.
 
 Its workers, batches, allocations and bookkeeping run as they are. What its wheel has for a GPU only
-is replaced by torch: the kernels that handle trees of proposed tokens, attention over such a tree
-and in the steps of a draft model, and the copy of accepted rows. The corpus that NGRAM proposes
-from, which would have to be compiled, is replaced by `Oracle`: it proposes trees of which a known
-path is right. Draft models propose chains (top-k of 1).
+is replaced by torch (`speculation_kernels.py`). The corpus that NGRAM proposes from, which would
+have to be compiled, is replaced by `Oracle`: it proposes trees of which a known path is right.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_hc.srt import cpu
+from support import speculation_kernels as kernels
 from support.core import Core
 
 ROWS = 6
@@ -88,176 +85,6 @@ class Oracle:
     batch_put = erase_match_state = synchronize = reset = _nothing
 
 
-def _chains(mask: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Depth, first child and next sibling of each row of masks (requests * rows * rows,)."""
-    from sglang.srt.speculative.ngram_worker import _derive_tree_links
-
-    tree = mask.reshape(-1, rows, rows)
-    links = _derive_tree_links(tree.to(torch.bool).numpy(), len(tree), rows)
-    return tree.to(torch.int64).sum(-1) - 1, *links
-
-
-def _reconstruct_indices(
-    mask: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, index: torch.Tensor,
-    child: torch.Tensor, sibling: torch.Tensor, requests: int, rows: int,
-) -> None:  # fmt: skip
-    depth, children, siblings = _chains(mask, rows)
-    positions.copy_((lengths[:, None] + depth).flatten())
-    index.copy_(torch.arange(requests * rows).view(requests, rows))
-    child.copy_(children)
-    sibling.copy_(siblings)
-
-
-def _assign_extend_locs(
-    requests: torch.Tensor, table: torch.Tensor, start: torch.Tensor, end: torch.Tensor,
-    out: torch.Tensor, *_: Any,
-) -> None:  # fmt: skip
-    found = [
-        table[request, low:high]
-        for request, low, high in zip(requests.tolist(), start.tolist(), end.tolist(), strict=True)
-    ]
-    slots = torch.cat(found)
-    out[: len(slots)] = slots
-
-
-def _write_locs(
-    requests: torch.Tensor, table: torch.Tensor, start: torch.Tensor, end: torch.Tensor,
-    slots: torch.Tensor, _width: int,
-) -> None:  # fmt: skip
-    at = 0
-    for request, low, high in zip(requests.tolist(), start.tolist(), end.tolist(), strict=True):
-        table[request, low:high] = slots[at : at + high - low]
-        at += high - low
-
-
-def _verify_greedy(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
-) -> None:  # fmt: skip
-    wanted = target_predict.flatten().tolist()
-    for b, tokens in enumerate(candidates.tolist()):
-        rows, child, sibling = (
-            part[b].tolist() for part in (retrive_index, retrive_next_token, retrive_next_sibling)
-        )
-        path, node = [0], child[0]
-        while node != -1 and len(path) < accept_index.shape[1]:
-            if tokens[node] == wanted[rows[path[-1]]]:
-                path.append(node)
-                node = child[node]
-            else:
-                node = sibling[node]
-        for depth, node in enumerate(path):
-            accept_index[b, depth] = rows[node]
-            predicts[rows[node]] = wanted[rows[node]]
-        accept_token_num[b] = len(path) - 1
-
-
-def _fill_accepted(index: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    chosen = index.flatten()
-    chosen = chosen[chosen >= 0].long()
-    out[: len(chosen)] = slots[chosen]
-
-
-def _build_chain(
-    _parents: torch.Tensor, _selected: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor,
-    positions: torch.Tensor, index: torch.Tensor, child: torch.Tensor, sibling: torch.Tensor,
-    topk: int, _steps: int, rows: int, _mode: int,
-) -> None:  # fmt: skip
-    assert topk == 1, "only chains are built here"
-    requests = len(lengths)
-    mask.copy_(torch.ones((rows, rows), dtype=torch.bool).tril().repeat(requests, 1).flatten())
-    positions.copy_((lengths[:, None] + torch.arange(rows)).flatten())
-    index.copy_(torch.arange(requests * rows).view(requests, rows))
-    child.copy_(torch.tensor([*range(1, rows), -1]).repeat(requests, 1))
-    sibling.fill_(-1)
-
-
-def _fill_bonus(
-    tokens: torch.Tensor, lengths: torch.Tensor, bonus: torch.Tensor, stride: int
-) -> None:
-    last = torch.arange(len(lengths)) * stride + lengths.long() - 1
-    bonus.copy_(tokens.flatten()[last])
-
-
-def _assign_draft_locs(
-    requests: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor,
-    _width: int, topk: int, steps: int,
-) -> None:  # fmt: skip
-    ends = lengths + topk * steps
-    _assign_extend_locs(requests, table, lengths, ends, out)
-
-
-def _draft_steps(runner: Any, steps: int) -> Any:
-    """An attention back end for each step of a draft model, in which a request has one row."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    class Step(TorchNativeAttnBackend):
-        def __init__(self, step: int) -> None:
-            super().__init__(runner)
-            self.step = step
-
-        def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *rest: Any, **more: Any
-        ) -> Any:
-            lengths = forward_batch.seq_lens
-            forward_batch.seq_lens = lengths + self.step + 1
-            try:
-                return super().forward_decode(q, k, v, layer, forward_batch, *rest, **more)
-            finally:
-                forward_batch.seq_lens = lengths
-
-    return SimpleNamespace(
-        attn_backends=[Step(step) for step in range(steps)],
-        init_forward_metadata=lambda batch: None,
-    )
-
-
-def _verify_attention(
-    self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: Any
-) -> torch.Tensor:
-    """Rows of a tree see what is stored of their request, and their ancestors."""
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-    pool, rows = self.token_to_kv_pool, batch.spec_info.draft_token_num
-    pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-    trees = batch.spec_info.custom_mask.view(-1, rows, rows).to(torch.bool)
-    out = torch.empty_like(q.view(-1, layer.tp_q_head_num, layer.v_head_dim))
-    table = self.req_to_token_pool.req_to_token
-    for b, (request, length) in enumerate(
-        zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
-    ):
-        slots = table[request, : length + rows]
-        mask = torch.cat([torch.ones((rows, length), dtype=torch.bool), trees[b]], dim=1)
-        span = slice(b * rows, (b + 1) * rows)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[span]
-        parts = (part.transpose(0, 1).unsqueeze(0) for part in (query, keys[slots], values[slots]))
-        found = scaled_dot_product_attention(
-            *parts, attn_mask=mask, scale=layer.scaling,
-            enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-        )  # fmt: skip
-        out[span] = found.squeeze(0).transpose(0, 1)
-    return out.view(q.shape[0], -1)
-
-
-def _attention(original: Any) -> Any:
-    def forward_extend(
-        self: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-    ) -> Any:
-        if forward_batch.forward_mode.is_target_verify():
-            return _verify_attention(self, q, k, v, layer, forward_batch)
-        return original(self, q, k, v, layer, forward_batch, save_kv_cache)
-
-    return forward_extend
-
-
 def install(overlap: bool) -> None:
     """Put the stand-ins in place, in a child of `run_in_child`. What SGLang asks `_is_cpu` of has
     kernels for its own CPU build, whose names and arguments the stand-ins have.
@@ -266,19 +93,22 @@ def install(overlap: bool) -> None:
     switches that off for speculative decoding on a CPU.
     """
     os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # compiling how trees grow would take half a minute
     for name in ("sgl_kernel", "sgl_kernel.speculative"):
         sys.modules[name] = ModuleType(name)
     ops = {
-        "assign_draft_cache_locs_contiguous_cpu": _assign_draft_locs,
-        "assign_extend_cache_locs_cpu": _assign_extend_locs,
-        "assign_req_to_token_pool_cpu": _write_locs,
-        "fill_accept_out_cache_loc_cpu": _fill_accepted,
-        "fill_bonus_tokens_cpu": _fill_bonus,
-        "sgl_build_tree_kernel_efficient_cpu": _build_chain,
-        "sgl_verify_tree_greedy_cpu": _verify_greedy,
+        "assign_draft_cache_locs_contiguous_cpu": kernels.assign_draft_locs,
+        "assign_extend_cache_locs_cpu": kernels.assign_extend_locs,
+        "assign_req_to_token_pool_cpu": kernels.write_locs,
+        "fill_accept_out_cache_loc_cpu": kernels.fill_accepted,
+        "fill_bonus_tokens_cpu": kernels.fill_bonus,
+        "sgl_build_tree_kernel_efficient_cpu": kernels.build_tree,
+        "sgl_verify_tree_greedy_cpu": kernels.verify_greedy,
     }
     sys.modules["sgl_kernel.speculative"].__dict__.update(
-        reconstruct_indices_from_tree_mask=_reconstruct_indices
+        reconstruct_indices_from_tree_mask=kernels.reconstruct_indices
     )
     for name in (
         "sglang.kernels.ops.speculative.cache_locs",
@@ -292,6 +122,7 @@ def install(overlap: bool) -> None:
         importlib.import_module(name).__dict__.update(ops, _is_cpu=True)
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.speculative import ngram_worker
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
@@ -299,33 +130,60 @@ def install(overlap: bool) -> None:
     cpu.check_speculation = lambda args: None
     if overlap:
         speculative_hook._disable_overlap_schedule_for_cpu = lambda args: None
-    DraftBackendFactory.create_decode_backend = lambda self: _draft_steps(
-        self.draft_model_runner, self.speculative_num_steps
+        overlap_utils.gather_spec_extras = kernels.gather_extras
+        torch.Tensor.record_stream = lambda self, stream: None  # a CPU has no streams
+    DraftBackendFactory.create_decode_backend = lambda self: kernels.draft_steps(
+        self.draft_model_runner, self.speculative_num_steps, self.topk
     )
     DraftBackendFactory.create_draft_extend_backend = lambda self: TorchNativeAttnBackend(
         self.draft_model_runner
     )
     ngram_worker.NgramCorpus = Oracle
     memory_pool.copy_all_layer_kv_cache_func = lambda *_: None  # runs once, to compile itself
-    TorchNativeAttnBackend.forward_extend = _attention(TorchNativeAttnBackend.forward_extend)
+    TorchNativeAttnBackend.forward_extend = kernels.with_verification(
+        TorchNativeAttnBackend.forward_extend
+    )
+    _sample_as_on_a_gpu()
+
+
+def _sample_as_on_a_gpu() -> None:
+    """On a CPU SGLang verifies by the most likely token, whatever temperature was asked for
+    (`eagle_sample`); here by its code for GPUs, with coins that depend on the position alone."""
+    from sglang.srt.speculative import eagle_utils
+
+    sys.modules["sgl_kernel"].__dict__.update(
+        top_k_renorm_prob=None,  # asked for with top-k and top-p only
+        top_p_renorm_prob=None,
+        tree_speculative_sampling_target_only=kernels.verify_sampled,
+    )
+    eagle_utils._verify_coins = kernels.coins_by_position
+    throw_known_coins()
+
+
+def throw_known_coins() -> None:
+    """Sampled tokens depend on the place in the sequence, not on chance."""
+    from sglang.srt.layers import sampler
+
+    sampler.sampling_from_probs_torch = kernels.sample_by_position
 
 
 class SpeculativeCore(Core):
     """A `Core` that decodes speculatively.
 
-    speculation: the flags of an algorithm. taught: whole sequences that its oracle knows. overlap:
-    see `install`.
+    flags: with those of an algorithm. taught: whole sequences that its oracle knows. overlap: see
+    `install`.
     """
 
     def __init__(
-        self, speculation: Sequence[str], *flags: str, taught: Sequence[list[int]] = (),
-        overlap: bool = False, **more: Any,
-    ) -> None:  # fmt: skip
+        self, *flags: str, taught: Sequence[list[int]] = (), overlap: bool = False, **more: Any
+    ) -> None:
         install(overlap)
         Oracle.taught = list(taught)
-        super().__init__(*speculation, *flags, **more)
+        super().__init__(*flags, **more)
         self.proposed: list[list[int]] = []
         """Tokens of every verify pass."""
+        self.accepted: list[list[list[int]]] = []
+        """Their rows that were accepted: for each request a path, -1 behind its end."""
         from sglang.srt.speculative import eagle_worker_common, ngram_worker
 
         for module in (eagle_worker_common, ngram_worker):
@@ -345,11 +203,17 @@ class SpeculativeCore(Core):
         return [part[slots].numpy() for pair in parts for part in pair]
 
     def _noting(self, original: Any) -> Any:
-        def eagle_sample(verify_input: Any, *rest: Any, **more: Any) -> Any:
+        from sglang.srt.speculative import eagle_utils
+
+        def eagle_sample(verify_input: Any, batch: Any, *rest: Any, **more: Any) -> Any:
             self.proposed.append(verify_input.draft_token.tolist())
-            return original(verify_input, *rest, **more)
+            eagle_utils._is_cpu = batch.sampling_info.is_all_greedy
+            found = original(verify_input, batch, *rest, **more)
+            eagle_utils._is_cpu = True
+            self.accepted.append(found[2].tolist())
+            return found
 
         return eagle_sample
 
 
-__all__ = ["NGRAM", "ROWS", "Oracle", "SpeculativeCore", "install"]
+__all__ = ["NGRAM", "ROWS", "Oracle", "SpeculativeCore", "install", "throw_known_coins"]
