@@ -178,11 +178,6 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
             f"--hc-overflow reembed {ranks}",
             "state that moves was not tested on several ranks",
         ),
-        (
-            args.speculative_algorithm is not None,
-            f"--speculative-algorithm {ranks}",
-            "what several ranks propose and accept was not tested",
-        ),
     ]
 
 
@@ -191,6 +186,11 @@ def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, 
     stages = "with --pp-size above 1"
     return [
         (args.tp_size > 1, f"--tp-size above 1 {stages}", "both together were not tested"),
+        (
+            args.speculative_algorithm is not None,
+            f"--speculative-algorithm {stages}",
+            "SGLang verifies no proposed tokens in a pipeline",
+        ),
         (
             args.pp_async_batch_depth > 0,
             f"--pp-async-batch-depth {stages}",
