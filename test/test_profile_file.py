@@ -16,9 +16,9 @@ from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 from support.profiles import FREE_LOADING, cost_model, write
 
 HERE = "llama 1234, H200"

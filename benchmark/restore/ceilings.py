@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from benchmark.restore.engine import Engine
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.tools.model_shape import ModelShape
 
 REPEATS = 5
 

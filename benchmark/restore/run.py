@@ -40,11 +40,11 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile
+from sglang_hc.tools.model_shape import ModelShape
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}

@@ -32,10 +32,10 @@ from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.policy.makespan import LayerTimes, paths
 from sglang_hc.policy.meeting import History, Span, best_split
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 
 NEW = 64
 HISTORIES = (1024, 4096, 16384)

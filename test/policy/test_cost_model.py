@@ -7,9 +7,9 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, Samples, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit, FitError
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.profile_file import decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 
 SHAPE = ModelShape.from_config(
     dict(

@@ -8,8 +8,8 @@ from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import best_layer_plan, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, makespan
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 
 PIECES = 16
 """1024 history tokens in the paper's chunks of 64: hidden states stream into the projection."""

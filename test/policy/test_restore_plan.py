@@ -9,9 +9,9 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.makespan import LayerTimes, makespan
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, best_prefix, plan_restore
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 
 LAYERS = 32
 SHAPE = ModelShape.from_config(

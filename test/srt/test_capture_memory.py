@@ -24,8 +24,6 @@ from support.ledger import MODELS, Entry, ledger, table
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = StartGroup(0, 1)
-LAYERS: list[Any] = [SimpleNamespace(qkv=SimpleNamespace(weight=torch.empty(1, 16)))]
-"""Of hidden states of 16 numbers."""
 SHAPE = StateShape(1, 64, (32, 32), "float32")
 
 
@@ -91,23 +89,19 @@ def test_the_ring_is_a_pass_or_a_share_of_the_device(gib: float, ring: int) -> N
 
 def runner_of(args: Any, context: int) -> Any:
     return SimpleNamespace(
-        server_args=args, model_config=SimpleNamespace(context_len=context), dtype=torch.float32,
-        model=torch.nn.Linear(1, 1), ps=SimpleNamespace(tp_size=1),
+        server_args=args, model_config=SimpleNamespace(context_len=context, hidden_size=16),
+        dtype=torch.float32, model=torch.nn.Linear(1, 1), ps=SimpleNamespace(tp_size=1),
     )  # fmt: skip
-
-
-LAYERS: list[Any] = [SimpleNamespace(qkv=torch.nn.Linear(16, 16))]
-"""Of a model with SHAPE's hidden states."""
 
 
 @pytest.mark.parametrize(("context", "told"), [(UNCHUNKED_ROWS, False), (UNCHUNKED_ROWS + 1, True)])
 def test_a_pass_longer_than_the_taps_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, context: int, told: bool
 ) -> None:
-    monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
+    monkeypatch.setattr(capture_memory, "model_shape", lambda _: SHAPE)
     with caplog.at_level("INFO"):
         memory = take_capture_memory(
-            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), LAYERS, ALONE
+            runner_of(args_of(chunked_prefill_size=-1), context), LayerPlan(0, 1, 0), ALONE
         )
     assert memory.taps is not None and memory.taps.rows == UNCHUNKED_ROWS
     assert memory.ring is None and memory.twins is None
@@ -115,14 +109,14 @@ def test_a_pass_longer_than_the_taps_is_said_once(
 
 
 def test_a_device_without_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_memory, "stored_shape", lambda *_: SHAPE)
+    monkeypatch.setattr(capture_memory, "model_shape", lambda _: SHAPE)
     args = args_of(chunked_prefill_size=10**13)
     with pytest.raises(ConfigError) as error:
-        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), LAYERS, ALONE)
+        take_capture_memory(runner_of(args, 4096), LayerPlan(0, 4, 0), ALONE)
     assert "--chunked-prefill-size (now 10000000000000)" in str(error.value)
     assert "\n" not in str(error.value)
     plan = LayerPlan(0, 0, 4)  # nothing of it is hidden: no taps
-    assert take_capture_memory(runner_of(args, 4096), plan, None, ALONE).taps is None
+    assert take_capture_memory(runner_of(args, 4096), plan, ALONE).taps is None
 
 
 def test_verified_rows_take_memory_only_where_passes_are_verified() -> None:

@@ -193,11 +193,11 @@ def _noting(
 
 
 def _with_device_memory(
-    original: Callable[..., CaptureMemory], runner: Any, plan: Any, layers: Any, group: Any
+    original: Callable[..., CaptureMemory], runner: Any, plan: Any, group: Any
 ) -> CaptureMemory:
     """What capture takes at load, as for a small device: rows pass through a ring in pieces."""
-    memory = original(runner, plan, layers, group)
-    layer = capture_memory.stored_shape(runner, layers)
+    memory = original(runner, plan, group)
+    layer = capture_memory.model_shape(runner)
     context = runner.model_config.context_len
     sizes = capture_memory.capture_sizes(runner.server_args, plan, layer, context, DEVICE_BYTES)
     ring = DeviceRing(sizes.ring_bytes, torch.device("cpu"))

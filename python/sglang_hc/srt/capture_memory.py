@@ -20,10 +20,8 @@ from sglang_hc.device.copy_stream import distinct_stream
 from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.policy.model_shape import ModelConfigError
 from sglang_hc.srt.model.columns import columns_of
-from sglang_hc.srt.model.families import LayerAdapter
-from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
+from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
@@ -35,9 +33,6 @@ model's whole context would be tens of GB."""
 SNAPSHOT_BUFFERS = 6
 HOST_SNAPSHOT_ROWS = 1024
 """Rows of a snapshot on a machine without an accelerator, where they hold prefills too."""
-
-UNKNOWN_KV_BYTES = 4096
-"""KV of a token and layer where the model's config does not say it, to size the ring by."""
 
 RING_SHARE = 0.05
 """Most of the device's memory that rows on their way to the host may take. A smaller ring than a
@@ -125,13 +120,11 @@ def running(args: Any) -> int:
     return int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
 
 
-def take_capture_memory(
-    runner: Any, plan: LayerPlan, layers: list[LayerAdapter] | None, group: StartGroup
-) -> CaptureMemory:
-    """For a loaded model; `layers` are needed for hidden layers. All ranks of the group take the
-    same. Raises ConfigError when the device has not enough."""
+def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> CaptureMemory:
+    """For a loaded model. All ranks of the group take the same. Raises ConfigError when the device
+    has not enough."""
     args, context = runner.server_args, runner.model_config.context_len
-    layer = stored_shape(runner, layers)
+    layer = model_shape(runner)
     device = next(runner.model.parameters()).device
     own = device.type == "cuda"
     total = None
@@ -149,7 +142,7 @@ def take_capture_memory(
         taps = verified = ring = twins = None
         if plan.hidden:
             width = layer.hidden_bytes // runner.dtype.itemsize
-            first = columns_of(runner, layers[0].qkv.weight.shape[1]).first if layers else 0
+            first = columns_of(runner, runner.model_config.hidden_size).first
             branch = _tap_branch(runner, device)
             taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
             if sizes.verified_rows:
@@ -172,16 +165,6 @@ def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:
         return None
     model = [torch.cuda.current_stream(device), runner.forward_stream]
     return SideBranch(torch.cuda, distinct_stream(partial(torch.cuda.Stream, device=device), model))
-
-
-def stored_shape(runner: Any, layers: list[LayerAdapter] | None) -> StateShape:
-    """What one layer of a loaded model stores."""
-    if layers is not None:
-        return layer_shape(runner, layers[0])
-    try:
-        return model_shape(runner)
-    except ModelConfigError:
-        return StateShape(1, 0, (UNKNOWN_KV_BYTES,), str(runner.dtype))
 
 
 def _first_line(error: Exception) -> str:

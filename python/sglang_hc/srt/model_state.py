@@ -25,7 +25,7 @@ from sglang_hc.srt.model.exactness import (
     use_plain_products,
 )
 from sglang_hc.srt.model.recompute import Pieces, not_exact, recompute_excluded
-from sglang_hc.srt.model.scratch_layer import layer_shape, model_shape
+from sglang_hc.srt.model.scratch_layer import model_shape
 from sglang_hc.srt.server_args import config_of, explicit_plan
 from sglang_hc.srt.start_group import StartGroup
 
@@ -108,7 +108,7 @@ def after_load_model(result: Any, self: Any) -> None:
     own = plan.over(stages)[self.ps.pp_rank]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
-    memory = take_capture_memory(self, own, layers, group)
+    memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
     state = ModelState(plan, held, own, cost, layers, memory, proof, group)
     setattr(self, MODEL_STATE, state)
@@ -198,13 +198,12 @@ def _auto(
     if cost is None:
         if layers is None or reason is not None:
             return AutoPlan(kv, str(reason))
-        shape = layer_shape(runner, layers[0])
+        shape = model_shape(runner)
         smaller = LayerPlan(0, num_layers, 0) if shape.hidden_bytes < shape.kv_bytes else kv
         return AutoPlan(smaller, "the smaller form per layer")
-    shape = model_shape(runner) if layers is None else layer_shape(runner, layers[0])
     found = auto_plan(
         cost,
-        replace(shape, num_layers=num_layers),
+        replace(model_shape(runner), num_layers=num_layers),
         calibrate.tiers_of(config),
         allow_hidden=reason is None,
         # Whether recomputation is bit-exact is known when there is a KV pool, later than the plan.

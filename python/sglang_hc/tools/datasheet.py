@@ -12,7 +12,7 @@ from msgspec.structs import fields
 from sglang_hc.errors import ConfigError, decode_json
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.policy.model_shape import ModelShape
+from sglang_hc.tools.model_shape import ModelShape
 
 
 class Quantity(Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ def verdicts(model: str) -> dict[str, str | None]:
         return disagreement(layers, range(len(layers)), size, torch.float32)
 
     found = {"name": type(loaded).__name__, "right": check(family), "v": check(family, 1e-3)}
+    found["sizes"] = sizes(core)
     found["layer in pieces"] = layer_in_pieces(loaded, families.layer_modules(loaded, family)[1])
     if family.rotary:
         found["no rotary"] = check(replace(family, rotary=None))
@@ -59,6 +61,28 @@ def verdicts(model: str) -> dict[str, str | None]:
     families.layer_modules(loaded, family)[-1].qkv.quant_method = object()
     found["one quantised"] = str(families.restorable_layers(loaded))
     return found
+
+
+def sizes(core: Core) -> dict[str, Any]:
+    """State of the layers and weights of one: by the loaded modules, and by the config."""
+    from sglang_hc.srt.model.scratch_layer import layer_weights, model_shape
+    from sglang_hc.tools.model_shape import ModelShape
+
+    runner = core.scheduler.tp_worker.model_runner
+    config = ModelShape.from_config(runner.model_config.hf_config.to_dict(), "float32")
+    state, loaded = config.state_shape(), model_shape(runner)
+    return {
+        "config": [state.num_layers, state.hidden_bytes, *state.kv_parts, config.layer_params],
+        "loaded": [
+            loaded.num_layers, loaded.hidden_bytes, *loaded.kv_parts, layer_weights(runner.model)
+        ],
+    }  # fmt: skip
+
+
+def latent_sizes(model: str) -> dict[str, Any]:
+    return sizes(
+        Core("--max-total-tokens", "256", "--dtype", "float32", "--hc-disable", model=model)
+    )
 
 
 def layer_in_pieces(model: Any, adapter: Any) -> float:
@@ -100,11 +124,27 @@ def test_an_adapter_agrees_with_its_model_and_a_wrong_one_is_noticed(
     assert found.pop("name") == MODELS[model]
     assert found.pop("right") is None
     assert found["layer in pieces"] < 1e-5
+    assert found["sizes"]["loaded"] == pytest.approx(found["sizes"]["config"])
     assert "layer 0: V differs" in found["v"]
     assert int(found["restorable"]) >= 2 and found["one quantised"] == "None"
     for wrong in ("no rotary", "no norm"):
         if wrong in found:
             assert "K differs" in found[wrong]
+
+
+def test_the_sizes_of_latent_attention_are_those_of_its_config(models: None) -> None:
+    found = run_in_child(latent_sizes, "deepseek-v2")
+    assert found["loaded"] == pytest.approx(found["config"])
+
+
+def test_of_experts_those_count_that_a_token_is_routed_to() -> None:
+    from sglang_hc.srt.model.scratch_layer import token_weights
+
+    experts = SimpleNamespace(
+        w13_weight=None, top_k=2, hidden_size=8, intermediate_size_per_partition=16
+    )
+    assert token_weights(experts) == 2 * 3 * 8 * 16
+    assert token_weights(SimpleNamespace(top_k=2)) == 0
 
 
 def test_every_listed_family_is_checked_here() -> None:

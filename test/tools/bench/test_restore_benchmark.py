@@ -15,8 +15,8 @@ from benchmark.restore.cases import run_case
 from benchmark.restore.ceilings import bound
 from benchmark.restore.goals import restore_lines
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.tools.bench.cells import CellFile, latest, read
+from sglang_hc.tools.model_shape import ModelShape
 
 
 def test_the_bound_is_the_slower_of_copies_and_products() -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -33,7 +35,6 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.device.gather_scatter import scatter
 from sglang_hc.forms import StateShape
-from sglang_hc.policy.model_shape import ModelShape
 from sglang_hc.restore.measure import MAX_ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt import cpu_attention
@@ -52,44 +53,59 @@ def subject_of(
     runner: Any, layers: list[LayerAdapter] | None, hidden: bool, group: StartGroup
 ) -> Subject:
     """What to measure. hidden: whether the model's layers can be kept as hidden states. group: the
-    ranks that run a layer together.
-
-    Raises ModelConfigError for a model whose state is not rows of K and V.
-    """
+    ranks that run a layer together."""
     rows = min(MAX_ROWS, runner.model_config.context_len)
     if layers is not None:
         return _of_layer(runner, layers, rows, hidden, group)
     device = torch.device(runner.device)
-    shape = replace(model_shape(runner), num_layers=_geometry(runner).num_layers)
+    shape = model_shape(runner)
     sink = _ByteRows(shape.kv_parts, rows, device)
-    prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
+    prefill = stand_in(runner, rows)
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
     return Subject(shape, staging, sink, prefill, rows, False, group.most)
 
 
 def model_shape(runner: Any) -> StateShape:
-    """One layer's state on this rank, from the model's config. Raises ModelConfigError."""
-    shape = _geometry(runner)
-    width = kv_dtype(runner).itemsize
-    parts = tuple(part * width for part in shape.kv_parts)
-    if shape.attention == "MLA":
-        parts = tuple(columns_of(runner, part).count for part in parts)
-    hidden = columns_of(runner, shape.hidden_size).count * shape.element_bytes
-    return StateShape(1, hidden, parts, shape.dtype)
+    """What the layers of this rank store, as SGLang's modules keep it."""
+    config, width = runner.model_config, kv_dtype(runner).itemsize
+    radix = _attention_in(runner.model)
+    if config.attention_arch == AttentionArch.MLA:
+        row = (config.kv_lora_rank + config.qk_rope_head_dim) * width
+        parts: tuple[int, ...] = (columns_of(runner, row).count,)
+    else:
+        row = radix.tp_k_head_num * width
+        parts = row * radix.qk_head_dim, row * radix.v_head_dim
+    hidden = columns_of(runner, config.hidden_size).count * runner.dtype.itemsize
+    return StateShape(_layers_of(runner.model), hidden, parts, str(runner.dtype))
 
 
-def layer_shape(runner: Any, layer: LayerAdapter) -> StateShape:
-    """One layer's state on this rank, from its modules."""
-    hidden = columns_of(runner, layer.qkv.weight.shape[1]).count * runner.dtype.itemsize
-    row = layer.kv_heads * kv_dtype(runner).itemsize
-    return StateShape(1, hidden, (row * layer.head_dim, row * layer.v_head_dim), str(runner.dtype))
+def _attention_in(model: torch.nn.Module) -> RadixAttention:
+    """The part of a layer's attention that reads the pool. MLA has two of them in each layer: this
+    is the one with the shorter heads, which runs prefills."""
+    found = (module for module in model.modules() if isinstance(module, RadixAttention))
+    return min(found, key=lambda radix: radix.qk_head_dim + radix.v_head_dim)
 
 
-def _geometry(runner: Any) -> ModelShape:
-    """Of this rank's part of the model."""
-    config = runner.model_config.hf_config.to_dict()
-    whole = ModelShape.from_config(config, str(runner.dtype).removeprefix("torch."))
-    return whole.of_rank(runner.ps.tp_size)
+def _layers_of(model: torch.nn.Module) -> int:
+    return len({m.layer_id for m in model.modules() if isinstance(m, RadixAttention)})
+
+
+def layer_weights(model: torch.nn.Module) -> float:
+    """Weights of one layer that a token passes through on this rank, averaged over its layers: of
+    experts those that it is routed to."""
+    names = (name for name, module in model.named_modules() if isinstance(module, RadixAttention))
+    layers = model.get_submodule(next(names).rsplit(".", 3)[0])
+    return sum(map(token_weights, layers.modules())) / _layers_of(model)
+
+
+def token_weights(module: Any) -> int:
+    """Weights of a module itself that one token passes through on this rank."""
+    if isinstance(module, LinearBase):
+        rows = getattr(module, "output_size_per_partition", module.output_size)
+        return int(rows * getattr(module, "input_size_per_partition", module.input_size))
+    if hasattr(module, "w13_weight"):  # a gate, an up and a down matrix of each expert
+        return int(3 * module.top_k * module.hidden_size * module.intermediate_size_per_partition)
+    return 0
 
 
 def kv_dtype(runner: Any) -> torch.dtype:
@@ -133,8 +149,8 @@ def _of_layer(
             type(error).__name__,
             error,
         )
-        prefill = stand_in(_geometry(runner), rows, runner.dtype, device)
-    shape = replace(layer_shape(runner, adapter), num_layers=len(layers))
+        prefill = stand_in(runner, rows)
+    shape = model_shape(runner)
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
     return Subject(shape, staging, sink, prefill, rows, hidden, group.most)
 
@@ -234,13 +250,15 @@ def _never(*_: Any, **__: Any) -> torch.Tensor:
     raise AssertionError("plain causal attention does not need SGLang's own")
 
 
-def stand_in(shape: ModelShape, rows: int, dtype: torch.dtype, device: torch.device) -> Prefill:
-    """One matrix product and one causal attention with the layer's FLOPs."""
-    wide = max(1, round(shape.layer_params / shape.hidden_size))
-    weight = torch.randn((wide, shape.hidden_size), device=device, dtype=torch.float32).to(dtype)
-    states = torch.randn((rows, shape.hidden_size), device=device, dtype=torch.float32).to(dtype)
-    dim = max(1, round(shape.attention_flops_per_pair / (4 * shape.num_heads)))
-    heads = torch.randn((1, shape.num_heads, rows, dim), device=device, dtype=dtype)
+def stand_in(runner: Any, rows: int) -> Prefill:
+    """One matrix product and one causal attention with the FLOPs of a layer of this rank."""
+    device, dtype, size = torch.device(runner.device), runner.dtype, runner.model_config.hidden_size
+    wide = max(1, round(layer_weights(runner.model) / size))
+    weight = torch.randn((wide, size), device=device, dtype=torch.float32).to(dtype)
+    states = torch.randn((rows, size), device=device, dtype=torch.float32).to(dtype)
+    radix = _attention_in(runner.model)
+    dim = max(1, (radix.qk_head_dim + radix.v_head_dim) // 2)
+    heads = torch.randn((1, radix.tp_q_head_num, rows, dim), device=device, dtype=dtype)
 
     def prefill(new: int, context: int) -> None:
         linear(states[:new], weight)

@@ -14,10 +14,10 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.meeting import History, Span, Split, best_split, restore_alone
-from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config
+from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64

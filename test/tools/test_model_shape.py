@@ -1,7 +1,7 @@
 import pytest
 
 from sglang_hc.forms import StateShape
-from sglang_hc.policy.model_shape import ModelConfigError, ModelShape
+from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
 
 LLAMA2_7B = dict(
     model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
@@ -47,25 +47,6 @@ def test_state_of_each_kind_of_attention(config, attention, state):
     shape = ModelShape.from_config(config)
     assert shape.attention == attention
     assert shape.state_shape() == state
-
-
-@pytest.mark.parametrize(
-    ("config", "ranks", "kv_parts", "heads"),
-    [
-        (LLAMA2_7B, 2, (2048, 2048), 16),
-        (LLAMA31_8B, 8, (128, 128), 4),
-        (LLAMA31_8B, 16, (128, 128), 2),  # fewer KV heads than ranks: each rank has one
-        (FALCON_7B, 4, (64, 64), 17),
-        (DEEPSEEK_V3, 8, (576,), 16),  # the latent row is whole on every rank
-    ],
-)
-def test_a_rank_has_its_heads(config, ranks, kv_parts, heads):
-    whole = ModelShape.from_config(config)
-    part = whole.of_rank(ranks)
-    assert (part.kv_parts, part.num_heads) == (kv_parts, heads)
-    assert part.layer_params == whole.layer_params / ranks
-    assert part.hidden_size == whole.hidden_size
-    assert whole.of_rank(1) == whole
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ FFN) is in the functions below.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_hc.forms import StateShape
@@ -75,22 +75,6 @@ class ModelShape:
         size = self.element_bytes
         parts = tuple(part * size for part in self.kv_parts)
         return StateShape(self.num_layers, self.hidden_size * size, parts, self.dtype)
-
-    def of_rank(self, ranks: int) -> ModelShape:
-        """What each of `ranks` tensor-parallel ranks holds and computes of it: its heads, of KV at
-        least one, and its part of the weights. Latent rows (MLA) are whole on every rank."""
-        latent = self.attention == "MLA"
-        kv_heads = 1 if latent else max(1, self.num_kv_heads // ranks)
-        share = 1.0 if latent else kv_heads / self.num_kv_heads
-        return replace(
-            self,
-            num_heads=max(1, self.num_heads // ranks),
-            num_kv_heads=kv_heads,
-            kv_parts=tuple(round(part * share) for part in self.kv_parts),
-            layer_params=self.layer_params / ranks,
-            kv_projection_params=round(self.kv_projection_params * share),
-            attention_flops_per_pair=max(1, self.attention_flops_per_pair // ranks),
-        )
 
     def describe(self) -> str:
         """One line for people."""
