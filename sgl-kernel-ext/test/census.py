@@ -8,12 +8,8 @@ a driver that only says which GPU it is.
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 import torch
 import triton

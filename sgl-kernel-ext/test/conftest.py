@@ -8,14 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 DEVICE = os.environ.get("HC_KERNELS_DEVICE", "cpu")
-PACKAGE = Path(__file__).parents[1] / "python"
-sys.path.insert(0, str(PACKAGE))
-sys.path.insert(0, str(Path(__file__).parent))
 
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"

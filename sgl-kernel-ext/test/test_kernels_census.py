@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parent / "census.py"
 def test_every_row_count_is_served_by_a_kernel_that_the_start_compiled(tmp_path: Path) -> None:
     """For sm_90, with row lists that begin anywhere; each kernel is compiled on the way."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SCRIPT.parents[1] / "python")
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True,

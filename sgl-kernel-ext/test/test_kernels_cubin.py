@@ -21,6 +21,7 @@ SHARED_LIMIT = 227 * 1024
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SCRIPT.parents[1] / "python")
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],
