@@ -124,12 +124,10 @@ class Exporter:
         self._options: dict[str, Any] = {"labelnames": tuple(self._labels)}
         if registry is not None:
             self._options["registry"] = registry
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
+        self._metrics: dict[str, Gauge | Counter] = {}
         self._seen: dict[str, float] = {}
         self._due = float("-inf")
-        for name in COUNTS:
-            self._count(name, 0)
+        self.publish({}, dict.fromkeys(COUNTS, 0))
 
     def due(self, now: float) -> bool:
         """Whether PERIOD_S have passed since this was last True. `now`: seconds, any clock."""
@@ -140,34 +138,22 @@ class Exporter:
 
     def publish(self, levels: Mapping[str, float], counts: Mapping[str, int]) -> None:
         """Write what changed. `levels` go up and down; `counts` only grow."""
-        for name, value in levels.items():
-            if self._seen.get(name) != value:
-                self._level(name, value)
-        for name, value in counts.items():
-            if self._seen.get(name) != value:
-                self._count(name, value)
+        from prometheus_client import Counter, Gauge
 
-    def _level(self, name: str, value: float) -> None:
-        if name not in self._gauges:
-            from prometheus_client import Gauge
+        for name, level in levels.items():
+            if self._seen.get(name) != level:
+                # The newest value wins: a restarted process leaves its files behind.
+                self._metric(Gauge, name, multiprocess_mode="mostrecent").set(level)
+                self._seen[name] = level
+        for name, count in counts.items():
+            if self._seen.get(name) != count:
+                self._metric(Counter, name).inc(max(0, count - self._seen.get(name, 0)))
+                self._seen[name] = count
 
-            # The newest value wins: a restarted process leaves its files behind.
-            gauge = Gauge(
-                PREFIX + name, _help(LEVELS, name), multiprocess_mode="mostrecent", **self._options
-            )
-            self._gauges[name] = gauge.labels(**self._labels)
-        self._gauges[name].set(value)
-        self._seen[name] = value
-
-    def _count(self, name: str, value: int) -> None:
-        if name not in self._counters:
-            from prometheus_client import Counter
-
-            counter = Counter(PREFIX + name, _help(COUNTS, name), **self._options)
-            self._counters[name] = counter.labels(**self._labels)
-        self._counters[name].inc(max(0, value - self._seen.get(name, 0)))
-        self._seen[name] = value
-
-
-def _help(known: Mapping[str, str], name: str) -> str:
-    return known.get(name, "See docs/metrics.md of sglang-hc.")
+    def _metric(self, kind: type[Gauge | Counter], name: str, **options: Any) -> Any:
+        """The metric of this name, made when it is first asked for."""
+        if name not in self._metrics:
+            text = (LEVELS | COUNTS).get(name, "See docs/metrics.md of sglang-hc.")
+            made = kind(PREFIX + name, text, **options, **self._options)
+            self._metrics[name] = made.labels(**self._labels)
+        return self._metrics[name]

@@ -38,30 +38,24 @@ class Place(NamedTuple):
         """Folders inside each other that lead to this scheduler's own, and how many stand side by
         side in each. The number of ranks is part of the name: other parts fit other numbers."""
         found = [(f"dp{self.replica}", self.replicas)] if self.replicas > 1 else []
-        return [*found, *self._rank_folders]
-
-    @property
-    def _rank_folders(self) -> list[tuple[str, int]]:
-        ranks = ("pp", self.stage, self.stages), ("tp", self.shard, self.shards)
-        return [(f"{kind}{count}-{number}", count) for kind, number, count in ranks if count > 1]
+        return [*found, *((f"{kind}{count}-{rank}", count) for kind, rank, count in self._ranks)]
 
     @property
     def part(self) -> str:
         """Which part of each block it holds; empty where it holds whole blocks."""
-        return "/".join(name for name, _ in self._rank_folders)
+        return "/".join(f"{kind}{count}-{rank}" for kind, rank, count in self._ranks)
 
     @property
     def suffix(self) -> str:
         """Behind the names of its files; empty for the only scheduler of a server."""
-        return "".join(
-            f".{kind}{number}"
-            for kind, number, count in (
-                ("dp", self.replica, self.replicas),
-                ("pp", self.stage, self.stages),
-                ("tp", self.shard, self.shards),
-            )
-            if count > 1
-        )
+        replica = f".dp{self.replica}" if self.replicas > 1 else ""
+        return replica + "".join(f".{kind}{rank}" for kind, rank, _ in self._ranks)
+
+    @property
+    def _ranks(self) -> list[tuple[str, int, int]]:
+        """(kind, number, how many) where there are several."""
+        ranks = ("pp", self.stage, self.stages), ("tp", self.shard, self.shards)
+        return [rank for rank in ranks if rank[2] > 1]
 
 
 def place_of(runner: Any) -> Place:

@@ -25,6 +25,23 @@ OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
 )
 
+SWITCHES = {
+    "enable_multi_layer_eagle": "every step of the draft model has a KV pool of its own",
+    "speculative_adaptive": "verify passes change their width, which was never tested",
+    "enable_dp_attention": "batches are padded per rank",
+    "enable_pdmux": "layers of one pass run in pieces",
+    "dllm_algorithm": "positions are computed several times",
+    "enable_torch_compile": "a compiled model skips the taps that capture hidden states",
+    "enable_two_batch_overlap": "batches are split",
+    "enable_hisparse": "the KV pool is translated",
+    "disable_radix_cache": "the tiers hang on the radix cache",
+    "enable_session_radix_cache": "it needs another tree",
+    "enable_streaming_session": "sessions hold KV outside the tree",
+    "is_embedding": "nothing is generated, so nothing returns",
+    "enable_unified_memory": "slots are virtual there and move",
+}
+"""Arguments of SGLang that are refused when they are set, and why."""
+
 SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms of speculative decoding that are served."""
 
@@ -220,19 +237,13 @@ def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, 
 
 
 def _refusals(args: Any) -> list[tuple[bool, str, str]]:
+    switches = (
+        (bool(getattr(args, name)), f"--{name.replace('_', '-')}", why)
+        for name, why in SWITCHES.items()
+    )
     return [
         _unserved_algorithm(args),
-        (
-            bool(args.enable_multi_layer_eagle),
-            "--enable-multi-layer-eagle",
-            "every step of the draft model has a KV pool of its own",
-        ),
-        (
-            bool(args.speculative_adaptive),
-            "--speculative-adaptive",
-            "verify passes change their width, which was never tested",
-        ),
-        (bool(args.enable_dp_attention), "--enable-dp-attention", "batches are padded per rank"),
+        *switches,
         (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
         (args.dcp_size > 1, "--dcp-size above 1", "a rank holds a part of the tokens only"),
         (
@@ -240,41 +251,11 @@ def _refusals(args: Any) -> list[tuple[bool, str, str]]:
             "--disaggregation-mode",
             "prefill and decode do not share a cache",
         ),
-        (bool(args.enable_pdmux), "--enable-pdmux", "layers of one pass run in pieces"),
-        (bool(args.dllm_algorithm), "--dllm-algorithm", "positions are computed several times"),
-        (
-            bool(args.enable_torch_compile),
-            "--enable-torch-compile",
-            "a compiled model skips the taps that capture hidden states",
-        ),
         (args.cpu_offload_gb > 0, "--cpu-offload-gb", OFFLOADED),
         (args.offload_group_size > 0, "--offload-group-size", OFFLOADED),
-        (bool(args.enable_two_batch_overlap), "--enable-two-batch-overlap", "batches are split"),
-        (bool(args.enable_hisparse), "--enable-hisparse", "the KV pool is translated"),
-        (
-            bool(args.disable_radix_cache),
-            "--disable-radix-cache",
-            "the tiers hang on the radix cache",
-        ),
-        (
-            bool(args.enable_session_radix_cache),
-            "--enable-session-radix-cache",
-            "it needs another tree",
-        ),
-        (
-            bool(args.enable_streaming_session),
-            "--enable-streaming-session",
-            "sessions hold KV outside the tree",
-        ),
         (
             args.radix_cache_backend not in (None, "hc"),
             f"--radix-cache-backend {args.radix_cache_backend}",
             "there is one tree per server",
-        ),
-        (bool(args.is_embedding), "--is-embedding", "nothing is generated, so nothing returns"),
-        (
-            bool(args.enable_unified_memory),
-            "--enable-unified-memory",
-            "slots are virtual there and move",
         ),
     ]

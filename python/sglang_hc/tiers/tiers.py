@@ -7,9 +7,8 @@ the restorer's gate are called where the model runs, which is the same thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
@@ -22,10 +21,6 @@ from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
-
-
-class _Numbers(Protocol):
-    def levels(self) -> Mapping[str, float]: ...
 
 
 @dataclass(eq=False)
@@ -130,14 +125,11 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
-        parts: tuple[_Numbers | None, ...] = (
-            self.capture.scatters.executor,
-            self.disk,
-            self.restorer.planner.costs,
-        )
-        for part in parts:
-            if part is not None:
-                found.update(part.levels())
+        found |= self.capture.scatters.executor.levels()
+        if self.disk is not None:
+            found |= self.disk.levels()
+        if self.restorer.planner.costs is not None:
+            found |= self.restorer.planner.costs.levels()
         return found
 
     def counts(self) -> dict[str, int]:
