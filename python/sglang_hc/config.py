@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang_hc.errors import ConfigError, convert, decode_json
-from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, total_memory
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
@@ -143,10 +143,7 @@ def _check_forms(text: str) -> None:
     if text in ("auto", "kv", "hidden"):
         return
     counts = [part.rpartition(":")[2] for part in text.split(",")]
-    try:
-        LayerPlan.parse(text, sum(int(count) for count in counts if count.isdecimal()))
-    except PlanError as error:
-        raise ConfigError(str(error)) from None
+    LayerPlan.parse(text, sum(int(count) for count in counts if count.isdecimal()))
 
 
 def check_disk(text: str) -> None:

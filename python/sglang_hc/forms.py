@@ -1,4 +1,4 @@
-"""Forms, layer plans and the byte layout of one block. Imports nothing of the package."""
+"""Forms, layer plans and the byte layout of one block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from sglang_hc.errors import ConfigError
+
 BLOCK_TOKENS = 64
 """Tokens per block, the unit of residency, hashing and eviction (HCache section 4.2.1)."""
 
@@ -17,7 +19,7 @@ CHUNK_ALIGN = 4096
 """Alignment of every chunk in bytes, so that O_DIRECT reads and writes whole chunks."""
 
 
-class PlanError(ValueError):
+class PlanError(ConfigError):
     """A layer plan that cannot be parsed or does not fit the model. The message is for users."""
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hc.config import ConfigError
-from sglang_hc.forms import PlanError
 from sglang_hc.srt.server_args import ALWAYS_ENV, config_of, explicit_plan
 
 
@@ -17,29 +16,13 @@ def launch(argv: Sequence[str]) -> int:
     """Run the server with SGLang's and our flags. Returns the exit status; 2: a user's mistake."""
     os.environ[ALWAYS_ENV] = "1"
     from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_hc.srt import plugin
-
-    load_plugins()
-    missing = plugin.missing()
-    if missing:
-        return _refuse(
-            f"not in place: {', '.join(missing)}. Install the package into this environment "
-            "(pip install sglang-hc) and leave it in SGLANG_PLUGINS if you set that"
-        )
-    problem = _model_problem(argv)
-    if problem:
-        return _refuse(problem)
     try:
-        server_args = prepare_server_args(list(argv))
+        server_args = _checked(argv)
     except ConfigError as error:
-        return _refuse(str(error))
-    problem = _plan_problem(server_args)
-    if problem:
-        return _refuse(problem)
+        print(f"sglang-hc: {error}", file=sys.stderr)
+        return 2
     if config_of(server_args) is not None:
         from sglang.srt.entrypoints.http_server import app
 
@@ -53,39 +36,53 @@ def launch(argv: Sequence[str]) -> int:
     return 0
 
 
-def _model_problem(argv: Sequence[str]) -> str | None:
-    """A local model path that is no model. Anything else SGLang resolves itself."""
+def _checked(argv: Sequence[str]) -> Any:
+    """SGLang's server arguments. Raises ConfigError for what can be known to be wrong before any
+    process is started."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_hc.srt import plugin
+
+    load_plugins()
+    missing = plugin.missing()
+    if missing:
+        raise ConfigError(
+            f"not in place: {', '.join(missing)}. Install the package into this environment "
+            "(pip install sglang-hc) and leave it in SGLANG_PLUGINS if you set that"
+        )
+    _check_model(argv)
+    server_args = prepare_server_args(list(argv))
+    _check_plan(server_args)
+    return server_args
+
+
+def _check_model(argv: Sequence[str]) -> None:
+    """Raise ConfigError for a local path that is no model. Anything else SGLang resolves itself."""
     for index, word in enumerate(argv):
         name, _, value = word.partition("=")
         if name in ("--model-path", "--model"):
             path = value or (argv[index + 1] if index + 1 < len(argv) else "")
             folder = Path(path)
             looks_local = path.startswith((".", "/", "~")) or folder.exists()
+            wrong = None
             if looks_local and folder.is_dir() and not (folder / "config.json").is_file():
-                return f"--model-path {path} has no config.json; give a folder with a model in it"
+                wrong = "has no config.json"
             if looks_local and not folder.exists():
-                return f"--model-path {path} does not exist; give a folder with a model in it"
-    return None
+                wrong = "does not exist"
+            if wrong is not None:
+                raise ConfigError(f"--model-path {path} {wrong}; give a folder with a model in it")
 
 
-def _plan_problem(server_args: Any) -> str | None:
-    """A plan that does not fit the model, told before any process is started."""
+def _check_plan(server_args: Any) -> None:
+    """Raise ConfigError for a plan that does not fit the model."""
     config = config_of(server_args)
     if config is None or config.forms in ("auto", "kv", "hidden"):
-        return None
+        return
     model = server_args.get_model_config()
-    try:
-        plan = explicit_plan(config.forms, model.num_hidden_layers)
-    except PlanError as error:
-        return str(error)
-    if plan.recompute:
+    if explicit_plan(config.forms, model.num_hidden_layers).recompute:
         from sglang_hc.srt.model.recompute import cannot_recompute, recompute_excluded
 
         reason = recompute_excluded(server_args, model.hf_config.architectures[0])
-        return reason and cannot_recompute(config.forms, reason)
-    return None
-
-
-def _refuse(message: str) -> int:
-    print(f"sglang-hc: {message}", file=sys.stderr)
-    return 2
+        if reason is not None:
+            raise ConfigError(cannot_recompute(config.forms, reason))
