@@ -168,11 +168,9 @@ def rotation_for(
     heads = 1 if mla else pool.head_num
     rotation = TableRotation(rotaries, dtype, heads, pool.kv_lora_rank if mla else 0)
     for index, layer in enumerate(layers):
-        error = (
-            _rotary_error(rotation, layer, pool, dtype, index, moves)
-            if mla
-            else _layer_error(rotation, layer, hidden_size, dtype, index, moves)
-        )
+        keys = _latent_keys if mla else _keys
+        stored, wanted = keys(layer, pool, hidden_size, dtype, index, moves)
+        error = _difference(rotation, index, stored, wanted, moves.on(stored.device))
         if not error <= TOLERANCE[dtype]:
             raise CannotMove(
                 f"K of layer {index} of {name} differs by {error:.1e} when it is moved"
@@ -197,49 +195,38 @@ def _known(rotary: Any) -> Any:
     return rotary
 
 
-def _layer_error(
-    rotation: TableRotation,
-    layer: _Attention,
-    hidden_size: int,
-    dtype: torch.dtype,
-    index: int,
-    moves: Moves,
-) -> float:
-    """Largest difference of moved K, relative to the largest K."""
+def _keys(
+    layer: _Attention, pool: Any, hidden_size: int, dtype: torch.dtype, seed: int, moves: Moves
+) -> list[torch.Tensor]:
+    """K of the same hidden states at the old and at the new positions."""
     weight = next(layer.module.parameters())
-    generator = torch.Generator().manual_seed(index)
+    generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn((len(moves.old), hidden_size), generator=generator)
-    hidden, moves = hidden.to(weight.device, dtype), moves.on(weight.device)
+    hidden = hidden.to(weight.device, dtype)
     try:
-        stored, wanted = (keys_of(layer.module, layer.radix, hidden, p) for p in moves)
+        return [
+            keys_of(layer.module, layer.radix, hidden, places) for places in moves.on(weight.device)
+        ]
     except Exception as error:
         raise CannotMove(
             f"its attention could not be run on its own to see whether K moves ({error})"
         ) from None
-    return _difference(rotation, index, stored, wanted, moves)
 
 
-def _rotary_error(
-    rotation: TableRotation,
-    layer: _Attention,
-    pool: Any,
-    dtype: torch.dtype,
-    index: int,
-    moves: Moves,
-) -> float:
+def _latent_keys(
+    layer: _Attention, pool: Any, hidden_size: int, dtype: torch.dtype, seed: int, moves: Moves
+) -> list[torch.Tensor]:
     """The same for a latent row, of which the rotary embedding alone is run."""
-    rotary = layer.rotary
-    device = rotary.cos_sin_cache.device
-    generator = torch.Generator().manual_seed(index)
+    device = layer.rotary.cos_sin_cache.device
+    generator = torch.Generator().manual_seed(seed)
     row = torch.randn((len(moves.old), 1, pool.kv_cache_dim), generator=generator).to(device, dtype)
-    moves = moves.on(device)
 
     def at(positions: torch.Tensor) -> torch.Tensor:
         key = row[..., pool.kv_lora_rank :].clone()
-        _, turned = rotary(positions, key.clone(), key)
+        _, turned = layer.rotary(positions, key.clone(), key)
         return torch.cat((row[..., : pool.kv_lora_rank], turned), dim=-1)
 
-    return _difference(rotation, index, at(moves.old), at(moves.new), moves)
+    return [at(places) for places in moves.on(device)]
 
 
 def _difference(
