@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -123,7 +122,10 @@ def measure(
 
     def sample(name: str, run: Callable[..., float], sizes: Sizes, least: int = 2) -> Times:
         share = SHARES[name] * budget_s
-        slowest = partial(_slowest, subject, run)
+
+        def slowest(*size: int) -> float:
+            return subject.most(run(*size))
+
         found = quietest(
             lambda left: sample_sizes(slowest, sizes, least, left, agreed, computed), share, agreed
         )
@@ -157,11 +159,6 @@ def measure(
         ahead=_ahead(subject, copies[Form.KV]),
         noise=max(noises),
     )
-
-
-def _slowest(subject: Subject, run: Callable[..., float], *size: int) -> float:
-    """Seconds of the slowest rank."""
-    return subject.most(run(*size))
 
 
 def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:
@@ -230,11 +227,11 @@ class _Bench:
 
     def restore_kv(self, tokens: int) -> float:
         """Host slots to rows of the device pool."""
-        return self._restore(Form.KV, tokens, _OneLayer(self._subject.sink))
+        return self._restore(Form.KV, tokens)
 
     def copy_hidden(self, tokens: int) -> float:
         """Host slots to the device; not projected."""
-        return self._restore(Form.HIDDEN, tokens, _Unprojected())
+        return self._restore(Form.HIDDEN, tokens)
 
     def project(self, tokens: int) -> float:
         """Hidden states on the device to K and V in the pool."""
@@ -263,15 +260,14 @@ class _Bench:
         event.wait()
         return returned - begin < (self._clock() - begin) / 2
 
-    def _restore(self, form: Form, tokens: int, sink: RestoreSink) -> float:
+    def _restore(self, form: Form, tokens: int) -> float:
         subject, pool = self._subject, self._pools[form]
         nodes = tuple(self._nodes[: -(-tokens // BLOCK_TOKENS)])
         span = Restoration(nodes, 0, tokens, self._slots[:tokens])
         self._wait()
         begin = self._clock()
-        path = RestorePath(pool, sink, subject.staging)
-        restore = RestorePass(path, [span])
-        restore.finish()
+        path = RestorePath(pool, _OneLayer(subject.sink), subject.staging)
+        RestorePass(path, [span]).finish()
         self._wait()
         return (self._clock() - begin) / LAYERS
 
@@ -295,7 +291,8 @@ class _Bench:
 
 
 class _OneLayer:
-    """Writes all layers of a timed restoration to one layer of the scratch pool."""
+    """Writes the K and V of all layers of a timed restoration to one layer of the scratch pool, and
+    does nothing with hidden states, so that only their copy is timed."""
 
     def __init__(self, sink: RestoreSink) -> None:
         self._sink = sink
@@ -303,22 +300,10 @@ class _OneLayer:
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self._sink.write_hidden(0, hidden, positions, slots)
-
-    def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        self._sink.write_kv(0, parts, slots)
-
-
-class _Unprojected:
-    """Does nothing with hidden states, so that only their copy is timed."""
-
-    def write_hidden(
-        self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
         return None
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        raise AssertionError("a plan of hidden layers has no rows of K and V")
+        self._sink.write_kv(0, parts, slots)
 
 
 def _ahead(subject: Subject, copies: Times) -> float:
