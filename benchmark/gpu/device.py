@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
-from sglang_hc.device.ranges import Ranges
+from sglang_hc.device.cuda_copies import Ranges
 from sglang_hc.store.host_memory import page_setting
 from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile

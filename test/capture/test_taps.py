@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.capture.taps import TapBuffer
-from sglang_hc.device.side_branch import SideBranch
+from sglang_hc.capture.taps import SideBranch, TapBuffer
 from support.happens_before import Clocks, Use
 
 

@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.device import cuda_copies
-from sglang_hc.device.cuda_copies import BATCHED, TIMED_RANGES, BatchedCopy, choose_copies
-from sglang_hc.device.ranges import Ranges, each_range
+from sglang_hc.device.cuda_copies import (
+    BATCHED,
+    TIMED_RANGES,
+    BatchedCopy,
+    Ranges,
+    choose_copies,
+    each_range,
+)
 from support.cuda import STREAM, HostRuntime
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.device.side_branch import SideBranch
+from sglang_hc.capture.taps import SideBranch
 from sglang_hc.srt import build, build_device, capture_memory, model_state
 from sglang_hc.srt.capture_memory import CaptureMemory
 from sglang_hc.srt.streams import ComputeStream

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sglang_hc.device.copy_stream import SideStream
-from sglang_hc.device.ranges import Ranges, each_range
+from sglang_hc.device.cuda_copies import Ranges, each_range
 from support.copy_streams import FakeCopyStream
 from support.tiers import ToyPool
 

@@ -14,9 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_hc.device.cuda_copies import BATCHED, chosen_copies, copy_2d, cuda_runtime
+from sglang_hc.device.cuda_copies import (
+    BATCHED,
+    Ranges,
+    chosen_copies,
+    copy_2d,
+    cuda_runtime,
+    each_range,
+)
 from sglang_hc.device.pinning import PinnedMemory
-from sglang_hc.device.ranges import Ranges, each_range
 
 
 class Event(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang_hc.device.copy_stream import CopyStream, Event
-from sglang_hc.device.ranges import Ranges
+from sglang_hc.device.cuda_copies import Ranges
 from sglang_hc.forms import BLOCK_TOKENS, Form, StateShape
 from sglang_hc.store.host_pool import HostPool
 

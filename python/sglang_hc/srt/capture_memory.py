@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from sglang_hc.capture.direct import DeviceRing
-from sglang_hc.capture.taps import TapBuffer
+from sglang_hc.capture.taps import SideBranch, TapBuffer
 from sglang_hc.capture.verified import PASSES, VerifiedRows
 from sglang_hc.device.copy_stream import distinct_stream
-from sglang_hc.device.side_branch import SideBranch
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.srt.model.columns import columns_of
