@@ -210,10 +210,7 @@ class Capture:
 
     def staged_slots(self) -> int:
         """Slots owned by running requests."""
-        return len(self._staged())
-
-    def _staged(self) -> set[int]:
-        return {slot for stage in self._stages.values() for slot in stage.slots.values()}
+        return len({slot for stage in self._stages.values() for slot in stage.slots.values()})
 
     def _place(self, stage: _Stage, position: int, row: int, rows: int) -> list[RowSpan]:
         """Places for rows [row, row + rows) of a pass, which belong to positions from `position`

@@ -109,14 +109,13 @@ def rows_per_pass(args: Any, context: int) -> int:
 
 
 def decode_rows(args: Any) -> int:
-    """Rows of a decode step of all requests: with speculative decoding those that are verified."""
-    return running(args) * (args.max_speculative_num_draft_tokens or 1)
+    """Rows of a decode step of all requests: with speculative decoding those that are verified.
 
-
-def running(args: Any) -> int:
-    """Requests that run at once: what the options say, or twice what SGLang's decode graphs are for
-    on this device. More of them cost saves while scattering is behind, nothing else."""
-    return int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
+    As many requests run as the options say, or twice what SGLang's decode graphs are for on this
+    device. More of them cost saves while scattering is behind, nothing else.
+    """
+    running = int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
+    return running * (args.max_speculative_num_draft_tokens or 1)
 
 
 def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> CaptureMemory:
@@ -150,10 +149,11 @@ def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> Capt
             ring = DeviceRing(sizes.ring_bytes, device)
             twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch's out of memory, on any device
+        what, _, _ = str(error).partition("\n")
         raise ConfigError(
             f"saving passes of {sizes.rows} rows takes {sizes.bytes / 2**30:.1f} GiB beside the "
             "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
-            f"(now {args.chunked_prefill_size}), or --hc-forms kv ({_first_line(error)})"
+            f"(now {args.chunked_prefill_size}), or --hc-forms kv ({what})"
         ) from None
     return CaptureMemory(sizes, taps, verified, ring, twins)
 
@@ -164,7 +164,3 @@ def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:
         return None
     model = [torch.cuda.current_stream(device), runner.forward_stream]
     return SideBranch(torch.cuda, distinct_stream(partial(torch.cuda.Stream, device=device), model))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

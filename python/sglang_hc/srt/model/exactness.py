@@ -178,7 +178,8 @@ def _layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[floa
     single = [(row, row + 1) for row in range(0, LAYER_ROWS, LAYER_ROWS // SINGLE_ROWS)]
     for first, last in [*windows(LAYER_ROWS), *single]:
         # The attention module may change its inputs in place.
-        own = model_kv(adapter, states[first:last].clone(), positions[first:last].clone())
+        inputs = states[first:last].clone(), positions[first:last].clone()
+        own = model_kv(adapter.attention, adapter.radix, *inputs)
         for name, scale, a, b in zip("KV", scales, own, restored, strict=True):
             rows = b[first:last]
             wanted = a.reshape(rows.shape)

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.srt.model.startup_checks import TOLERANCE, keys_of
+from sglang_hc.srt.model.startup_checks import TOLERANCE, model_kv
 
 KNOWN = (
     RotaryEmbedding,
@@ -204,9 +204,11 @@ def _keys(
     hidden = torch.randn((len(moves.old), hidden_size), generator=generator)
     hidden = hidden.to(weight.device, dtype)
     try:
-        return [
-            keys_of(layer.module, layer.radix, hidden, places) for places in moves.on(weight.device)
-        ]
+        with torch.no_grad():
+            return [
+                model_kv(layer.module, layer.radix, hidden.clone(), places)[0]
+                for places in moves.on(weight.device)
+            ]
     except Exception as error:
         raise CannotMove(
             f"its attention could not be run on its own to see whether K moves ({error})"

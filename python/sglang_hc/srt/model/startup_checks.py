@@ -35,7 +35,7 @@ def disagreement(
         hidden = torch.randn((5, hidden_size), generator=generator).to(device, dtype)
         positions = torch.tensor([0, 1, 7, 63, 200], dtype=torch.int64, device=device)
         with torch.no_grad():
-            wanted = model_kv(adapter, hidden.clone(), positions)
+            wanted = model_kv(adapter.attention, adapter.radix, hidden.clone(), positions)
             got = adapter.project(hidden, positions)
         for name, a, b in zip("KV", wanted, got, strict=True):
             if a.numel() != b.numel():
@@ -47,24 +47,11 @@ def disagreement(
 
 
 def model_kv(
-    adapter: LayerAdapter, hidden: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as the model computes them: its attention module runs up to the attention proper."""
-    return _reaching(adapter.attention, adapter.radix, hidden, positions)
-
-
-def keys_of(
-    attention: Any, radix: Any, hidden: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """K that a layer's attention module gives its part `radix`, which reads the pool. Raises what
-    the module raises."""
-    with torch.no_grad():
-        return _reaching(attention, radix, hidden.clone(), positions)[0]
-
-
-def _reaching(
     attention: Any, radix: Any, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as the model computes them: a layer's attention module runs up to its part `radix`,
+    which reads the pool. It may change its inputs. Raises what the module raises."""
+
     def intercept(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object):
         raise _Intercepted(k, v)
 
