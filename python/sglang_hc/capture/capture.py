@@ -147,7 +147,7 @@ class Capture:
             wide = word(target, source)
             target.view(wide).copy_(source.view(wide))
 
-        rows = self.hidden.begin(fill)
+        rows = PassRows(self.hidden, fill)
         for segment in segments:
             stage = self._stages.get(segment.rid)
             if stage is not None:

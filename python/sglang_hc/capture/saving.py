@@ -63,15 +63,12 @@ class HiddenPath:
         self.scatters = scatters
         self.own_memory = ring is not None
 
-    def begin(self, fill: Fill) -> PassRows:
-        """Start to take the rows of one pass. `fill` copies them by their number in the pass."""
-        return PassRows(self, fill)
-
 
 class PassRows:
     """Rows of one pass, taken in their order. Call `end` after the last one."""
 
     def __init__(self, path: HiddenPath, fill: Fill) -> None:
+        """fill: copies rows by their number in the pass."""
         self._path = path
         self._snapshots = path.snapshots
         self._fill = fill

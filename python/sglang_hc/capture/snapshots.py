@@ -62,22 +62,14 @@ class ScatterQueue:
 
     def submit(self, operation: Operation, after: Event | None = None) -> Progress:
         """Queue an operation that may start once `after` is done."""
-        self._last = Progress()
-        self._waiting.append((after, operation, self._last))
-        self._feed()
-        return self._last
+        return self._queue(operation, after)
 
     def pass_point(self, after: Event) -> Progress:
         """A point in the order of operations, for bytes that reach their slots without an
         operation. It is done when `after` and all earlier operations are done; later operations
         wait for it.
         """
-        if self._points_too:
-            return self.submit(Point(), after)
-        self._last = Progress()
-        self._waiting.append((after, None, self._last))
-        self._feed()
-        return self._last
+        return self._queue(Point() if self._points_too else None, after)
 
     def last(self) -> Progress:
         """Progress of the operation submitted last. When it is done, all earlier ones are."""
@@ -101,6 +93,12 @@ class ScatterQueue:
         """Finish and stop the executor."""
         self.drain()
         self.executor.close()
+
+    def _queue(self, operation: Operation | None, after: Event | None) -> Progress:
+        self._last = Progress()
+        self._waiting.append((after, operation, self._last))
+        self._feed()
+        return self._last
 
     def _feed(self) -> None:
         while self._waiting:

@@ -160,22 +160,17 @@ class CudaCopyStream:
 
     def __init__(self, shared: CudaDevice) -> None:
         self._shared = shared
-        self._stream = shared.new_stream()
+        self.stream = shared.new_stream()
         self._opposite: CudaCopyStream | None = None
         name, self._copy_ranges = chosen_copies(shared.device)
         self.batches = name == BATCHED
-
-    @property
-    def stream(self) -> Any:
-        """Where the copies run, for those who time them."""
-        return self._stream
 
     def computed(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream())
 
     def after(self, computed: Event) -> None:
         assert isinstance(computed, _CudaEvent)
-        self._stream.wait_event(computed.event)
+        self.stream.wait_event(computed.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         host = target if source.is_cuda else source
@@ -186,10 +181,10 @@ class CudaCopyStream:
             self._copy_whole(target[rows], source[rows])
 
     def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
-        self._copy_ranges(target, source, ranges, self._stream.cuda_stream)
+        self._copy_ranges(target, source, ranges, self.stream.cuda_stream)
 
     def record(self) -> Event:
-        return _CudaEvent(self._stream)
+        return _CudaEvent(self.stream)
 
     def before_compute(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -214,9 +209,9 @@ class CudaCopyStream:
     def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # torch would gather strided rows on the host first; the copy engine takes them as they are.
         if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
-            copy_2d(self._shared.runtime, target, source, self._stream.cuda_stream)
+            copy_2d(self._shared.runtime, target, source, self.stream.cuda_stream)
             return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
 
