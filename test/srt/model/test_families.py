@@ -147,6 +147,16 @@ def test_of_experts_those_count_that_a_token_is_routed_to() -> None:
     assert token_weights(SimpleNamespace(top_k=2)) == 0
 
 
+def test_a_model_without_attention_is_refused_in_one_sentence() -> None:
+    import torch
+
+    from sglang_hc.errors import ConfigError
+    from sglang_hc.srt.model.scratch_layer import layer_weights
+
+    with pytest.raises(ConfigError, match=r"does not support Linear: .* --hc-disable"):
+        layer_weights(torch.nn.Linear(2, 2))
+
+
 def test_every_listed_family_is_checked_here() -> None:
     from sglang_hc.srt.model.families import FAMILIES
 

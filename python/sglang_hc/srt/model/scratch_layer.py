@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.device.gather_scatter import scatter
+from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.measure import MAX_ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
@@ -79,22 +81,33 @@ def model_shape(runner: Any) -> StateShape:
     return StateShape(_layers_of(runner.model), hidden, parts, str(runner.dtype))
 
 
+def _attentions(model: torch.nn.Module) -> dict[str, RadixAttention]:
+    """The parts of all layers' attention that read the pool, by name. Raises ConfigError."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, RadixAttention)}
+    if not found:
+        raise ConfigError(
+            f"sglang-hc does not support {type(model).__name__}: it keeps no rows of K and V in a "
+            "pool. Add --hc-disable to serve without the tiers"
+        )
+    return found
+
+
 def _attention_in(model: torch.nn.Module) -> RadixAttention:
-    """The part of a layer's attention that reads the pool. MLA has two of them in each layer: this
-    is the one with the shorter heads, which runs prefills."""
-    found = (module for module in model.modules() if isinstance(module, RadixAttention))
+    """One of them. MLA has two in each layer: this is the one with the shorter heads, which runs
+    prefills."""
+    found = _attentions(model).values()
     return min(found, key=lambda radix: radix.qk_head_dim + radix.v_head_dim)
 
 
 def _layers_of(model: torch.nn.Module) -> int:
-    return len({m.layer_id for m in model.modules() if isinstance(m, RadixAttention)})
+    return len({radix.layer_id for radix in _attentions(model).values()})
 
 
 def layer_weights(model: torch.nn.Module) -> float:
     """Weights of one layer that a token passes through on this rank, averaged over its layers: of
     experts those that it is routed to."""
-    names = (name for name, module in model.named_modules() if isinstance(module, RadixAttention))
-    layers = model.get_submodule(next(names).rsplit(".", 3)[0])
+    name = next(iter(_attentions(model)))
+    layers = model.get_submodule(re.split(r"\.\d+\.", name)[0])  # e.g. model.layers
     return sum(map(token_weights, layers.modules())) / _layers_of(model)
 
 
