@@ -124,20 +124,25 @@ class CostModel:
         return self.prefill.seconds(new, context)
 
     def layer_times(
-        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0
+        self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, start: float = 0.0
     ) -> LayerTimes:
-        """Times to restore `tokens` behind `context` tokens that are on the device. What comes from
-        a lower tier is copied twice.
+        """Times to restore `tokens` behind `context` tokens that are on the device, when their
+        copies begin at `start`. What comes from a lower tier is copied twice.
 
         Raises KeyError for a tier that the model has no costs for.
         """
-        ways = {tier, SourceTier.HOST}
+        host = SourceTier.HOST
+        copy_hidden, copy_kv = self.copy_hidden(host, tokens), self.copy_kv(host, tokens)
+        if tier is not host:
+            copy_hidden += self.copy_hidden(tier, tokens)
+            copy_kv += self.copy_kv(tier, tokens)
         return LayerTimes(
-            copy_hidden=sum(self.copy_hidden(way, tokens) for way in ways),
-            copy_kv=sum(self.copy_kv(way, tokens) for way in ways),
+            copy_hidden=copy_hidden,
+            copy_kv=copy_kv,
             project=self.project_kv(tokens),
             recompute=self.prefill_layer(tokens, context),
             new=self.prefill_layer(new, context + tokens),
+            start=start,
             overlap=self.overlap,
             ahead=self.ahead,
         )

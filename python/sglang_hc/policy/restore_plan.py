@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import ge
+from operator import ge, lt
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
@@ -114,8 +114,7 @@ def _fastest(
     refused = stored.num_layers * cost.prefill_layer(tokens + new, context)
     if tokens == 0 or stored.recompute == stored.num_layers:
         return RestorePlan(Decision.REFUSE, Reason.NOTHING_STORED, 0, 0, refused, refused)
-    times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new)
-    times = times._replace(start=backlog)
+    times = cost.layer_times(SourceTier.HOST, tokens, context=context, new=new, start=backlog)
     loaded = max(paths(times, stored.recompute, stored.hidden, stored.kv))
     seconds, layers = loaded, stored.recompute
     if allow_recompute:
@@ -144,11 +143,12 @@ def best_prefix(times: LayerTimes, stored: LayerPlan) -> tuple[float, int]:
         # HIDDEN layer.
         unbounded = times._replace(ahead=math.inf)
         falls = times.recompute < times.project
-        low = min(hidden_end, layers - 1) if falls else stored.recompute
-        searched = range(low, layers - 1)
-        crossing = low + bisect_left(searched, True, key=lambda r: ge(*ends(unbounded, r)))
+        first = low = high = min(hidden_end, layers - 1) if falls else stored.recompute
+        while high < layers - 1 and lt(*ends(unbounded, high)):  # the best r is mostly near
+            low, high = high + 1, min(2 * high - first + 1, layers - 1)
+        crossing = bisect_left(range(high), True, lo=low, key=lambda r: ge(*ends(unbounded, r)))
         if crossing * (times.recompute + times.new) - times.ahead <= times.start:
-            found = range(max(low, crossing - 1), crossing + 1)
+            found = range(max(first, crossing - 1), crossing + 1)
     return min((max(ends(times, r)), r) for r in found)
 
 
