@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from sglang_hc.srt.overflow import FIELD, SYSTEM
+from sglang_hc.srt.pins import custom_params
 
 
 def count_head(result: tuple[Any, Any], self: Any, request: Any, raw_request: Any = None) -> None:
@@ -20,8 +21,8 @@ def count_head(result: tuple[Any, Any], self: Any, request: Any, raw_request: An
     be refused (`overflow.read_field`).
     """
     sampling = result[0].sampling_params
-    custom = sampling.get("custom_params")
-    if not isinstance(custom, dict) or custom.get(FIELD) != {"keep_first": SYSTEM}:
+    custom = custom_params(sampling)
+    if custom.get(FIELD) != {"keep_first": SYSTEM}:
         return
     if request.input_ids is None:
         tokens = head_tokens(self, request)

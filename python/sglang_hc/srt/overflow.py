@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from sglang_hc.policy.overflow import Cut, OverflowRule
+from sglang_hc.srt.pins import custom_params
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.tree.cuts import SEPARATOR, EarlierCuts, cut_namespace
 from sglang_hc.tree.identity import pack_tokens
@@ -54,7 +55,7 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
 
     ValueError becomes HTTP status 400.
     """
-    custom = _custom_params(obj)
+    custom = custom_params(getattr(obj, "sampling_params", None))
     if CUT_FIELD in custom:
         raise ValueError(f"custom_params.{CUT_FIELD} is set by the server; leave it out")
     rule = _rule(self)
@@ -187,8 +188,8 @@ class DroppedTokensHeader:
 
 
 def _cut_of(req: Any) -> EarlierCuts | None:
-    custom = req.sampling_params.custom_params
-    return _decode(custom[CUT_FIELD]) if isinstance(custom, dict) and CUT_FIELD in custom else None
+    custom = custom_params(req.sampling_params)
+    return _decode(custom[CUT_FIELD]) if CUT_FIELD in custom else None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -247,9 +248,3 @@ def _may_cut(obj: Any, input_ids: list[int] | None) -> bool:
         and obj.session_params is None
         and getattr(obj, "positional_embed_overrides", None) is None
     )
-
-
-def _custom_params(obj: Any) -> dict[str, Any]:
-    sampling = getattr(obj, "sampling_params", None)
-    custom = sampling.get("custom_params") if isinstance(sampling, dict) else None
-    return custom if isinstance(custom, dict) else {}

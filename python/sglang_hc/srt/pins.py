@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -43,6 +44,13 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: SessionName | None = None
 
 
+def custom_params(sampling: Any) -> dict[str, Any]:
+    """The free fields of a request. sampling: SGLang's object, or the client's own fields."""
+    get = sampling.get if isinstance(sampling, dict) else partial(getattr, sampling)
+    custom = get("custom_params", None)
+    return custom if isinstance(custom, dict) else {}
+
+
 def read_pin_request(value: object) -> PinRequest:
     """A pin from JSON. Raises ValueError for users."""
     if not isinstance(value, dict):
@@ -52,15 +60,14 @@ def read_pin_request(value: object) -> PinRequest:
 
 def check_pin_request(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     """BEFORE TokenizerManager._validate_one_request: ValueError becomes HTTP status 400."""
-    value = _field(getattr(obj, "sampling_params", None))
+    value = custom_params(getattr(obj, "sampling_params", None)).get(FIELD)
     if value is not None and config_of(self.server_args) is not None:
         read_pin_request(value)
 
 
 def pin_request_of(req: Any) -> PinRequest | None:
     """What a request in the scheduler asked for; it was checked when it came."""
-    custom = req.sampling_params.custom_params
-    value = custom.get(FIELD) if isinstance(custom, dict) else None
+    value = custom_params(req.sampling_params).get(FIELD)
     if value is None:
         return None
     try:
@@ -117,8 +124,3 @@ def _listing(retention: Retention, namespace: str | None) -> dict[str, Any]:
 
 def _error(status: int, message: str) -> dict[str, Any]:
     return {"status": status, "error": {"message": message}}
-
-
-def _field(sampling: object) -> object:
-    custom = sampling.get("custom_params") if isinstance(sampling, dict) else None
-    return custom.get(FIELD) if isinstance(custom, dict) else None
