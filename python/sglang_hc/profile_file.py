@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -109,15 +108,12 @@ def save_cached(cost: CostModel) -> None:
 
 def save(cost: CostModel, path: Path) -> None:
     """Write a profile file, whole or not at all. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(encode(cost) + "\n")
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        part.write_text(encode(cost) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def cache_path(fingerprint: str) -> Path:

@@ -64,6 +64,3 @@ class VerifiedRows:
         """What the last pass left, once."""
         held, self._last = self._last, None
         return held
-
-
-__all__ = ["PASSES", "Held", "VerifiedRows"]
