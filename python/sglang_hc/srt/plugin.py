@@ -46,7 +46,6 @@ def activate() -> None:
 def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
     from sglang_hc.srt import (
-        chat_head,
         cpu_attention,
         hooks,
         meeting,
@@ -103,7 +102,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
-        (f"{chat}._convert_to_internal_request", HookType.AFTER, chat_head.count_head),
+        (f"{chat}._convert_to_internal_request", HookType.AFTER, overflow.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
         (f"{scheduler}.clear_hicache_storage_wrapped", HookType.AROUND, hooks.clear_storage),
         *(

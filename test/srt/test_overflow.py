@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_hc.srt.chat_head import count_head
-from sglang_hc.srt.overflow import read_field
+from sglang_hc.srt.overflow import count_head, read_field
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 WISH = {"hc_overflow": {"keep_first": "system"}, "other": 1}
