@@ -18,6 +18,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote import RemoteStore
+from sglang_hc.store.remote import blocks as remote_blocks
 from support.core import Core, run_in_child
 from support.ranked_core import CORES, RankedCore, run_ranks
 from support.ranked_turns import (
@@ -255,7 +256,9 @@ def meet_faults(
     well()
     goes_on = threading.Event()
     hanging = on_it(lambda: instead(exists=lambda _: goes_on.wait(HANGS_S) and 0))
+    remote_blocks.LOOKUP_S, patience = 2.0, remote_blocks.LOOKUP_S
     found["hangs"] = talk(core, "hangs", hanging)
+    remote_blocks.LOOKUP_S = patience
     goes_on.set()
     well()
     until(lambda: not store.hangs)

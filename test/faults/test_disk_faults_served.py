@@ -59,7 +59,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
     core = Core(
         "--hc-scrub-mb-s", "0", "--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS
     )
-    well = vars(Faults()).copy()
+    well, patience = vars(Faults()).copy(), prefetch.PATIENCE
 
     def forget(then: Callable[[], None] = lambda: None) -> None:
         assert core.scheduler.flush_cache()
@@ -95,7 +95,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         vars(faults).update(well)
         (directory,) = core.tree.tiers.disk._io._store.directories
         directory.breaker.succeeded()  # its pause is over
-        prefetch.PATIENCE = 5.0
+        prefetch.PATIENCE = patience
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply
         counted = {key: value - before.get(key, 0) for key, value in after.items()
