@@ -218,10 +218,22 @@ def choose_gather(
     slots = slots[: ring.rows(len(layers) * sum(pool.part_bytes))]
     checked = slots[:CHECKED_ROWS]
     _fill(pool, layers, checked)
-    check, timed = (_targets(pool, layers, len(some), ring) for some in (checked, slots))
+
+    def targets(rows: int) -> list[torch.Tensor]:
+        """Where a piece of so many rows lies in the ring."""
+        return tensors_of(ring.memory, [(len(layers), rows, width) for width in pool.part_bytes])
+
+    check, timed = targets(len(checked)), targets(len(slots))
 
     def read(way: Gather) -> torch.Tensor:
-        return _read(pool, way, layers, checked, check)
+        """What one way reads, as bytes, into memory that held something else before."""
+        for target in check:
+            target.fill_(WRITTEN + 1)
+        # The first row alone, then the others behind it: a piece need not begin where its memory
+        # does.
+        way(pool, layers, checked[:1], check, 0)
+        way(pool, layers, checked[1:], check, 1)
+        return torch.cat([target.flatten() for target in check])
 
     def work(way: Gather) -> None:
         way(pool, layers, slots, timed, 0)
@@ -237,23 +249,3 @@ def _fill(pool: KvPoolRows, layers: Sequence[int], slots: torch.Tensor) -> None:
             shape = slots.numel(), part.shape[1]
             values = torch.randint(0, WRITTEN + 1, shape, generator=generator, dtype=torch.uint8)
             part[slots] = values.to(part.device)
-
-
-def _targets(
-    pool: KvPoolRows, layers: Sequence[int], rows: int, ring: DeviceRing
-) -> list[torch.Tensor]:
-    """Where a piece of so many rows lies in the ring."""
-    return tensors_of(ring.memory, [(len(layers), rows, width) for width in pool.part_bytes])
-
-
-def _read(
-    pool: KvPoolRows, way: Gather, layers: Sequence[int], slots: torch.Tensor,
-    targets: list[torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """What one way reads, as bytes, into memory that held something else before."""
-    for target in targets:
-        target.fill_(WRITTEN + 1)
-    # The first row alone, then the others behind it: a piece need not begin where its memory does.
-    way(pool, layers, slots[:1], targets, 0)
-    way(pool, layers, slots[1:], targets, 1)
-    return torch.cat([target.flatten() for target in targets])

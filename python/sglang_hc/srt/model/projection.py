@@ -165,7 +165,16 @@ def choose(
     hidden, positions = _sample(adapters[middle], timed, context)
 
     def written(way: Projection) -> torch.Tensor:
-        return _written(pool, adapters, way, slots[:CHECKED_ROWS], context)
+        """(layers, rows, K and V) of one way, on rows that held something else before."""
+        found, checked = [], slots[:CHECKED_ROWS]
+        for layer, adapter in enumerate(adapters):
+            buffers = pool.k_buffer[layer], pool.v_buffer[layer]
+            for buffer in buffers:
+                buffer[checked] = 0
+            way(pool, adapter, layer, *_sample(adapter, checked, context), checked)
+            rows = [buffer[checked].flatten(1).float() for buffer in buffers]
+            found.append(torch.cat(rows, dim=1).to(pool.k_buffer[0].dtype))
+        return torch.stack(found)
 
     def work(way: Projection, rows: int = TIMED_ROWS) -> None:
         way(pool, adapters[middle], middle, hidden[:rows], positions[:rows], timed[:rows])
@@ -220,23 +229,6 @@ def _sample(
     hidden = torch.randn((slots.numel(), weight.shape[1]), generator=generator)
     positions = torch.arange(slots.numel(), dtype=torch.int64, device=slots.device) * 37 % context
     return hidden.to(weight.device, weight.dtype), positions
-
-
-def _written(
-    pool: Any, adapters: list[LayerAdapter], way: Projection, slots: torch.Tensor, context: int
-) -> torch.Tensor:
-    """(layers, rows, K and V) of one way, on rows that held something else before."""
-    found = []
-    with torch.no_grad():
-        for layer, adapter in enumerate(adapters):
-            hidden, positions = _sample(adapter, slots, context)
-            buffers = pool.k_buffer[layer], pool.v_buffer[layer]
-            for buffer in buffers:
-                buffer[slots] = 0
-            way(pool, adapter, layer, hidden, positions, slots)
-            rows = [buffer[slots].flatten(1).float() for buffer in buffers]
-            found.append(torch.cat(rows, dim=1).to(pool.k_buffer[0].dtype))
-    return torch.stack(found)
 
 
 def _differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
