@@ -157,6 +157,33 @@ def test_a_hung_store_is_not_asked_until_it_answers(
     assert find(io, names) == 1
 
 
+def test_what_a_hung_store_would_be_asked_fails_at_once(
+    io: RemoteBlocks, store, pool, clock
+) -> None:
+    kept, new = make_path(2), make_path(2, seed=1)
+    save(io, pool, kept)
+    store.open.clear()
+    store.entered.clear()
+    io.write(1, new[0], 0, clock.now + 10)
+    assert store.entered.wait(HANGS_S)
+    store.entered.clear()
+    io.read(2, kept[0].block_id, TARGET, clock.now + 10)
+    assert store.entered.wait(HANGS_S)
+    clock.now += 11
+    assert [done.outcome for done in io.poll()] == [Outcome.TIMED_OUT] * 2
+    calls = len(store.calls)
+    io.read(3, kept[1].block_id, TARGET, FOREVER)
+    io.write(4, new[1], 1, FOREVER)
+    assert io.ask(names_of(new))
+    outcomes = [(done.ticket, done.outcome) for done in io.poll()]
+    assert outcomes == [(3, Outcome.TIMED_OUT), (4, Outcome.DROPPED)]
+    assert not io.ask(names_of(new)) and io.counts["remote_lookup_timed_out"] == 1
+    assert len(store.calls) == calls
+    store.open.set()
+    until(lambda: bool(io.levels()["remote_usable"]))
+    assert load(io, kept[1].block_id) is Outcome.OK
+
+
 def test_a_read_that_comes_too_late_leaves_the_slot_alone(
     io: RemoteBlocks, store, pool: HostPool, clock
 ) -> None:
