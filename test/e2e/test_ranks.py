@@ -14,7 +14,7 @@ import pytest
 
 from support.conversations import Outcome, check_same_tokens, compare, options, overwrite
 from support.exactness import BOUND
-from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
+from support.ranked_core import CORES, KINDS, RankedCore, StagedCore, run_ranks
 
 MIXED = "recompute:1,hidden:2,kv:1"
 CASES = [
@@ -33,7 +33,7 @@ def both_on_rank(
     rank: int, port: int, kind: str, model: str, form: str, **env: str
 ) -> tuple[Outcome, dict[str, Any]]:
     """The conversations, and the tiers' part of what /server_info shows then."""
-    core = CORES[kind](rank, port, *options(form, "float32"), model=model, **env)
+    core = KINDS[kind](rank, port, *options(form, "float32"), model=model, **env)
     found = compare(core)
     return found, core.shown()
 

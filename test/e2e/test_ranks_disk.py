@@ -16,7 +16,7 @@ import pytest
 
 from sglang_hc.tools.disk.fsck import check
 from support.disk_store import Faults, FaultyBackend, failing
-from support.ranked_core import CORES, RankedCore, run_ranks
+from support.ranked_core import CORES, KINDS, RankedCore, run_ranks
 from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, talk, talk_and_stop
 
 HIT_BY = 1
@@ -26,7 +26,7 @@ HIT_BY = 1
 def engine(rank: int, port: int, kind: str, form: str, folder: str, *flags: str) -> RankedCore:
     model = "deepseek-v2" if "deepseek" in folder else "llama-gqa"
     disk = ("--hc-disk", f"{folder}:1")
-    return CORES[kind](rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
+    return KINDS[kind](rank, port, "--hc-forms", form, *disk, *FLAGS, *flags, model=model)
 
 
 def first_server(

@@ -1,6 +1,6 @@
-"""SGLang's real scheduler on two ranks: a process each, one body of a test in both.
+"""SGLang's real scheduler on several ranks: a process each, one body of a test in all of them.
 
-Both processes make the same calls on their own core. Requests are handed in on the first rank only
+All processes make the same calls on their own core. Requests are handed in on the first rank only
 and reach the other as SGLang sends them; the first rank also says when nothing is left to do.
 """
 
@@ -27,7 +27,7 @@ ENV = {
 
 
 class Stop:
-    """Travels with the requests: both ranks leave their event loops."""
+    """Travels with the requests: all ranks leave their event loops."""
 
 
 class Inbox:
@@ -39,9 +39,9 @@ class Inbox:
 
 class RankedCore(Core):
     """The core of one of two tensor-parallel ranks. `submit`, `ask`, `run` and the rest are to be
-    called on both alike."""
+    called on all ranks alike."""
 
-    ranks = "--tp-size"
+    sizes: ClassVar[dict[str, int]] = {"--tp-size": 2}
     env: ClassVar[dict[str, str]] = ENV
 
     def __init__(self, rank: int, port: int, *flags: str, **options: Any) -> None:
@@ -50,7 +50,8 @@ class RankedCore(Core):
         import torch._dynamo
 
         torch._dynamo.config.disable = True
-        ranks = (self.ranks, "2", "--nccl-port", str(port))
+        sizes = (part for name, size in self.sizes.items() for part in (name, str(size)))
+        ranks = (*sizes, "--nccl-port", str(port))
         super().__init__(*ranks, *flags, **{**self.env, **options})
 
     def _take_place(self, rank: int) -> None:
@@ -105,7 +106,7 @@ class StagedCore(RankedCore):
     """The core of one of two stages of a pipeline. Between two calls of `run` nothing is under way:
     so `run` is not to be told a number of iterations."""
 
-    ranks = "--pp-size"
+    sizes: ClassVar[dict[str, int]] = {"--pp-size": 2}
     env: ClassVar[dict[str, str]] = {
         name: value for name, value in ENV.items() if name != "SGLANG_CPU_OMP_THREADS_BIND"
     }
@@ -131,8 +132,20 @@ class StagedCore(RankedCore):
         return hasattr(self.tree, "tiers")
 
 
+class GridCore(StagedCore):
+    """The core of one of four ranks: two stages of two tensor-parallel ranks each."""
+
+    sizes: ClassVar[dict[str, int]] = {"--tp-size": 2, "--pp-size": 2}
+    env: ClassVar[dict[str, str]] = ENV
+
+    def _take_place(self, rank: int) -> None:
+        self.pp_rank, self.tp_rank = divmod(rank, 2)
+
+
 CORES = {"tp": RankedCore, "pp": StagedCore}
 """By the name that folders and traces of such ranks have."""
+
+KINDS = {**CORES, "grid": GridCore}
 
 
 def _take(inbox: Inbox, _flags: int) -> Any:
@@ -147,15 +160,15 @@ def _leave(_stop: Stop) -> None:
     raise Idle
 
 
-def run_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `body(rank, port, *args)` in two forked processes; returns what they return. port: for
-    `RankedCore`. Raises what the first of them raises that fails. Ranks that hang run into the
+def run_ranks(body: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
+    """Call `body(rank, port, *args)` in as many forked processes; returns what they return. port:
+    for `RankedCore`. Raises what the first of them raises that fails. Ranks that hang run into the
     limit of their test."""
     import_engine()
     port = free_port()
     context = multiprocessing.get_context("fork")
     processes, pipes = [], []
-    for rank in range(2):
+    for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(theirs, body, rank, port, *args))
         process.start()

@@ -184,7 +184,6 @@ def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, s
             f"--nnodes above 1 {ranks}",
             "ranks tell each other what they have through the memory of one machine",
         ),
-        (args.dp_size > 1, f"--dp-size above 1 {ranks}", "both together were not tested"),
         (
             bool(args.enable_attn_tp_input_scattered),
             "--enable-attn-tp-input-scattered",
@@ -202,7 +201,7 @@ def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, 
     """What the stages of a pipeline cannot do, beside what ranks cannot."""
     stages = "with --pp-size above 1"
     return [
-        (args.tp_size > 1, f"--tp-size above 1 {stages}", "both together were not tested"),
+        (args.dp_size > 1, f"--dp-size above 1 {stages}", "both together were not tested"),
         (
             args.speculative_algorithm is not None,
             f"--speculative-algorithm {stages}",

@@ -1,0 +1,160 @@
+"""Grids of ranks: two stages of two tensor-parallel ranks each, and two replicas of two ranks."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.tools.bench.server import ServerProcess
+from sglang_hc.tools.disk.fsck import check
+from support.conversations import check_same_tokens
+from support.exactness import BOUND
+from support.ranked_core import CORES, run_ranks
+from support.ranked_turns import BLOCKS, Turns, check_tokens, go_on, prompts, talk
+from support.served import post, start, wait_for
+
+from .test_ranks import both_on_rank, worst_of_stage
+from .test_ranks_disk import engine
+from .test_replicas import ask, prompt, replicas
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+RANKS = 4
+HIT_BY = "pp2-1/tp2-1"
+"""The folder of the rank whose disk is damaged."""
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        ("llama-gqa", "hidden:2,kv:2"),
+        ("llama-mha", "hidden"),
+        ("qwen3", "recompute:1,kv:3"),
+        ("deepseek-v2", "kv"),
+    ],
+)
+def test_each_form_on_two_stages_of_two_ranks(models: None, model: str, form: str) -> None:
+    found = run_ranks(both_on_rank, "grid", model, form, ranks=RANKS)
+    assert len({str(rank.kept["tokens"]) for rank, _ in found}) == 1
+    for rank, info in found:
+        assert rank.stats["layer_plan"] == (form if ":" in form else f"{form}:4")
+        check_same_tokens(rank)
+        assert worst_of_stage(rank) <= BOUND["float32"]
+        assert [counted["restored_tokens"] for counted in info["ranks"]] == (
+            [info["restored_tokens"]] * RANKS
+        )
+
+
+def spoil(folder: Path) -> None:
+    """Every block in a scheduler's folder loses a byte."""
+    for slab in folder.glob("sglang-hc/slab-*.dat"):
+        content = bytearray(slab.read_bytes())
+        for place in range(4096 + 700, len(content), 4096):
+            content[place] ^= 1
+        slab.write_bytes(content)
+
+
+def on_grid(rank: int, port: int, form: str, folder: str) -> tuple[Turns, Turns, list[int]]:
+    flags = ("--hc-scrub-mb-s", "0", "--hc-trace", f"{folder}/t.jsonl")
+    core = engine(rank, port, "grid", form, folder, *flags)
+    well = talk(core, "well")
+    damaged = talk(core, "damaged", lambda: spoil(Path(folder, HIT_BY)) if rank == 3 else None)
+    left = core.ask(prompts("later")[0], 60).tokens
+    core.settle()
+    core.tree.release_host_resources()
+    return well, damaged, left
+
+
+def goes_on(rank: int, port: int, form: str, folder: str) -> Turns:
+    return go_on(engine(rank, port, "grid", form, folder))
+
+
+def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
+    """What one rank finds damaged all four recompute; the next server goes on from all disks."""
+    folder, form = tmp_path / "d", "hidden:2,kv:2"
+    folder.mkdir()
+    found = run_ranks(on_grid, form, str(folder), ranks=RANKS)
+    well, damaged = ([of_rank[turn] for of_rank in found] for turn in (0, 1))
+    check_tokens(well)
+    check_tokens(damaged)
+    assert well[0].stored == BLOCKS and damaged[0].stored == 0
+    for turns in damaged:
+        assert turns.counted["disk_read_damaged"] > 0
+    assert [
+        damaged[0].counted.get(f"rank{rank}_block_damaged", 0) > 0 for rank in range(RANKS)
+    ] == ([False, False, False, True])
+    traces = [decisions(folder, f"pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
+    assert all(trace == traces[0] for trace in traces) and len(traces[0]) > 30
+    folders = {str(path.relative_to(folder)) for path in folder.glob("pp2-?/tp2-?")}
+    assert folders == {f"pp2-{stage}/tp2-{rank}" for stage in (0, 1) for rank in (0, 1)}
+    whole = check([str(folder / "pp2-0")], False)
+    assert len(whole) == 2 and all(report.blocks and not report.findings for report in whole)
+    later = run_ranks(goes_on, form, str(folder), ranks=RANKS)
+    check_tokens(later)
+    assert later[0].said == found[0][2] and later[0].stored == BLOCKS
+
+
+def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
+    """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
+    each file, and layers are those of its stage."""
+    lines = [json.loads(line) for line in (folder / f"t.jsonl.{rank}").open()]
+    for line in lines:
+        line.pop("tokens", None)
+    del lines[0]["slot_bytes"], lines[0]["layer_plan"]
+    return lines
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["tp"])
+def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> None:
+    """Ranks agree within their replica: what one rank's disk lost its replica recomputes, and the
+    other replica does not notice."""
+    disk = tmp_path / "disk"
+    grid = ("--dp-size", "2", f"--{kind}-size", "2")
+    flags = (*grid, "--hc-disk", f"{disk}:2", "--hc-scrub-mb-s", "0")
+    trace = ("--hc-trace", str(tmp_path / "t.jsonl"))
+    with start(tmp_path / "log", *flags, *trace, env=CORES[kind].env) as server:
+        numbers = replicas(server)
+        assert [len(one["ranks"]) for one in numbers] == [2, 2]
+        assert all(0.04 * 2**30 < one["host_bytes"] <= 0.05 * 2**30 for one in numbers)
+        histories = []
+        for replica in (0, 1):
+            tokens = prompt(replica)
+            histories.append(tokens + ask(server, tokens, replica)[0])
+        kept = [ask(server, history, r)[0] for r, history in enumerate(histories)]
+        for replica in (0, 1):
+            for seed in range(10, 16):
+                ask(server, prompt(seed), replica)
+        for replica, history in enumerate(histories):
+            tokens, found = ask(server, history, replica)
+            assert tokens == kept[replica], "the tokens of a replica that never forgot"
+            assert found.get("device", 0) == 0 and found.get("host", 0) > 300
+        blocks = len(histories[0]) // 64
+        for replica in (0, 1):
+            wait_for(partial(has_saved, server, replica, "disk", blocks))
+        post(server, "/flush_cache?timeout=60")
+        spoil(disk / "dp1" / f"{kind}2-1")
+        for replica, history in enumerate(histories):
+            tokens, found = ask(server, history, replica)
+            assert tokens == kept[replica]
+            assert found.get("storage", 0) == (0 if replica else blocks * 64)
+        first, second = replicas(server)
+        assert second["disk_read_damaged"] == second["rank1_block_damaged"] > 0
+        assert not any("damaged" in name for name in first)
+    folders = {str(path.relative_to(disk)) for path in disk.glob(f"dp?/{kind}2-?")}
+    assert folders == {f"dp{replica}/{kind}2-{rank}" for replica in (0, 1) for rank in (0, 1)}
+    assert all(not report.findings for report in check([str(disk / "dp0")], False))
+    names = {path.name for path in tmp_path.glob("t.jsonl.*")}
+    assert names == {f"t.jsonl.dp{replica}.{kind}{rank}" for replica in (0, 1) for rank in (0, 1)}
+    with start(tmp_path / "log2", *flags, env=CORES[kind].env) as server:
+        tokens, found = ask(server, histories[0], 0)
+        assert tokens == kept[0] and found.get("storage", 0) == blocks * 64
+
+
+def has_saved(server: ServerProcess, replica: int, where: str, blocks: int) -> bool:
+    counts = replicas(server)[replica]["ranks"]
+    return all(one.get(f"{where}_saved_blocks", 0) >= blocks for one in counts)
