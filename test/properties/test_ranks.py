@@ -23,7 +23,7 @@ from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
-from support.copy_streams import LateCopyStream
+from support.copy_streams import OwnPaceStream
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
 from support.several_ranks import Group, Notes, together
@@ -32,21 +32,6 @@ from .test_disk_tier_machine import FAILURES, DiskMachine
 from .test_tiers_machine import TiersMachine
 
 SEEN: Counter[str] = Counter()
-
-
-class OwnPaceStream(LateCopyStream):
-    """Copies go on when the test says so; those the other way have a stream of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other: OwnPaceStream | None = None
-
-    def opposite(self) -> OwnPaceStream:
-        self.other = self.other or OwnPaceStream()
-        return self.other
-
-    def go_on(self, copies: int) -> None:
-        self.advance_to(min(self.enqueued, self.performed + copies))
 
 
 STORE_FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT]

@@ -87,3 +87,18 @@ class LateCopyStream(FakeCopyStream):
             target, source = self.queue.popleft()
             target.copy_(source)
             self.performed += 1
+
+
+class OwnPaceStream(LateCopyStream):
+    """Copies go on when the test says so; those the other way have a stream of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: OwnPaceStream | None = None
+
+    def opposite(self) -> OwnPaceStream:
+        self.other = self.other or OwnPaceStream()
+        return self.other
+
+    def go_on(self, copies: int) -> None:
+        self.advance_to(min(self.enqueued, self.performed + copies))
