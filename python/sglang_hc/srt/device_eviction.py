@@ -62,10 +62,11 @@ class DeviceOrder:
         heap: list[tuple[float, Any]] = [(leaf.last_access_time, leaf) for leaf in leaves]
         heapify(heap)
         needed: list[tuple[float, Any]] = []
+        some_needed = len(self._needs) > 0
         while heap or needed:
             if heap:
                 _, node = heappop(heap)
-                use = self._next_use(node)
+                use = self._needs.next_use(self._blocks(node).first) if some_needed else None
                 if use is not None:
                     heappush(needed, (-use, node))
                     continue
@@ -84,10 +85,6 @@ class DeviceOrder:
                 if chance is not None and when <= chance:  # a path has one chance, not each node
                     setattr(parent, CHANCE, (when, when))
                 heappush(heap, (when, parent))
-
-    def _next_use(self, node: Any) -> float | None:
-        """Rank of the first request that needs the node; None if none does and no pin is on it."""
-        return self._needs.next_use(self._blocks(node).first) if len(self._needs) else None
 
     def _blocks(self, node: Any) -> NodeBlocks:
         """The node's blocks, noted on it and on its ancestors; a note ends when a node is split."""
