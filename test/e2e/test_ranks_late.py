@@ -32,8 +32,8 @@ LATE = 1
 
 
 class Late:
-    """An executor, a disk or a store whose answers come `seconds` late; every third one to a read
-    or a look-up is lost, and a deadline makes a no of it."""
+    """An executor, a disk or a store whose answers come `seconds` late; every fourth one to a read
+    or a look-up is lost, and a deadline makes a no of it. Of three blocks of a path some come."""
 
     def __init__(self, inner: Any, seconds: float, *, loses: bool = False) -> None:
         self._inner = inner
@@ -47,10 +47,10 @@ class Late:
         self._inner.read(ticket, *others)
 
     def poll(self) -> list[Any]:
-        return self._due("poll", lambda ticket: self._reads.get(ticket, 1) % 3 == 0)
+        return self._due("poll", lambda ticket: self._reads.get(ticket, 0) % 4 == 2)
 
     def found(self) -> list[Any]:
-        return self._due("found", lambda ticket: ticket % 3 == 1)
+        return self._due("found", lambda ticket: ticket % 4 == 1)
 
     def _due(self, what: str, is_lost: Callable[[int], bool]) -> list[Any]:
         now, held = time.monotonic(), self._held[what]
