@@ -20,7 +20,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote import RemoteStore
 from sglang_hc.store.remote import blocks as remote_blocks
 from support.core import Core, run_in_child
-from support.ranked_core import CORES, RankedCore, run_ranks
+from support.ranked_core import CORES, KINDS, RankedCore, run_ranks
 from support.ranked_turns import (
     BLOCKS,
     FLAGS,
@@ -42,7 +42,7 @@ def in_store(folder: str) -> tuple[str, ...]:
 
 
 def engine(rank: int, port: int, kind: str, form: str, model: str, *below: str) -> RankedCore:
-    return CORES[kind](rank, port, "--hc-forms", form, *below, *FLAGS, model=model)
+    return KINDS[kind](rank, port, "--hc-forms", form, *below, *FLAGS, model=model)
 
 
 def stop_there(rank: int, port: int, *what: str) -> tuple[Turns, list[int]]:
@@ -61,7 +61,7 @@ def check_alike(found: list[Turns]) -> None:
     """All ranks counted the same, except what only the first one does: it says whose part of a
     block failed, and of stages it alone recomputes layers."""
     check_tokens(found)
-    first, second = (
+    first, *others = (
         {
             name: count
             for name, count in turns.counted.items()
@@ -69,7 +69,7 @@ def check_alike(found: list[Turns]) -> None:
         }
         for turns in found
     )
-    assert first == second
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(
@@ -84,21 +84,22 @@ def check_alike(found: list[Turns]) -> None:
         pytest.param("pp", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
         pytest.param("pp", "hidden", "llama-mha", marks=pytest.mark.slow),
         pytest.param("pp", "kv", "llama-gqa", marks=pytest.mark.slow),
+        pytest.param("grid", "hidden:2,kv:2", "llama-gqa", marks=pytest.mark.slow),
     ],
 )
 def test_another_server_goes_on_from_the_store(
     models: None, tmp_path: Path, kind: str, form: str, model: str
 ) -> None:
     """Within one server only the store is left between the turns, too."""
-    what = kind, form, model, *in_store(str(tmp_path))
-    found = run_ranks(stop_there, *what)
+    what, ranks = (kind, form, model, *in_store(str(tmp_path))), 4 if kind == "grid" else 2
+    found = run_ranks(stop_there, *what, ranks=ranks)
     check_alike([turns for turns, _ in found])
     assert all(turns.stored == BLOCKS for turns, _ in found)
     assert found[0][0].counted["remote_loaded_blocks"] == BLOCKS // BLOCK_TOKENS
     fingerprints = [file.name.split("-")[1] for file in files(tmp_path)]
-    assert len(set(fingerprints)) == 2, "each rank has its own keys"
-    assert fingerprints.count(fingerprints[0]) * 2 == len(fingerprints)
-    later = run_ranks(go_on_there, *what)
+    assert len(set(fingerprints)) == ranks, "each rank has its own keys"
+    assert fingerprints.count(fingerprints[0]) * ranks == len(fingerprints)
+    later = run_ranks(go_on_there, *what, ranks=ranks)
     check_alike(later)
     assert later[0].said == found[0][1] and later[0].stored == BLOCKS
 
