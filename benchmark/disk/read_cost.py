@@ -32,6 +32,7 @@ from benchmark.disk.compare_fio import NO_UPKEEP, machine, make_blocks
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel
 from sglang_hc.store.disk.reader import RUN_BYTES
+from sglang_hc.store.disk.store import Wanted
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -69,7 +70,7 @@ def read_runs(store: DiskStore, pool: HostPool, blocks: Sequence[Block]) -> None
     most = max(1, RUN_BYTES // store.slot_bytes)
     for first in range(0, len(blocks), most):
         some = range(first, min(first + most, len(blocks)))
-        wanted = [(blocks[slot].block_id, pool.slot(slot), None) for slot in some]
+        wanted = [Wanted(blocks[slot].block_id, pool.slot(slot)) for slot in some]
         expect_ok(store.read_many(wanted))
 
 

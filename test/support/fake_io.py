@@ -54,7 +54,9 @@ class FakeIo:
         self.counts: Counter[str] = Counter()
         self.moves: deque[Move] = deque()
         self.begun: list[bytes] = []
-        """Identities of all reads that were asked for."""
+        """Identities of all reads of whole blocks that were asked for."""
+        self.begun_layers: list[tuple[bytes, tuple[int, ...]]] = []
+        """And those of some layers."""
         self.flushed: list[list[bytes]] = []
         """`begun` as it was at each `flush`."""
         self.uses: dict[bytes, float | None] = {}
@@ -136,8 +138,18 @@ class FakeIo:
             self._end(move, Outcome.OK)
         return True
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        self.begun.append(block_id)
+    def read(
+        self,
+        ticket: int,
+        block_id: bytes,
+        slot: int,
+        deadline: float,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        if layers is None:
+            self.begun.append(block_id)
+        else:
+            self.begun_layers.append((block_id, layers))
         self.moves.append(Move(ticket, block_id, slot, deadline, write=False))
 
     def flush(self) -> None:

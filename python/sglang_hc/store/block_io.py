@@ -30,12 +30,13 @@ class Write(msgspec.Struct, array_like=True, tag=True):
 
 
 class Read(msgspec.Struct, array_like=True, tag=True):
-    """See `BlockIo.read`."""
+    """See `BlockIo.read`. layers: only these (`layer_reads.LayerIo`); None for whole blocks."""
 
     ticket: int
     block_id: bytes
     slot: int
     deadline: float
+    layers: tuple[int, ...] | None = None
 
 
 class BlockDone(NamedTuple):
@@ -129,7 +130,17 @@ class BlockIo(Protocol):
 
 
 class OwnDisk(BlockIo, Protocol):
-    """What a rank has below its host tier, if it is nobody else's."""
+    """What a rank has below its host tier, if it is nobody else's. Reads layers too."""
+
+    def read(
+        self,
+        ticket: int,
+        block_id: bytes,
+        slot: int,
+        deadline: float,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """As `BlockIo.read`; layers: only these, None for all of them."""
 
     def changes(self) -> Mapping[bytes, bool]:
         """Identities that came or left by themselves since the last call, and whether they are

@@ -17,11 +17,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.layer_reads import LayerIo, LayerReads
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -95,6 +97,13 @@ class ReadWatch:
             self._observed(self._tier, self._blocks, self._ended - self._began)
 
 
+class LayerDisk(NamedTuple):
+    """A disk that reads layer by layer, and which layers it reads together."""
+
+    io: LayerIo
+    groups: Sequence[tuple[int, ...]]
+
+
 class DiskTier:
     """Spills blocks of one host tier, and fetches them again. coming: the blocks on their way."""
 
@@ -106,8 +115,10 @@ class DiskTier:
         on_read: OnRead = not_observed,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
         block_seconds: BlockSeconds = lambda tier: 0.0,
+        layers: LayerDisk | None = None,
     ) -> None:
-        """pause: between two polls of somebody who cannot go on before the answers are there."""
+        """pause: between two polls of somebody who cannot go on before the answers are there.
+        layers: where blocks on disk can be read layer by layer; None for nowhere."""
         self._io = io
         self._host = host
         self.now = clock
@@ -115,6 +126,9 @@ class DiskTier:
         self.coming = Promotions(host)
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
+        self._layers = layers
+        self._layer_reads: dict[int, tuple[LayerReads, Promotion, int]] = {}
+        """Blocks and groups of layers by the tickets of their reads."""
         self._spills: dict[int, BlockNode] = {}
         self.counters = io.counts
         below = (SourceTier.DISK, SourceTier.REMOTE)
@@ -213,6 +227,34 @@ class DiskTier:
         if promotions:
             self._io.flush()  # the next poll may be a whole forward pass away
 
+    @property
+    def reads_layers(self) -> bool:
+        """Whether blocks on disk can be read layer by layer."""
+        return self._layers is not None and self._usable
+
+    def fetch_layers(
+        self,
+        path: BlockPath,
+        low: int,
+        high: int,
+        is_protected: IsProtected[BlockNode] | None = None,
+    ) -> LayerReads:
+        """As `fetch_tail`, layer by layer behind all that is being read. All of these are on
+        disk."""
+        assert self._layers is not None
+        now, disk = self.now(), SourceTier.DISK
+        promotions = self.coming.begin_tail(path, low, high, now, is_protected)
+        reads = LayerReads(promotions, self._layers.groups)
+        self._watches[disk].asked(len(promotions), now, idle=not self._spills)
+        each = LENIENCE * self._block_seconds(disk)
+        deadline = now + READ_DEADLINE_S + self.reading(disk) * each
+        for promotion, group in reads.pieces():
+            ticket, layers = next(self._tickets), reads.groups[group]
+            self._layer_reads[ticket] = reads, promotion, group
+            self._layers.io.read(ticket, promotion.block_id, promotion.slot, deadline, layers)
+        self._io.flush()
+        return reads
+
     def reading(self, tier: SourceTier) -> int:
         """Blocks that are being read from a tier."""
         return self._watches[tier].under_way if tier in self._watches else 0
@@ -239,17 +281,23 @@ class DiskTier:
         """Apply what is done."""
         came = []
         for done in self._io.poll():
-            read = self._reads.pop(done.ticket, None)
-            if read is None:
+            if done.ticket in self._spills:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
-            promotion, tier = read
-            self._watches[tier].came(done.outcome, done.at)
-            if done.outcome is Outcome.OK:
+            outcome: Outcome | None = done.outcome
+            if done.ticket in self._layer_reads:
+                reads, promotion, group = self._layer_reads.pop(done.ticket)
+                tier, outcome = SourceTier.DISK, reads.came(promotion, group, done.outcome)
+            else:
+                promotion, tier = self._reads.pop(done.ticket)
+            if outcome is None:  # other layers of the block are on their way
+                continue
+            self._watches[tier].came(outcome, done.at)
+            if outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)
             else:
-                self.counters[f"{done.tier}_read_{done.outcome.value}"] += 1
+                self.counters[f"{done.tier}_read_{outcome.value}"] += 1
                 self.coming.fail(promotion)
         if came:
             self.coming.complete(came, self.now())
@@ -262,7 +310,7 @@ class DiskTier:
     @property
     def busy(self) -> int:
         """Operations under way."""
-        return len(self._spills) + len(self._reads)
+        return len(self._spills) + len(self._reads) + len(self._layer_reads)
 
     def drain(self) -> None:
         """Wait until nothing is on its way to a slot or from one. For tests, orderly stops, and

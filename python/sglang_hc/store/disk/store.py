@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,16 @@ SlotBytes = memoryview | npt.NDArray[np.uint8]
 """One block's bytes as `forms.BlockLayout` lays them out, in page-aligned memory (O_DIRECT)."""
 
 _DEFAULTS = Upkeep()
+
+
+class Wanted(NamedTuple):
+    """A block to be read into memory. deadline: on `time.monotonic`, None for any time; checked
+    between calls. layers: which, None for all."""
+
+    block_id: bytes
+    into: SlotBytes
+    deadline: float | None = None
+    layers: Collection[int] | None = None
 
 
 class DiskStore:
@@ -199,15 +210,16 @@ class DiskStore:
         """Store one block. Prefer `write_many`."""
         return self.write_many([(block, data)])[0]
 
-    def read_many(self, wanted: Sequence[tuple[bytes, SlotBytes, float | None]]) -> list[Outcome]:
-        """Fetch blocks, each (identity, memory, deadline), and verify them; one answer each.
+    def read_many(self, wanted: Sequence[Wanted]) -> list[Outcome]:
+        """Fetch blocks, or some layers of them, and verify them; one answer each.
 
-        Blocks that lie side by side are read by one call of up to 4 MiB. deadline: on
-        `time.monotonic`, None for any time; checked between calls. A block that is damaged or
+        Blocks that lie side by side are read by one call of up to 4 MiB. A block that is damaged or
         cannot be read is removed, and its slot is not used again before a restart; the next lookup
         says no, unless another directory has the block too. A late block stays.
         """
-        return self._read([Read(name, self._view(into), None, due) for name, into, due in wanted])
+        return self._read(
+            [Read(one.block_id, self._view(one.into), one.layers, one.deadline) for one in wanted]
+        )
 
     def read(
         self,

@@ -11,7 +11,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Read, Write
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.reader import RUN_BYTES
-from sglang_hc.store.disk.store import DiskStore
+from sglang_hc.store.disk.store import DiskStore, Wanted
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -93,12 +93,20 @@ class DiskThreads:
                 return True
         return False
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+    def read(
+        self,
+        ticket: int,
+        block_id: bytes,
+        slot: int,
+        deadline: float,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """As `BlockIo.read`, or `LayerIo.read`."""
         directory = self._store.directory_of(block_id)
         if directory is None:
             self.answer(ticket, self._store.absence(block_id))
         else:
-            self._reads[directory].submit(Read(ticket, block_id, slot, deadline))
+            self._reads[directory].submit(Read(ticket, block_id, slot, deadline, layers))
 
     def flush(self) -> None:
         """Threads begin at once."""
@@ -136,7 +144,8 @@ class DiskThreads:
         self._on_done()
 
     def _read(self, batch: list[Read]) -> None:
-        wanted = [(move.block_id, self._pool.slot(move.slot), move.deadline) for move in batch]
+        slots = self._pool.slot
+        wanted = [Wanted(one.block_id, slots(one.slot), one.deadline, one.layers) for one in batch]
         self._answer_all(batch, lambda: self._store.read_many(wanted))
 
     def _write(self, directory: Directory, batch: list[Write]) -> None:

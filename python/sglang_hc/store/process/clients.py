@@ -166,9 +166,17 @@ class ProcessBlocks:
         self._writing += 1
         return True
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+    def read(
+        self,
+        ticket: int,
+        block_id: bytes,
+        slot: int,
+        deadline: float,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """As `BlockIo.read`, or `LayerIo.read`."""
         if self._open:
-            self._send(Read(ticket, block_id, slot, deadline))
+            self._send(Read(ticket, block_id, slot, deadline, layers))
         else:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 
+import msgspec
 import zmq
 
 from sglang_hc.store.block_io import Read, Write
@@ -78,7 +79,7 @@ class Worker:
             if not disk.write(request.ticket, request.block, request.slot, request.deadline):
                 disk.answer(request.ticket, Outcome.DROPPED)  # every directory has too many
         elif isinstance(request, Read):
-            disk.read(request.ticket, request.block_id, request.slot, request.deadline)
+            disk.read(*msgspec.structs.astuple(request))
         elif isinstance(request, wire.Touch):
             disk.touch(request.block_ids)
         elif isinstance(request, wire.Expect):

@@ -1,0 +1,83 @@
+"""Blocks that are read layer by layer, so that a forward pass can follow the reads.
+
+A block's chunks are read in the order of the layers, a few layers at a time, and those of all
+blocks before the next layers. Each chunk is proven like that of a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from sglang_hc.forms import BlockLayout
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.promotions import Promotion
+
+READ_BYTES = 1 << 20
+"""A read is at least so large, because a call costs as much as reading some 100 KiB."""
+
+LEAST_GROUPS = 6
+"""But where the model has the layers, there are at least so many reads of a block: the pass waits
+for the first one, and works behind the last."""
+
+
+class LayerIo(Protocol):
+    """Where chunks are read. Answers come as those of `BlockIo.read`."""
+
+    def read(
+        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: tuple[int, ...]
+    ) -> None:
+        """Fetch the chunks of these layers to their places in a slot, and verify them."""
+
+
+def layer_groups(layout: BlockLayout) -> list[tuple[int, ...]]:
+    """Which layers are read together: all that are stored, in their order."""
+    stored = layout.stored_layers
+    chunk = layout.slot_bytes // len(stored)
+    size = max(1, min(-(-READ_BYTES // chunk), len(stored) // LEAST_GROUPS))
+    return [stored[start : start + size] for start in range(0, len(stored), size)]
+
+
+class LayerReads:
+    """How far the reads of some blocks are. Belongs to the scheduler thread."""
+
+    def __init__(self, promotions: Sequence[Promotion], groups: Sequence[tuple[int, ...]]) -> None:
+        """groups: see `layer_groups`."""
+        self.promotions = tuple(promotions)
+        self.groups = tuple(groups)
+        self._group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+        self._missing = [len(promotions)] * len(groups)
+        self._unanswered = dict.fromkeys(promotions, len(groups))
+        self._failures: dict[Promotion, Outcome] = {}
+
+    @property
+    def is_lost(self) -> bool:
+        """Something of these blocks will not come."""
+        return bool(self._failures)
+
+    def has(self, layer: int) -> bool:
+        """Whether this layer of all blocks is in host memory. Raises KeyError for a layer that is
+        not stored."""
+        return not self._missing[self._group_of[layer]]
+
+    def has_all(self, slot: int) -> bool:
+        """Whether all of the block in this host slot is there, by these reads or by others."""
+        return all(p.is_good for p in self.promotions if p.slot == slot)
+
+    def pieces(self) -> Iterator[tuple[Promotion, int]]:
+        """The reads in their order: each a block and the number of a group."""
+        for number in range(len(self.groups)):
+            for promotion in self.promotions:
+                yield promotion, number
+
+    def came(self, promotion: Promotion, group: int, outcome: Outcome) -> Outcome | None:
+        """A read is over. Returns what became of the block when this was its last one: the first
+        failure, if there was any."""
+        self._unanswered[promotion] -= 1
+        if outcome is Outcome.OK:
+            self._missing[group] -= 1
+        else:
+            self._failures.setdefault(promotion, outcome)
+        if self._unanswered[promotion]:
+            return None
+        return self._failures.get(promotion, Outcome.OK)
