@@ -309,3 +309,18 @@ def test_whatever_comes_when_what_is_there_is_right_and_no_slot_is_lost(
             except AssertionError:
                 pass  # no room to save it
     world.settle()
+
+
+def test_gaps_begin_where_the_head_ends() -> None:
+    slots = torch.arange(BLOCK_TOKENS)
+    there = {2: slots, 4: slots}
+    assert gaps(there, 100, 5 * BLOCK_TOKENS + 1) == [
+        (100, 2 * BLOCK_TOKENS), (3 * BLOCK_TOKENS, 4 * BLOCK_TOKENS),
+        (5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1),
+    ]  # fmt: skip
+    others = torch.arange(1000, 1000 + 28 + BLOCK_TOKENS + 1)
+    whole = woven(there, others, 100, 5 * BLOCK_TOKENS + 1)
+    assert torch.equal(whole[:28], others[:28]) and torch.equal(
+        whole[28 : 28 + BLOCK_TOKENS], slots
+    )
+    assert len(whole) == 5 * BLOCK_TOKENS + 1 - 100 and whole[-1] == others[-1]

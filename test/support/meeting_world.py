@@ -7,8 +7,9 @@ from collections import Counter
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
-from sglang_hc.queue.meeting import Meeting
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.queue.meeting import Meeting, TailReads
+from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion
@@ -17,6 +18,9 @@ from support.host import host_tier, identities, keep, tokens_of
 
 WORD = "abcdefghijkl"
 SPOKEN = tokens_of(WORD + "q")
+GROUPS = ((0, 1), (2, 3), (4,))
+"""Layers that are read together, where blocks are read layer by layer."""
+
 BLOCK_SECONDS = 3.0
 """What the source is said to take for a block."""
 
@@ -29,7 +33,11 @@ class World:
         self.host = host_tier(slots)
         self.io = FakeIo()
         self.disk = DiskTier(
-            self.io, self.host, lambda: 0.0, block_seconds=lambda tier: BLOCK_SECONDS
+            self.io,
+            self.host,
+            lambda: 0.0,
+            block_seconds=lambda tier: BLOCK_SECONDS,
+            layers=LayerDisk(self.io, GROUPS),
         )
         self.prompt = Prefix(None, SPOKEN)
         self.path = BlockPath(self.prompt, identities(tokens_of(WORD)))
@@ -43,11 +51,14 @@ class World:
         self.head = held * BLOCK_TOKENS
         self.meeting = Meeting(
             self.prompt, held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
-            self.disk.coming, self.read, self,
+            self.disk.coming, TailReads(self.read, self.stream), self,
         )  # fmt: skip
 
     def read(self, low: int, high: int) -> list[Promotion]:
         return self.disk.fetch_tail(self.path, low, high)
+
+    def stream(self, low: int, high: int) -> LayerReads:
+        return self.disk.fetch_layers(self.path, low, high)
 
     def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         self.asked.append(history)
@@ -75,4 +86,5 @@ class World:
         self.host.check_integrity()
         assert self.host.staged_slots == 0 and not len(self.disk.coming)
         assert all(node.pins == 0 for node in self.host.tree.nodes())
-        assert self.ends == Counter(self.io.begun), "every read ends once"
+        begun = [*self.io.begun, *dict.fromkeys(name for name, _ in self.io.begun_layers)]
+        assert self.ends == Counter(begun), "every read ends once"

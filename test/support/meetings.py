@@ -104,10 +104,18 @@ def in_store(folder: str) -> tuple[str, ...]:
     return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder})
 
 
-def server(form: str, profile: str, *flags: str, store_seconds: float | None = None) -> Core:
+def server(
+    form: str,
+    profile: str,
+    *flags: str,
+    store_seconds: float | None = None,
+    streams: bool = False,
+) -> Core:
     """A server that goes by its profile. store_seconds: what a token of a layer from a remote store
-    is said to have taken."""
+    is said to have taken. streams: its disk is read layer by layer where that is faster."""
     core = Core("--hc-forms", form, *FLAGS, *flags, profile=profile)
+    if not streams and core.tree.tiers.disk is not None:
+        core.tree.tiers.disk._layers = None
     costs = core.tree.tiers.restorer.planner.costs
     if store_seconds is not None:
         costs.observe_remote(store_seconds)
@@ -116,9 +124,11 @@ def server(form: str, profile: str, *flags: str, store_seconds: float | None = N
     return core
 
 
-def start(form: str, folder: str, profile: str, *flags: str) -> tuple[Core, list[int]]:
-    """A server whose disk alone holds the first turn."""
-    core = server(form, profile, *on_disk(folder), *flags)
+def start(
+    form: str, folder: str, profile: str, *flags: str, streams: bool = False
+) -> tuple[Core, list[int]]:
+    """A server whose disk alone holds the first turn. streams: see `server`."""
+    core = server(form, profile, *on_disk(folder), *flags, streams=streams)
     first = core.ask(PROMPT, 30).tokens
     forget(core)
     return core, first

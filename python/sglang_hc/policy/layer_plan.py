@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, makespan
-from sglang_hc.policy.meeting import History, Span, best_split
+from sglang_hc.policy.meeting import best_split, from_below
 
 HISTORIES = (2048, 4096)
 """Tokens of the histories that a plan is made for: half of the conversations in HCache figure 3b
@@ -144,7 +144,7 @@ def served_seconds(
     """Until `new` tokens are through the last layer behind a history in this tier."""
     if tier is SourceTier.HOST:
         return makespan(cost.layer_times(tier, tokens, new=new), plan)
-    return best_split(cost, plan, History(0, [Span(tier, tokens)], 0, new)).seconds
+    return best_split(cost, plan, from_below(tier, tokens, new)).seconds
 
 
 def _explain(

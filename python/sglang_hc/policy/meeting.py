@@ -8,11 +8,14 @@ with nothing read a plain recomputation: both are candidates, so what is chosen 
 either by the cost model.
 
 Blocks are restored when all are here, or as they come: then the device restores while the source
-reads the others, and little is left behind the last one.
+reads the others, and little is left behind the last one. From a disk the last blocks may be
+streamed: they are read layer by layer while the pass of the new tokens runs, and each layer of the
+pass waits for its layer of them (HCache section 4.1, with a slower source).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,7 +38,8 @@ class History(NamedTuple):
 
     context: before it, on the device. coming: below host memory, or on the way from there, by
     where it lies. held: behind those, in host memory. new: behind them, not stored anywhere.
-    restored: tokens among the last ones that the device has already.
+    restored: tokens among the last ones that the device has already. by_layers: what is coming can
+    be read layer by layer.
     """
 
     context: int
@@ -43,6 +47,7 @@ class History(NamedTuple):
     held: int
     new: int
     restored: int = 0
+    by_layers: bool = False
 
     def read_seconds(self, cost: CostModel, stored: LayerPlan, head: int) -> float:
         """Until all that is coming behind its first `head` tokens is in host memory. Disk and
@@ -55,18 +60,30 @@ class History(NamedTuple):
         return max((cost.copy_stored(t, stored, n) for t, n in tokens.items() if n), default=0.0)
 
 
+def from_below(tier: SourceTier, tokens: int, new: int) -> History:
+    """All of a history in one tier, as a server with one rank meets it."""
+    return History(0, [Span(tier, tokens)], 0, new, by_layers=tier is SourceTier.DISK)
+
+
 class Split(NamedTuple):
     """Compute the first `head` of the tokens that are coming, and read the others.
 
     seconds: until the new tokens are through the last layer. stall: of them, those in which nothing
     else can run on the device while the head is computed. as_they_come: blocks are restored while
-    others are read, and not all of them when the last one is here.
+    others are read, and not all of them when the last one is here. streamed: tokens behind the head
+    that are read last, layer by layer.
     """
 
     head: int
     seconds: float
     stall: float
     as_they_come: bool = False
+    streamed: int = 0
+
+
+GROUP_SHARE = 1 / 6
+"""Share of the layers that are read together at most, when blocks are streamed and the model has
+the layers (`store.layer_reads`)."""
 
 
 def best_split(
@@ -94,6 +111,9 @@ def best_split(
     if early_from is not None and not stored.recompute:
         heads = {max(early_from, head) for head in _heads(blocks, ways.coming, ways.works_longer)}
         found += map(ways.early, (head for head in heads if head <= ways.coming))
+        if history.by_layers and not decoding:
+            heads = {0, *_heads(blocks, ways.coming, ways.passes_longer)}
+            found += map(ways.streamed, (head for head in heads if head < ways.coming))
     return min(found, key=lambda split: (split.seconds + decoding * split.stall, split.head))
 
 
@@ -150,6 +170,47 @@ class _Ways:
         before = stall + (self._restore(rest - last) if rest > last else 0.0)
         context = self._history.context + head + rest - last
         return Split(head, max(before, read) + self._restore(last, context), stall, True)
+
+    def streamed(self, head: int) -> Split:
+        """As `early`, but the last blocks to be read are streamed: as many as are read while the
+        new tokens run. With no head everything is restored within the pass of the new tokens."""
+        rest, coming, read = self._rest(head), self.coming - head, self._read(head)
+        tokens = self._window(head, read / coming)
+        inside = tokens if head else rest
+        work = self._restore(inside, self._history.context + head + rest - inside)
+        window = tokens * read / coming
+        stall, others = self._compute(head), read - window
+        begin = max(stall, others)
+        if rest > inside:
+            restored = stall + self._restore(rest - inside)
+            begin = max(restored, others + self._restore(BLOCK_TOKENS))
+        group = max(GROUP_SHARE, 1 / self._stored.num_layers)
+        end = max(begin, others + window * group) + work
+        return Split(head, max(end, others + window + work * group), stall, head > 0, tokens)
+
+    def _window(self, head: int, token_seconds: float) -> int:
+        """How many tokens to stream: whole blocks that take as long to read as the pass that waits
+        for them takes, or all that are coming."""
+        rest, coming = self._rest(head), self.coming - head
+        context = self._history.context + head
+        if head:  # the pass restores what is streamed, and a longer window makes it longer
+            first = self._restore(BLOCK_TOKENS, context + rest - BLOCK_TOKENS)
+            second = self._restore(2 * BLOCK_TOKENS, context + rest - 2 * BLOCK_TOKENS)
+            token_seconds -= (second - first) / BLOCK_TOKENS
+            work = 2 * first - second
+        else:
+            work = self._restore(rest, context)
+        if token_seconds * coming <= work:
+            return coming
+        return max(1, math.ceil(work / token_seconds / BLOCK_TOKENS)) * BLOCK_TOKENS
+
+    def passes_longer(self, head: int) -> bool:
+        """As `works_longer`, with the pass of the new tokens."""
+        context = self._history.context + self.coming + self._history.held
+        new = self._cost.prefill_layer(self._history.new, context + self._history.restored)
+        rest = self._rest(head)
+        work = self._compute(head) + (self._restore(rest) if rest else 0.0)
+        return work + self._stored.num_layers * new >= self._read(head)
 
     def computes_longer(self, head: int) -> bool:
         """Whether the head takes as long as reading the rest."""

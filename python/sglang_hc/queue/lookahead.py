@@ -19,11 +19,13 @@ from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
-from sglang_hc.queue.meeting import Meetings
+from sglang_hc.queue.meeting import Action, TailReads
+from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
@@ -99,7 +101,7 @@ class QueueView:
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
-        self.meetings = Meetings(self.requests, host.tree, costs, self.counters, self._now)
+        self.meetings: Meetings[str] = Meetings(host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
         self._priority = priority
         below = disk if disk is not None else mover
@@ -159,8 +161,11 @@ class QueueView:
         ready = self._prefetcher.ready(rid, self._now())
         if self.meetings.of(rid) is not None:
             waiting = self.look_at(rid)
-            known = self._host.tree.match(waiting.prompt).tokens
-            self.meetings.wait(rid, max(known, waiting.on_device()))
+            known = max(self._host.tree.match(waiting.prompt).tokens, waiting.on_device())
+            step = self.meetings.stream_step(rid, known)
+            if step is not None and step.action is Action.WAIT:
+                return False
+            self.meetings.wait(rid, known)
         return ready
 
     def readiness(self, rids: Collection[str]) -> Readiness[str]:
@@ -193,10 +198,22 @@ class QueueView:
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
 
-        def read(low: int, high: int) -> list[Promotion]:
-            return disk.fetch_tail(missing.path, low, high, is_protected)
+        def begun(promotions: Sequence[Promotion]) -> None:
+            for promotion in promotions:
+                self.requests.begin(promotion.block_id)
 
-        return self.meetings.begin(request, missing, end, disk.coming, read)
+        def read(low: int, high: int) -> list[Promotion]:
+            promotions = disk.fetch_tail(missing.path, low, high, is_protected)
+            begun(promotions)
+            return promotions
+
+        def stream(low: int, high: int) -> LayerReads:
+            reads = disk.fetch_layers(missing.path, low, high, is_protected)
+            begun(reads.promotions)
+            return reads
+
+        tail = TailReads(read, stream if disk.reads_layers else None)
+        return self.meetings.begin(request, missing, end, disk.coming, tail)
 
     # -- ends of requests ------------------------------------------------------------------------
 

@@ -1,31 +1,31 @@
 """One history that is computed from its front while its end is read backwards, until both meet.
 
-    begin     blocks from the meeting point on are asked for, the last one first
-    has       blocks that came may be restored already, where the costs say that this is faster
-    next      before each chunk of the prompt: compute so much more, wait, or restore the rest
-    join      the blocks behind the head continue the path that the head's own commit has made
-    close     what is not needed any more gives its slots back
+    read_down_to  blocks from the meeting point on are asked for, the last one first
+    stream        the last ones of them are asked for layer by layer
+    has           blocks that came may be restored already, where the costs say that this is faster
+    next          before each chunk of the prompt: compute so much more, wait, or restore the rest
+    stream_step   whether the last pass may follow the reads of layers
+    join          the blocks behind the head continue the path that the head's own commit has made
+    close         what is not needed any more gives its slots back
 
-Nothing is promised to the scheduler before it is here. A block that is late or lost only moves the
-meeting point towards the end, at worst to the end itself, which is a plain recomputation. Belongs
-to the scheduler thread and never waits.
+But for streamed blocks, which the pass that needs them can recompute, nothing is promised to the
+scheduler before it is here. A block that is late or lost only moves the meeting point towards the
+end, at worst to the end itself, which is a plain recomputation. Belongs to the scheduler thread and
+never waits.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import groupby
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span, Split
-from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetches import Missing
 from sglang_hc.queue.prefetch import PATIENCE
-from sglang_hc.queue.requests import WaitingTable
+from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
@@ -53,6 +53,8 @@ class Action(enum.Enum):
     waited for a chunk of it just now."""
     RESTORE = enum.auto()
     """Everything behind the head is here."""
+    STREAM = enum.auto()
+    """So is everything but what is read layer by layer: the last pass may follow these reads."""
     OVER = enum.auto()
     """Nothing is left to meet: compute the rest of the prompt as usual."""
 
@@ -72,8 +74,22 @@ class _Given(NamedTuple):
     missing: int
 
 
-ReadTail = Callable[[int, int], list[Promotion]]
-"""Begins to read blocks [low, high) of the prompt, the last one first; those that found a slot."""
+class TailReads(NamedTuple):
+    """How blocks [low, high) of one prompt are read, the last one first. Both begin to, and return
+    those that found a slot. stream: layer by layer, blocks on disk; None where nothing is."""
+
+    read: Callable[[int, int], list[Promotion]]
+    stream: Callable[[int, int], LayerReads] | None = None
+
+
+class Streamed(NamedTuple):
+    """Blocks [first, end) of a prompt, which are read last and layer by layer. seconds: what the
+    costs said of the whole request."""
+
+    reads: LayerReads
+    first: int
+    end: int
+    seconds: float
 
 
 class Meeting:
@@ -89,18 +105,19 @@ class Meeting:
         sources: Sequence[SourceTier],
         tree: BlockTree,
         coming: Promotions,
-        read: ReadTail,
+        reads: TailReads,
         costs: SplitCosts,
     ) -> None:
-        """sources: where each block from `first` on lies. coming: where what `read` begins waits
+        """sources: where each block from `first` on lies. coming: where what `reads` begin waits
         for its parent."""
         self._prompt = prompt
         self.first, self.end = first, first + len(sources)
         self._sources = sources
         self._tree = tree
         self._coming = coming
-        self._read = read
+        self._reads = reads
         self._costs = costs
+        self._streamed: Streamed | None = None
         self._low = self.end
         self._blocks: dict[int, Promotion] = {}
         self._least = LEAST_TOKENS
@@ -110,6 +127,11 @@ class Meeting:
         """Blocks that the device has now, because they were restored as they came."""
         self.as_they_come = True
         """Whether blocks are restored when they come."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether anything was asked for."""
+        return bool(self._blocks)
 
     @property
     def stop(self) -> int:
@@ -127,11 +149,55 @@ class Meeting:
         low = max(low, self.first)
         if low >= self._low:
             return 0
-        begun = self._read(low, self._low)
+        begun = self._reads.read(low, self._low)
         for promotion in begun:
             self._low -= 1
             self._blocks[self._low] = promotion
         return len(begun)
+
+    def stream(self, low: int, end: int, seconds: float) -> None:
+        """Ask for the blocks from `low` on, those before `end` last and layer by layer. seconds:
+        what the costs say of the whole request."""
+        assert self._reads.stream is not None
+        self.read_down_to(end)
+        if self._low != end:
+            return  # no slot was left
+        reads = self._reads.stream(low, end)
+        for promotion in reads.promotions:
+            self._low -= 1
+            self._blocks[self._low] = promotion
+        if self._low < end:
+            self._streamed = Streamed(reads, self._low, end, seconds)
+
+    def stream_step(self, head: int, decoding: int, now: float) -> Step | None:
+        """What comes next on the way to a pass that follows the reads of layers; None when none
+        will. Others who decode cannot wait for such a pass, and what is late or lost moves the
+        meeting point, as without streaming. So does a device that is faster than its costs say: the
+        source is not waited for where the streamed blocks would better be computed."""
+        streamed, block = self._streamed, head // BLOCK_TOKENS
+        if streamed is None:
+            return None
+        missing = self._missing(block)
+        near = missing <= streamed.end
+        if decoding or streamed.reads.is_lost or missing == block:
+            self._streamed = None
+        elif block < streamed.first:
+            return Step(Action.COMPUTE, streamed.first * BLOCK_TOKENS - head)
+        elif near:
+            return Step(Action.STREAM)
+        elif self._may_wait(streamed.seconds, now):
+            early_from = 0 if self.as_they_come else BLOCK_TOKENS
+            split = self._costs.split(self.history(head, missing), 0, early_from)
+            if split is not None and block + split.head // BLOCK_TOKENS < streamed.end:
+                return Step(Action.WAIT)
+        self._streamed = None
+        return None
+
+    def take_streamed(self) -> LayerReads:
+        """The reads that the last pass follows; there are some. This is asked once."""
+        assert self._streamed is not None
+        reads, self._streamed = self._streamed.reads, None
+        return reads
 
     def history(self, head: int, end: int) -> History:
         """What is to come: the blocks between `head` tokens and block `end`."""
@@ -143,7 +209,8 @@ class Meeting:
         coming[0] = Span(coming[0].tier, coming[0].tokens - begun)
         restored = BLOCK_TOKENS * sum(1 for block in self.restored if block >= end)
         held = self.stop - end * BLOCK_TOKENS - restored
-        return History(head, coming, held, self.new, restored)
+        by_layers = self._streamed is not None
+        return History(head, coming, held, self.new, restored, by_layers)
 
     def has(self, block: int) -> bool:
         """Whether this block came and is where it was written to: it has not joined the tree, and
@@ -160,6 +227,11 @@ class Meeting:
         """Where the bytes of a block are that came."""
         return self._blocks[block]
 
+    def path_to(self, head: int) -> Sequence[BlockNode] | None:
+        """The blocks of the first `head` tokens; None when they are not in host memory."""
+        front = self._front(head // BLOCK_TOKENS)
+        return None if front is None else front.path()
+
     def is_here(self, head: int) -> bool:
         """Whether nothing behind `head` tokens is still to come."""
         return head >= self.stop or self._missing(head // BLOCK_TOKENS) == head // BLOCK_TOKENS
@@ -172,6 +244,9 @@ class Meeting:
         missing = self._missing(block)
         if missing == block:
             return Step(Action.RESTORE)
+        streamed = self.stream_step(head, decoding, now)
+        if streamed is not None:
+            return streamed
         given = self._given
         if given is not None and head > given.head:
             if head >= given.end:  # else the scheduler's own chunks are shorter
@@ -188,7 +263,9 @@ class Meeting:
         lost = self._lost_up_to(block)
         if split.head == 0 and not lost:
             self.read_down_to(block)
-            if self._low <= block and self._may_wait(split, decoding, now):
+            # Twice as long where others decode: the device has work meanwhile.
+            seconds = 2 * split.seconds if decoding else split.seconds
+            if self._low <= block and self._may_wait(seconds, now):
                 return Step(Action.WAIT)
         wanted = max(head + split.head, head + self._least)
         wanted = max(min(wanted, missing * BLOCK_TOKENS), lost)
@@ -203,6 +280,8 @@ class Meeting:
     def wait(self, head: int, now: float) -> None:
         """The request is not admitted in this pass although it might be: the source goes on. What
         is here down to the first block needs no meeting any more."""
+        if self._streamed is not None:
+            return
         if self._missing(self._low) == self._low and self._low > head // BLOCK_TOKENS:
             self.read_down_to((self._low + head // BLOCK_TOKENS) // 2)
         if self._low == self.first:
@@ -255,125 +334,9 @@ class Meeting:
                 return (index + 1) * BLOCK_TOKENS
         return 0
 
-    def _may_wait(self, split: Split, decoding: int, now: float) -> bool:
+    def _may_wait(self, seconds: float, now: float) -> bool:
         """Whether what is missing may still be waited for, where that is faster than computing a
-        part of it. The wait has a bound, because the source may be slower than its costs say. It is
-        twice as long where others decode: the device has work meanwhile."""
+        part of it. The wait has a bound, because the source may be slower than its costs say."""
         if self._wait_until is None:
-            seconds = 2 * split.seconds if decoding else split.seconds
             self._wait_until = now + min(PATIENCE, seconds)
         return now < self._wait_until
-
-
-K = TypeVar("K", bound=Hashable)
-"""Name of a request."""
-
-
-class Meetings(Generic[K]):
-    """The meetings of one waiting queue: there is one at a time.
-
-    decoding: requests that decode now; whoever makes the passes says so.
-    """
-
-    def __init__(
-        self,
-        requests: WaitingTable[K],
-        tree: BlockTree,
-        costs: SplitCosts,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        """counters: gets the meetings, and what became of them."""
-        self.decoding = 0
-        self._requests = requests
-        self._tree = tree
-        self._costs = costs
-        self._counters = counters
-        self._clock = clock
-        self._met: tuple[K, Meeting] | None = None
-        self._on_end: list[Callable[[], object]] = []
-
-    def subscribe(self, on_end: Callable[[], object]) -> None:
-        """Call this at the end of every meeting, before its blocks are given up."""
-        self._on_end.append(on_end)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a request meets its history now."""
-        return self._met is not None
-
-    def of(self, name: K) -> Meeting | None:
-        """The meeting of this request, waiting or admitted; None when it has none."""
-        return self._met[1] if self._met is not None and self._met[0] == name else None
-
-    def begin(
-        self,
-        name: K,
-        missing: Missing,
-        end: int,
-        coming: Promotions,
-        read: ReadTail,
-    ) -> bool:
-        """Let a request meet its blocks before `end`, if that is faster than reading or computing
-        them all. coming: see `Meeting`."""
-        known = max(missing.first * BLOCK_TOKENS, missing.on_device)
-        first = known // BLOCK_TOKENS
-        if self._met is not None or end <= first:
-            return False
-
-        def begin_reads(low: int, high: int) -> list[Promotion]:
-            begun = read(low, high)
-            for promotion in begun:
-                self._requests.begin(promotion.block_id)
-            return begun
-
-        sources = missing.sources[first - missing.first : end - missing.first]
-        prompt, tree = missing.path.prefix, self._tree
-        meeting = Meeting(prompt, first, sources, tree, coming, begin_reads, self._costs)
-        history = meeting.history(known, end)
-        # A first chunk of a block at least is computed before anything is restored.
-        split = self._costs.split(history, self.decoding, BLOCK_TOKENS)
-        if split is None or not 0 < split.head < meeting.stop - known:
-            return False
-        meeting.as_they_come = split.as_they_come
-        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
-            return False
-        self._met = name, meeting
-        self._counters["meetings"] += 1
-        # Were it in host memory, all of it would be loaded.
-        self._counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
-        return True
-
-    def wait(self, name: K, head: int) -> None:
-        """See `Meeting.wait`. Nothing happens if the request has no meeting."""
-        meeting = self.of(name)
-        if meeting is not None:
-            meeting.wait(head, self._clock())
-
-    def next(self, name: K, head: int) -> Step:
-        """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""
-        meeting = self.of(name)
-        if meeting is None:
-            return Step(Action.OVER)
-        step = meeting.next(head, self.decoding, self._clock())
-        if step.action is Action.OVER:
-            self.end(name)
-        return step
-
-    def join(self, name: K, head: int) -> Sequence[BlockNode] | None:
-        """See `Meeting.join`. The meeting of the request, which has one, is over."""
-        meeting = self.of(name)
-        assert meeting is not None
-        nodes = meeting.join(head, self._clock())
-        self._counters["meetings_restored" if nodes is not None else "meetings_cut_off"] += 1
-        self.end(name)
-        return nodes
-
-    def end(self, name: K) -> None:
-        """The request needs no more of its stored history. Nothing happens if it has no meeting."""
-        meeting = self.of(name)
-        if meeting is not None:
-            for listener in self._on_end:
-                listener()
-            self._met = None
-            meeting.close()

@@ -44,6 +44,23 @@ class Rotation(Protocol):
         (n,) int64. Rows of which both are the same keep their bytes. Does not change its inputs."""
 
 
+class LateLayer(Exception):
+    """A layer that a pass waits for is late, or will not come."""
+
+
+class Arrival(Protocol):
+    """How far the reads of a restoration's blocks are; see `arrival.LayerArrival`."""
+
+    def has(self, layer: int) -> bool:
+        """Whether this layer of the blocks is in host memory."""
+
+    def wait(self, layer: int) -> None:
+        """Until it is. Raises LateLayer."""
+
+    def has_all(self, slot: int) -> bool:
+        """Whether all layers of the block in this host slot are in host memory."""
+
+
 @dataclass(eq=False)
 class Restoration:
     """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
@@ -52,7 +69,8 @@ class Restoration:
     plan's recompute count; if it is larger, some stored layers are recomputed too.
     prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
     attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path. A path that
-    does not begin at 0 takes nothing from the read buffer.
+    does not begin at 0 takes nothing from the read buffer. arrival: of blocks that are not in the
+    tree yet and are still being read; None where all are in host memory.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -62,6 +80,7 @@ class Restoration:
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
     first: int = 0
+    arrival: Arrival | None = None
 
     def spans(self, start: int, stop: int) -> list[HostSpan]:
         """Where tokens [start, stop) lie in the host pool."""

@@ -167,14 +167,22 @@ class RestorePlanner:
         cost = self._weighed
         if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
+        # A pass that waits in vain recomputes.
+        by_layers = history.by_layers and self._can_recompute
         return best_split(
             cost,
             self.plan,
-            history,
+            history._replace(by_layers=by_layers),
             decoding=decoding,
             can_recompute=self._can_recompute,
             early_from=early_from if self._as_they_come else None,
         )
+
+    def prefill_seconds(self, new: int, context: int) -> float:
+        """Seconds to compute `new` tokens behind `context` tokens; 0 when that is not known."""
+        if self.costs is None:
+            return 0.0
+        return self.plan.num_layers * self.costs.model.prefill_layer(new, context)
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """Seconds by which a request starts sooner with `fetched` more tokens in host memory,
@@ -204,7 +212,7 @@ class RestorePlanner:
         cost = self._weighed
         if cost is None:
             return 0.0
-        return TRY_SHARE * self.plan.num_layers * cost.prefill_layer(new, context)
+        return TRY_SHARE * self.prefill_seconds(new, context)
 
     @property
     def _weighed(self) -> CostModel | None:

@@ -16,14 +16,26 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.ranks.agreement import ALONE, Ranks
+from sglang_hc.restore.arrival import without_waiting
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
-from sglang_hc.restore.path import Restoration, RestorePath
+from sglang_hc.restore.path import LateLayer, Restoration, RestorePath
 from sglang_hc.restore.planner import Choice, RestorePlanner
 from sglang_hc.restore.restore_pass import RestorePass
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
+
+
+class _Queued(NamedTuple):
+    """release: called when its device slots hold the state. pinned: blocks to be unpinned when the
+    copies are over."""
+
+    restoration: Restoration
+    release: Callable[[], None]
+    pinned: Sequence[BlockNode]
 
 
 class Restorer:
@@ -48,9 +60,9 @@ class Restorer:
         self.counters = counters
         self.gate = WatchedGate(path.pool.layout.plan.num_layers, watch)
         self._host = host
-        self._queued: list[tuple[Restoration, Callable[[], None]]] = []
-        self._running: dict[int, list[Callable[[], None]]] = {}
-        self._releasing: deque[tuple[Event, tuple[Restoration, ...]]] = deque()
+        self._queued: list[_Queued] = []
+        self._running: dict[int, list[_Queued]] = {}
+        self._releasing: deque[tuple[Event, Sequence[BlockNode]]] = deque()
 
     @property
     def has_queued(self) -> bool:
@@ -68,12 +80,14 @@ class Restorer:
         return planned + choice.recompute - self.planner.plan.recompute
 
     def queue(self, restoration: Restoration, release: Callable[[], None]) -> None:
-        """Restore in the next pass; `release` is called when its device slots hold the state."""
+        """Restore in the next pass; `release` is called when its device slots hold the state.
+        Blocks that are still being read belong to whoever reads them; see `keep`."""
         stored_from = self.path.pool.layout.plan.recompute
         assert restoration.recompute >= stored_from, "layers that are not stored"
-        self._host.pin(restoration.nodes)
-        self._host.access(restoration.nodes, self._ranks.clock())
-        self._queued.append((restoration, release))
+        nodes = restoration.nodes if restoration.arrival is None else ()
+        self._host.pin(nodes)
+        self._host.access(nodes, self._ranks.clock())
+        self._queued.append(_Queued(restoration, release, nodes))
         tokens = restoration.stop - restoration.start
         self.counters["restored_tokens"] += tokens
         self.counters["recomputed_layer_tokens"] += tokens * restoration.recompute
@@ -89,10 +103,31 @@ class Restorer:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        index = self.gate.produce(self._pass(self.path, [restoration for restoration, _ in queued]))
-        self._running[index] = [release for _, release in queued]
-        self.gate.recompute(index)
+        index = self.gate.produce(self._pass(self.path, [one.restoration for one in queued]))
+        self._running[index] = queued
+        try:
+            self.gate.recompute(index)
+        except LateLayer:  # of another restoration, to which these layers attend
+            self.start_again(index)
         return index
+
+    def keep(self, nodes: Sequence[BlockNode]) -> None:
+        """Blocks that were read while they were restored have joined the tree: they stay until the
+        copies that were enqueued by now are over."""
+        self._host.pin(nodes)
+        self._releasing.append((self.path.copy_stream.record(), nodes))
+
+    def start_again(self, index: int) -> None:
+        """The batch with this consumer index met a late layer, and its pass is run once more: what
+        has not come is recomputed for it, now. Raises what a forward pass may raise; see
+        `start`."""
+        self.counters["late_layers"] += 1
+        layers = self.path.pool.layout.plan.num_layers
+
+        def again(before: Sequence[Restoration]) -> RestorePass:
+            return self._pass(self.path, without_waiting(before, layers))
+
+        self.gate.replace(index, again)
 
     def restore_early(self, restorations: Sequence[Restoration]) -> Event:
         """Submit restorations of blocks that have not joined the tree, and of all their layers.
@@ -114,7 +149,11 @@ class Restorer:
         index = self.start()
         if index >= 0:
             self.gate.set_consumer(index)
-            self._finish_pass()
+            try:
+                self._finish_pass()
+            except LateLayer:
+                self.start_again(index)
+                self._finish_pass()
             self.poll()
 
     def pass_ended(self) -> bool:
@@ -129,9 +168,8 @@ class Restorer:
         if self.path.read_buffer is not None:
             self.path.read_buffer.poll()
         while self._releasing and self._releasing[0][0].done():
-            _, restorations = self._releasing.popleft()
-            for restoration in restorations:
-                self._host.unpin(restoration.nodes)
+            _, nodes = self._releasing.popleft()
+            self._host.unpin(nodes)
 
     def clear(self) -> None:
         """Wait for the copies under way, and forget what was copied early."""
@@ -151,10 +189,11 @@ class Restorer:
         restorations = self.gate.finish()
         if not restorations:
             return False
-        for release in self._running.pop(index):
-            release()
+        done = self._running.pop(index)
+        for one in done:
+            one.release()
         copied = self._ranks.mark(self.path.copy_stream.record())
-        self._releasing.append((copied, restorations))
+        self._releasing.append((copied, [node for one in done for node in one.pinned]))
         return True
 
     def _pass(self, path: RestorePath, restorations: Sequence[Restoration]) -> RestorePass:

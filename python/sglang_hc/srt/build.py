@@ -45,8 +45,9 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
-from sglang_hc.store.disk_tier import DiskTier, not_observed
+from sglang_hc.store.disk_tier import DiskTier, LayerDisk, not_observed
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
+from sglang_hc.store.layer_reads import layer_groups
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.store.remote import Chain, RemoteBlocks
@@ -265,8 +266,11 @@ def _disk(
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
+    layers = None
     if io.blocks is not None:
         below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
+        if ranks.count == 1:  # several would have to agree on each layer
+            layers = LayerDisk(io.blocks, layer_groups(sizes.layout))
     if model.config.remote is not None:
         part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
         store = remote_store(model.config, io.memory.pool, part, io.counts)
@@ -276,7 +280,7 @@ def _disk(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds, layers)
 
 
 def _capture(

@@ -52,6 +52,17 @@ class DeviceOrder:
         self._needs = needs
         self._kept = kept
 
+    def evict(self, tree: Any, tokens: int) -> int:
+        """Take leaves out of SGLang's tree until so many slots are free, as far as there are
+        unlocked ones. Returns how many."""
+        freed, victims = 0, self.victims(tree.evictable_leaves)
+        while freed < tokens and (node := next(victims, None)) is not None:
+            tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+            freed += len(node.value)
+            tree._delete_leaf(node)
+            tree._record_remove_event(node)
+        return freed
+
     def victims(self, leaves: Collection[Any]) -> Iterator[Any]:
         """Unlocked leaves in the order they should leave.
 

@@ -98,12 +98,7 @@ class EarlyBlocks:
             self._allocator.free(torch.cat(list(slots.values())))
 
     def _restoration(self, meeting: Meeting, run: list[int]) -> Restoration:
-        nodes = []
-        for block in run:
-            promotion = meeting.source(block)
-            node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
-            node.slot = promotion.slot
-            nodes.append(node)
+        nodes = [standing_for(meeting, block) for block in run]
         first, slots = run[0], torch.cat([self._slots[block] for block in run])
         start = first * BLOCK_TOKENS
         return Restoration(tuple(nodes), start, start + len(slots), slots, first=first)
@@ -112,12 +107,22 @@ class EarlyBlocks:
         self.give_back({block: self._slots.pop(block) for block in blocks})
 
 
+def standing_for(meeting: Meeting, block: int) -> BlockNode:
+    """A node in no tree, for a block of a meeting."""
+    promotion = meeting.source(block)
+    node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
+    node.slot = promotion.slot
+    return node
+
+
 def gaps(there: Slots, start: int, stop: int) -> list[tuple[int, int]]:
-    """Tokens [begin, end) between `start`, the end of a block, and `stop` that no block of `there`
-    has."""
+    """Tokens [begin, end) between `start` and `stop` that no block of `there` has. None of these
+    begins before `start`."""
     blocks = range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
     runs = _runs(block for block in blocks if block not in there)
-    return [(run[0] * BLOCK_TOKENS, min((run[-1] + 1) * BLOCK_TOKENS, stop)) for run in runs]
+    return [
+        (max(run[0] * BLOCK_TOKENS, start), min((run[-1] + 1) * BLOCK_TOKENS, stop)) for run in runs
+    ]
 
 
 def woven(there: Slots, others: torch.Tensor, start: int, stop: int) -> torch.Tensor:

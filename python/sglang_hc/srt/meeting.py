@@ -16,6 +16,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.early import Slots, gaps, woven
+from sglang_hc.srt.streamed import restorable
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -30,6 +31,10 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
         meeting = tree.tiers.queue.meetings.of(req.rid)
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
+            if not req.host_hit_length and tree.streamed.is_due(req, head):
+                # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
+                req.host_hit_length = max(0, restorable(tree, meeting, req) - head)
+                return original(self, req, *args, **kwargs)
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, req.rid, head))
     return original(self, req, *args, **kwargs)
 
@@ -68,6 +73,9 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.tiers.queue.meetings
+    if tree.streamed.is_due(req, head):
+        _go_on_behind(tree, req, *tree.streamed.load_back(req))
+        return UNLIMITED
     if not meeting.is_here(head) and _restore_early(tree, meeting, req):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
@@ -80,7 +88,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         return UNLIMITED
     if step.action is Action.OVER:
         return UNLIMITED
-    if step.action is Action.WAIT:
+    if step.action in (Action.WAIT, Action.STREAM):
         return 0
     tree.early.drop_before(head + step.tokens)
     return _aligned(tree, head, step.tokens)
@@ -92,16 +100,10 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
     return -(-(head + tokens) // unit) * unit - head
 
 
-def _limit(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
-    """Tokens of the prompt that may be restored; of the others at least one is computed."""
-    limit: int = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
-    return min(meeting.stop, limit) // tree.page_size * tree.page_size
-
-
 def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
     """Restore what has come, while there is room for all of the prompt. False for nothing."""
     head = len(req.prefix_indices)
-    blocks = tree.early.wanted(meeting, head, _limit(tree, meeting, req))
+    blocks = tree.early.wanted(meeting, head, restorable(tree, meeting, req))
     if not blocks or not meeting.can_join(head):
         return False
     without_them = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_
@@ -118,7 +120,7 @@ def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
 
 def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     """Put what was read behind the request's prefix; what cannot be is computed."""
-    head, stop = len(req.prefix_indices), _limit(tree, meeting, req)
+    head, stop = len(req.prefix_indices), restorable(tree, meeting, req)
     tree.early.drop_before(head)
     there = tree.early.hand_over()
     blocks = tree.tiers.queue.meetings.join(req.rid, head)
@@ -129,6 +131,11 @@ def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
         slots, node = _load_rest(tree, req, blocks, stop, there)
     else:
         slots, node = tree.load_back(req, blocks, stop)
+    _go_on_behind(tree, req, slots, node)
+
+
+def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) -> None:
+    """A running request goes on behind `slots`, the last of which `node` has; none: as it did."""
     if not len(slots):
         return
     tree.inc_lock_ref(node)

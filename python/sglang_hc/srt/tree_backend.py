@@ -26,13 +26,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.restore.path import Restoration
+from sglang_hc.restore.path import Arrival, Restoration
 from sglang_hc.restore.planner import Choice
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
 from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.scheduler import OwnScheduler
+from sglang_hc.srt.streamed import StreamedPass
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
@@ -77,6 +78,7 @@ class HcRadixCache(RadixCache):
         self.host_match = HostMatch(tiers)
         buffer = tiers.restorer.path.read_buffer
         self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
+        self.streamed = StreamedPass(self)
         self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
         tiers.queue.meetings.subscribe(self.early.release)
         self._is_built = True
@@ -113,6 +115,10 @@ class HcRadixCache(RadixCache):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
+        if self.streamed.is_due(req, len(req.prefix_indices)):
+            slots, node = self.streamed.load_back(req)
+            req.host_hit_length = req.storage_hit_length = len(slots)
+            return slots, node
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
             return self.refuse(req, "blocks_gone")
@@ -143,21 +149,25 @@ class HcRadixCache(RadixCache):
         slots: torch.Tensor,
         choice: Choice,
         missing: Sequence[tuple[int, int]],
+        arrival: Arrival | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
-        others the slots hold K and V already."""
+        others the slots hold K and V already. arrival: see `Restoration`."""
         before, restorer, lag = req.prefix_indices, self.tiers.restorer, self.tiers.layout.draft.lag
         node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
             return self.refuse(req, "tree_changed")
-        self.compute_stream.will_read(slots, before)
+        self.compute_stream.will_read(slots)
         restorer.planner.take(choice)
         for begin, end in missing:
             path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
             own = slots[begin - len(before) : end - len(before)]
+            above = torch.cat([before, slots[: begin - len(before)]])
+            self.compute_stream.will_read(above)
             self.inc_lock_ref(node)
-            restoration = Restoration(path, begin, end, own, restorer.recomputed(choice), before)
+            recompute = restorer.recomputed(choice)
+            restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
             restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
 
@@ -212,13 +222,7 @@ class HcRadixCache(RadixCache):
         if self._device_order is None or self.disable:
             return super().evict(params)
         started = time.perf_counter()
-        freed = 0
-        victims = self._device_order.victims(self.evictable_leaves)
-        while freed < params.num_tokens and (node := next(victims, None)) is not None:
-            self.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-            freed += len(node.value)
-            self._delete_leaf(node)
-            self._record_remove_event(node)
+        freed = self._device_order.evict(self, params.num_tokens)
         self.update_eviction_metrics(freed, started)
         return EvictResult(num_tokens_evicted=freed)
 
@@ -242,6 +246,7 @@ class HcRadixCache(RadixCache):
         if tiers.restorer.has_queued:
             with self.compute_stream.entered():
                 tiers.restorer.run_now()
+            self.streamed.over()
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -289,12 +294,12 @@ class HcRadixCache(RadixCache):
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
+        self.streamed.over()
         tiers = self.tiers
         if not tiers.capture.needs_taps or forward_batch.forward_mode.is_target_verify():
             tiers.after_pass((), 0)  # rows of a verify pass are taken when they are accepted
             return
-        segments = []
-        row = 0
+        segments, row = [], 0
         extends = forward_batch.forward_mode.is_extend()
         lengths = () if extends else forward_batch.seq_lens_cpu.tolist()
         for index, req in enumerate(requests):

@@ -13,7 +13,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
-from sglang_hc.policy.meeting import History, Span, Split, best_split, restore_alone
+from sglang_hc.policy.meeting import Split, best_split, from_below, restore_alone
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config
@@ -137,7 +137,7 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
     )
 
     def meeting(plan: LayerPlan, behind: int) -> Split:
-        return best_split(cost, plan, History(0, [Span(tier, context)], 0, behind))
+        return best_split(cost, plan, from_below(tier, context, behind))
 
     def way(plan: LayerPlan) -> Way:
         restore, ttft = makespan(alone, plan), makespan(then_new, plan)
@@ -156,6 +156,8 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
         compute_busy = layers * cost.prefill_layer(head, 0)
         if split.as_they_come:
             compute_busy += restore_alone(cost, chosen, context - head)
+        if split.streamed:  # the disk is busy while the new tokens run, too
+            compute_busy += layers * cost.prefill_layer(new, context)
     return Report(
         ways={
             "plan": way(chosen),

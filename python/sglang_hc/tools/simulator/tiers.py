@@ -10,7 +10,8 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import Meetings, Step
+from sglang_hc.queue.meeting import Step, TailReads
+from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
@@ -120,9 +121,7 @@ class TieredCache:
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
         counters = self.prefetcher.counters
-        self.meetings: Meetings[int] = Meetings(
-            self.window.requests, tree, costs, counters, lambda: self._now
-        )
+        self.meetings: Meetings[int] = Meetings(tree, costs, counters, lambda: self._now)
 
     # The waiting queue
 
@@ -204,9 +203,11 @@ class TieredCache:
         def read(low: int, high: int) -> list[Promotion]:
             begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
             self._started += [Transfer(job, [promotion]) for promotion in begun]
+            for promotion in begun:
+                self.window.requests.begin(promotion.block_id)
             return begun
 
-        return self.meetings.begin(request, missing, end, self._coming, read)
+        return self.meetings.begin(request, missing, end, self._coming, TailReads(read))
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
