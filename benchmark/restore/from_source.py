@@ -14,6 +14,7 @@ The server's scheduler serves single requests in this process, with its disk in 
 
     recompute   nothing of the history is stored
     serial      the whole history is read, then restored
+    met         as `overlapped`, nothing is read layer by layer
     overlapped  what the server does: by its costs, one of these or a meeting of both
 
 `bound_ms` is the larger of disk and compute (on a CPU the link is the compute's) over the best
@@ -40,12 +41,12 @@ from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, Span, best_split
+from sglang_hc.policy.meeting import History, Span, best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells, machine
 
-FACTORS = {"bucket": (0.25, 1.0, 4.0), "slow-file": (1.0,)}
-"""Rates of the buckets over the balance."""
+FACTORS = (0.25, 1.0, 4.0)
+"""Rates of the buckets before a disk over the balance."""
 
 STORES = {"disk": "disk", "bucket": "disk", "file": "file", "slow-file": "file"}
 SOURCES = (*STORES, "restart")
@@ -84,10 +85,13 @@ def expected(server: SourceServer, history: int) -> dict[str, float]:
         compute = work + project + (0.0 if cost.overlap else copies)
         return max(compute, copies, cost.copy_stored(tier, plan, rest) if rest else 0.0)
 
+    met = History(0, [Span(tier, stored)], 0, new)
+    best = from_below(tier, stored, new)
     return {
         "recompute": whole,
         "serial": read + host.as_stored_seconds,
-        "overlapped": best_split(cost, plan, History(0, [Span(tier, stored)], 0, new)).seconds,
+        "met": best_split(cost, plan, met).seconds,
+        "overlapped": best_split(cost, plan, best).seconds,
         "bound": min(whole, *(bound(head) for head in range(0, stored + 1, BLOCK_TOKENS))),
     }
 
@@ -110,6 +114,8 @@ def measure(
             server.throttle(rate)
             if expected(server, history)["serial"] < MOST_S:
                 take(source, "serial")
+            if server.tier is SourceTier.DISK:
+                take(source, "met")
             take(source, "overlapped")
     rows = []
     for source, rate in rates.items():
@@ -127,6 +133,11 @@ def measure(
                 "load_average": load,
             })  # fmt: skip
     return rows
+
+
+def factors_of(source: str, buckets: Sequence[float]) -> Sequence[float]:
+    """Rates over the balance; 0 for what the source can."""
+    return buckets if source == "bucket" else (1.0,) if source == "slow-file" else (0.0,)
 
 
 def groups_of(spec: dict[str, Any]) -> dict[str, tuple[int, list[str]]]:
@@ -155,7 +166,7 @@ def case(spec: dict[str, Any]) -> None:
             rates = {
                 f"{source} x{factor:g}" if factor else source: factor * balance
                 for source in sources
-                for factor in FACTORS.get(source, (0.0,))
+                for factor in factors_of(source, spec["factors"])
             }
             if spec["store"] == "file":
                 server.learn(prompts[history], *rates.values())
@@ -243,6 +254,7 @@ def main() -> int:
     parser.add_argument("--histories", type=int, nargs="+", default=[1024, 2048, 4096, LONGEST])
     parser.add_argument("--forms", nargs="+", default=["kv", "hidden"])
     parser.add_argument("--sources", nargs="+", default=["disk", "bucket"], choices=SOURCES)
+    parser.add_argument("--factors", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--out", type=Path)
@@ -270,7 +282,8 @@ def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
     for form in options.forms:
         spec = {
             "model": options.model, "form": form, "histories": sorted(options.histories),
-            "rounds": options.rounds, "dir": options.dir, "cells": str(path), "part": "all",
+            "rounds": options.rounds, "factors": options.factors, "dir": options.dir,
+            "cells": str(path), "part": "all",
             "command": cells.own_command(),
         }  # fmt: skip
         for store in ("disk", "file"):

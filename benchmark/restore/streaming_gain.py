@@ -1,13 +1,14 @@
-"""What streaming layers from disk would gain over meeting in the middle, by the cost model.
+"""What reading layer by layer from disk gains over whole blocks, by the cost model.
 
     python -m benchmark.restore.streaming_gain [--measured RESULT] [--out FILE]
 
 Nothing is measured here. For data sheets of GPUs with one, two and four SSDs, and for a machine
 that from_source.py has measured (its RESULT), the time to the first token is computed of
 
-    meeting   what the server does: it computes the front and reads the end, restores what comes as
-              it comes or when all is here, and goes on
-    streamed  the layers are read in order, so that the forward pass follows them; the best number
+    meeting   the front is computed and the end read in whole blocks, restored as they come or
+              when all are here
+    server    what the server does: the last blocks are read layer by layer where that is faster
+    streamed  all layers are read in order, so that the forward pass follows them; the best number
               of first layers is recomputed meanwhile
 
 and of the bound: the largest of what disk, link and compute have to do for the best head of the
@@ -31,7 +32,7 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.policy.makespan import LayerTimes, paths
-from sglang_hc.policy.meeting import History, Span, best_split
+from sglang_hc.policy.meeting import History, Span, best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
@@ -58,11 +59,13 @@ class Case:
     def seconds(self) -> dict[str, float]:
         cost, plan, history = self.cost, self.plan, self.history
         host = plan_restore(cost, plan, history, context=0, new=NEW)
+        met = History(0, [Span(DISK, history)], 0, NEW)
         heads = range(0, history + 1, BLOCK_TOKENS)
         return {
             "recompute": self.layers * cost.prefill_layer(history + NEW, 0),
             "serial": cost.copy_stored(DISK, plan, history) + host.as_stored_seconds,
-            "meeting": best_split(cost, plan, History(0, [Span(DISK, history)], 0, NEW)).seconds,
+            "meeting": best_split(cost, plan, met).seconds,
+            "server": best_split(cost, plan, from_below(DISK, history, NEW)).seconds,
             "streamed": min(map(self.streamed, range(plan.recompute, self.layers))),
             "bound": min(self.bound(h, r) for h in heads for r in range(self.layers)),
         }
@@ -168,7 +171,8 @@ def row_of(machine: str, model: str, gbps: float, case: Case) -> dict[str, Any]:
         "source_gbps": round(gbps, 4),
         "history": case.history,
         **{f"{arm}_ms": round(1e3 * value, 2) for arm, value in seconds.items()},
-        "meeting_over_streamed": round(seconds["meeting"] / seconds["streamed"], 3),
+        "meeting_over_server": round(seconds["meeting"] / seconds["server"], 3),
+        "server_over_bound": round(seconds["server"] / seconds["bound"], 3),
     }
 
 
@@ -182,13 +186,13 @@ def main() -> int:
     rows = list(of_data_sheets())
     if options.measured is not None:
         rows += of_measured(options.measured)
-    shown = ("recompute", "serial", "meeting", "streamed", "bound")
+    shown = ("recompute", "serial", "meeting", "server", "streamed", "bound")
     for row in rows:
         times = "  ".join(f"{arm} {row[f'{arm}_ms']:8.1f}" for arm in shown)
         print(
             f"{row['machine']:20} {row['model']:12} {row['plan']:22} "
             f"{row['source_gbps']:7.4g} GB/s {row['history']:5}  {times}  "
-            f"{row['meeting_over_streamed']:.2f}"
+            f"{row['meeting_over_server']:.2f}"
         )
     if options.out is not None:
         told = {"command": cells.own_command(), "new_tokens": NEW, "rows": rows}
