@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,19 @@ def test_one_server_goes_on_with_what_another_computed(
     assert stats["remote_loaded_blocks"] == 4
     assert reply.tokens == wanted
     assert shown == "HiCacheFile"
+
+
+def second_turn_uninterrupted(directory: str, history: list[int]) -> int:
+    """Tokens that come from the store when no thread is made to let go of the interpreter."""
+    core = server("kv", directory)
+    sys.setswitchinterval(1e6)
+    return core.ask(history, 1).storage
+
+
+def test_passes_without_a_batch_let_the_store_be_read(models: None, tmp_path: Path) -> None:
+    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
+    history = [*PROMPT, *first, *FOLLOW]
+    assert run_in_child(second_turn_uninterrupted, str(tmp_path), history) == 256
 
 
 def test_who_differs_in_plan_dtype_or_namespace_finds_nothing(models: None, tmp_path: Path) -> None:

@@ -239,6 +239,10 @@ class HcRadixCache(RadixCache):
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         tiers, exporter = self.tiers, self._scheduler.exporter
+        if tiers.disk is not None and not self._scheduler.decoding:
+            # Passes without a batch follow each other and never let go of the interpreter. Threads
+            # that read a store would wait 5 ms for it each time that they need it.
+            time.sleep(0)
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
