@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.ranks.board import VoteBoard
+from support.waiting import HANGS_S
 
 R = TypeVar("R")
 """What a test has of each rank."""
@@ -56,7 +57,7 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANGS_S)
         assert not thread.is_alive() or errors, "the ranks wait for each other for ever"
     if errors:
         raise errors[0]

@@ -257,6 +257,6 @@ def test_close_leaves_a_hung_thread_behind(
     assert store.entered.wait(HANGS_S)
     closing = threading.Thread(target=io.close)
     closing.start()
-    closing.join(60)
+    closing.join(HANGS_S)
     assert not closing.is_alive()
     store.open.set()
