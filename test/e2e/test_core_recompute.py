@@ -178,6 +178,7 @@ def orphaned() -> tuple[int, float]:
     evict(core)
     tree = core.tree
     req = SimpleNamespace(
+        rid="orphan",
         prefix_indices=torch.empty(0, dtype=torch.int64),
         full_untruncated_fill_ids=array("q", history),
         extra_key=None,
