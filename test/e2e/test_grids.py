@@ -1,9 +1,9 @@
-"""Grids of ranks: two stages of two tensor-parallel ranks each, and two replicas of two ranks."""
+"""Grids of ranks: two stages of two tensor-parallel ranks each, and two replicas of two ranks or
+stages."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
 from support.exactness import BOUND
-from support.ranked_core import CORES, run_ranks
-from support.ranked_turns import BLOCKS, Turns, check_tokens, go_on, prompts, talk
+from support.ranked_core import CORES, GridCore, run_ranks
+from support.ranked_turns import BLOCKS, FLAGS, Turns, check_tokens, go_on, prompts, talk
 from support.served import post, start, wait_for
 
 from .test_ranks import both_on_rank, worst_of_stage
@@ -98,6 +98,22 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
     assert later[0].said == found[0][2] and later[0].stored == BLOCKS
 
 
+def beside_store(rank: int, port: int, folder: str) -> Turns:
+    store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder}))
+    core = GridCore(
+        rank, port, "--hc-forms", "hidden:2,kv:2", *store, *FLAGS, model="llama-gqa"
+    )  # fmt: skip
+    return talk(core, "well")
+
+
+def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
+    found = run_ranks(beside_store, str(tmp_path), ranks=RANKS)
+    check_tokens(found)
+    assert found[0].stored == BLOCKS
+    keys = {file.name.split("-")[1] for file in (tmp_path / "sglang-hc").iterdir()}
+    assert len(keys) == RANKS, "each rank has its own"
+
+
 def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
     """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
     each file, and layers are those of its stage."""
@@ -109,13 +125,14 @@ def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("kind", ["tp"])
+@pytest.mark.parametrize("kind", CORES)
 def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> None:
     """Ranks agree within their replica: what one rank's disk lost its replica recomputes, and the
-    other replica does not notice."""
+    other replica does not notice. What is in a remote store is there for both."""
     disk = tmp_path / "disk"
     grid = ("--dp-size", "2", f"--{kind}-size", "2")
     flags = (*grid, "--hc-disk", f"{disk}:2", "--hc-scrub-mb-s", "0")
+    store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(tmp_path / "s")}))
     trace = ("--hc-trace", str(tmp_path / "t.jsonl"))
     with start(tmp_path / "log", *flags, *trace, env=CORES[kind].env) as server:
         numbers = replicas(server)
@@ -134,27 +151,36 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
             assert tokens == kept[replica], "the tokens of a replica that never forgot"
             assert found.get("device", 0) == 0 and found.get("host", 0) > 300
         blocks = len(histories[0]) // 64
-        for replica in (0, 1):
-            wait_for(partial(has_saved, server, replica, "disk", blocks))
+        wait_for(lambda: have_saved(server, "disk", blocks) == 2)
         post(server, "/flush_cache?timeout=60")
         spoil(disk / "dp1" / f"{kind}2-1")
         for replica, history in enumerate(histories):
             tokens, found = ask(server, history, replica)
             assert tokens == kept[replica]
             assert found.get("storage", 0) == (0 if replica else blocks * 64)
-        first, second = replicas(server)
-        assert second["disk_read_damaged"] == second["rank1_block_damaged"] > 0
-        assert not any("damaged" in name for name in first)
+        wait_for(lambda: any("disk_read_damaged" in one for one in replicas(server)))
+        (hit,) = (one for one in replicas(server) if any("damaged" in name for name in one))
+        assert hit["disk_read_damaged"] == hit["rank1_block_damaged"]
     folders = {str(path.relative_to(disk)) for path in disk.glob(f"dp?/{kind}2-?")}
     assert folders == {f"dp{replica}/{kind}2-{rank}" for replica in (0, 1) for rank in (0, 1)}
     assert all(not report.findings for report in check([str(disk / "dp0")], False))
     names = {path.name for path in tmp_path.glob("t.jsonl.*")}
     assert names == {f"t.jsonl.dp{replica}.{kind}{rank}" for replica in (0, 1) for rank in (0, 1)}
-    with start(tmp_path / "log2", *flags, env=CORES[kind].env) as server:
+    with start(tmp_path / "log2", *flags, *store, env=CORES[kind].env) as server:
+        history = prompt(20)
+        history += ask(server, history, 0)[0]
+        wanted, _ = ask(server, history, 0)
+        wait_for(lambda: have_saved(server, "remote", blocks) == 1)
+        tokens, found = ask(server, history, 1)
+        assert tokens == wanted and found.get("storage", 0) == blocks * 64
         tokens, found = ask(server, histories[0], 0)
         assert tokens == kept[0] and found.get("storage", 0) == blocks * 64
 
 
-def has_saved(server: ServerProcess, replica: int, where: str, blocks: int) -> bool:
-    counts = replicas(server)[replica]["ranks"]
-    return all(one.get(f"{where}_saved_blocks", 0) >= blocks for one in counts)
+def have_saved(server: ServerProcess, where: str, blocks: int) -> int:
+    """How many replicas have saved so many blocks, each rank its part of them. SGLang lists the
+    replicas in the order of their answers."""
+    return sum(
+        all(one.get(f"{where}_saved_blocks", 0) >= blocks for one in numbers["ranks"])
+        for numbers in replicas(server)
+    )

@@ -21,15 +21,15 @@ TP, PP, DP = ("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2")
 NGRAM = ("--speculative-algorithm", "NGRAM")
 
 
-@pytest.mark.parametrize("flags", [TP, PP, DP, TP + PP, TP + DP, TP + NGRAM, DP + NGRAM])
-def test_two_are_served(flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", [TP, PP, DP, TP + PP, TP + DP, PP + DP, TP + NGRAM, DP + NGRAM])
+def test_any_two_are_served(flags: tuple[str, ...]) -> None:
     refuse_modes(arguments(*flags), HcConfig())
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (PP + DP, "--dp-size above 1 with --pp-size above 1"),
+        (TP + PP + DP, "--dp-size and --tp-size above 1 with --pp-size above 1"),
         (PP + NGRAM, "--speculative-algorithm with --pp-size above 1"),
     ],
 )

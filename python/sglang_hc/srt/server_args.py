@@ -201,7 +201,11 @@ def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, 
     """What the stages of a pipeline cannot do, beside what ranks cannot."""
     stages = "with --pp-size above 1"
     return [
-        (args.dp_size > 1, f"--dp-size above 1 {stages}", "both together were not tested"),
+        (
+            args.dp_size > 1 and args.tp_size > 1,
+            f"--dp-size and --tp-size above 1 {stages}",
+            "all three together were not tested",
+        ),
         (
             args.speculative_algorithm is not None,
             f"--speculative-algorithm {stages}",
