@@ -72,6 +72,19 @@ def test_a_layer_is_there_when_all_blocks_have_it(data: st.DataObject) -> None:
         reads.has(len(GROUPS) + 5)
 
 
+@pytest.mark.parametrize("outcome", FAILURES)
+@pytest.mark.parametrize("when", range(len(GROUPS)))
+def test_a_block_that_is_missing_to_other_reads_is_lost_for_what_was_found(
+    outcome: Outcome, when: int
+) -> None:
+    (block,) = blocks(1)
+    reads = LayerReads([block], GROUPS)
+    outcomes = [Outcome.MISSING] * len(GROUPS)
+    outcomes[when] = outcome
+    ended = [reads.came(block, group, each) for group, each in enumerate(outcomes)]
+    assert ended == [None, None, outcome]
+
+
 @given(st.data())
 def test_blocks_read_by_layers_end_once_and_leave_no_slot(data: st.DataObject) -> None:
     world = World()

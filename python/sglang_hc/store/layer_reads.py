@@ -72,12 +72,13 @@ class LayerReads:
 
     def came(self, promotion: Promotion, group: int, outcome: Outcome) -> Outcome | None:
         """A read is over. Returns what became of the block when this was its last one: the first
-        failure, if there was any."""
+        failure, if there was any. Where a read has found the block damaged, those after it, and
+        those beside it, find it missing: that is not why it is lost."""
         self._unanswered[promotion] -= 1
         if outcome is Outcome.OK:
             self._missing[group] -= 1
-        else:
-            self._failures.setdefault(promotion, outcome)
+        elif self._failures.get(promotion, Outcome.MISSING) is Outcome.MISSING:
+            self._failures[promotion] = outcome
         if self._unanswered[promotion]:
             return None
         return self._failures.get(promotion, Outcome.OK)
