@@ -55,12 +55,13 @@ class DeviceOrder:
     def evict(self, tree: Any, tokens: int) -> int:
         """Take leaves out of SGLang's tree until so many slots are free, as far as there are
         unlocked ones. Returns how many."""
-        freed, victims = 0, self.victims(tree.evictable_leaves)
+        started, freed, victims = time.perf_counter(), 0, self.victims(tree.evictable_leaves)
         while freed < tokens and (node := next(victims, None)) is not None:
             tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
             freed += len(node.value)
             tree._delete_leaf(node)
             tree._record_remove_event(node)
+        tree.update_eviction_metrics(freed, started)
         return freed
 
     def victims(self, leaves: Collection[Any]) -> Iterator[Any]:

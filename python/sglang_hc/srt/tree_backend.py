@@ -213,18 +213,14 @@ class HcRadixCache(RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free device slots: leaves of the tree, then those of early blocks."""
-        result = self._evict_leaves(params)
+        if self._device_order is None or self.disable:
+            result = super().evict(params)
+        else:
+            freed = self._device_order.evict(self, params.num_tokens)
+            result = EvictResult(num_tokens_evicted=freed)
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.early.release()
         return result
-
-    def _evict_leaves(self, params: EvictParams) -> EvictResult:
-        if self._device_order is None or self.disable:
-            return super().evict(params)
-        started = time.perf_counter()
-        freed = self._device_order.evict(self, params.num_tokens)
-        self.update_eviction_metrics(freed, started)
-        return EvictResult(num_tokens_evicted=freed)
 
     # -- restore ---------------------------------------------------------------------------------
 
