@@ -49,7 +49,7 @@ demo-forms: setup
 	$(BIN)/python scripts/demo.py forms
 
 test: lint models
-	$(PYTEST) -m "not slow" $(KERNEL_TESTS)
+	$(PYTEST) $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not server" $(TWO) test
 	$(PYTEST) -m "server and not slow" $(TWO) test
 
