@@ -52,7 +52,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--hc-host-size-gb", "-1"), ("--hc-host-size-gb", "above 0")),
         (("--hc-host-size-gb", "many"), ("--hc-host-size-gb", "number")),
         (("--hc-host-size-gb", "1e6"), ("--hc-host-size-gb", "memory")),
-        (("--tp-size", "2", "--dp-size", "2"), ("--dp-size", "--tp-size", "--hc-disable")),
         (("--tp-size", "2", "--nnodes", "2"), ("--nnodes", "--tp-size", "--hc-disable")),
         (
             ("--tp-size", "2", "--hc-overflow", "reembed"),
@@ -62,8 +61,10 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--tp-size", "2", "--enable-attn-tp-input-scattered"),
             ("--enable-attn-tp-input-scattered", "--hc-disable"),
         ),
-        (("--pp-size", "2", "--tp-size", "2"), ("--tp-size", "--pp-size", "--hc-disable")),
-        (("--pp-size", "2", "--dp-size", "2"), ("--dp-size", "--pp-size", "--hc-disable")),
+        (
+            ("--pp-size", "2", "--tp-size", "2", "--dp-size", "2"),
+            ("--dp-size", "--tp-size", "--pp-size", "--hc-disable"),
+        ),
         (("--pp-size", "2", "--nnodes", "2"), ("--nnodes", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--hc-overflow", "reembed"), ("--hc-overflow reembed", "--pp-size")),
         (("--pp-size", "2", "--hc-exact"), ("--hc-exact", "--pp-size", "--hc-disable")),

@@ -97,9 +97,10 @@ def test_times_of_the_trace_are_waited_for(fake_server: Start) -> None:
     run = send(fake_server().url, trace, Pace(time_scale=2.0))
     starts = {(r.session, r.turn): r for r in run.records}
     assert starts[1, 0].start_s < starts[0, 0].start_s
-    assert starts[0, 0].start_s >= 0.04
+    early = 0.002  # the timers of an event loop may count whole milliseconds
+    assert starts[0, 0].start_s >= 0.04 - early
     first = starts[0, 0]
-    assert starts[0, 1].start_s - (first.start_s + first.reply.latency_s) >= 0.1
+    assert starts[0, 1].start_s - (first.start_s + first.reply.latency_s) >= 0.1 - early
 
 
 def test_chat_sends_messages_and_reads_usage(fake_server: Start) -> None:
