@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -34,28 +33,10 @@ from support.meetings import (
     server,
     start,
 )
+from support.slab_ranges import Range
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
-
-
-class Range(NamedTuple):
-    """Bytes [begin, end) of a slab file."""
-
-    path: Path
-    begin: int
-    end: int
-
-    def overlaps(self, path: str, begin: int, end: int) -> bool:
-        return Path(path) == self.path and begin < self.end and self.begin < end
-
-    def flip(self) -> None:
-        """A bit in the middle."""
-        with self.path.open("r+b") as file:
-            file.seek((self.begin + self.end) // 2)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
 
 
 class Disk:

@@ -34,6 +34,7 @@ from support.meetings import (
     second_turn,
     start,
 )
+from support.slab_ranges import Range
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
@@ -65,25 +66,6 @@ def test_a_history_is_restored_while_its_last_blocks_are_read(
     if disk == SLOW_DISK:
         assert reply.cached < BLOCKS * BLOCK_TOKENS, "its head was computed"
     assert not {"hole", "gap", "late_layers"} & seen.keys(), "what comes behind it is saved"
-
-
-class Chunk(NamedTuple):
-    """Bytes [begin, end) of a slab file: one layer of a block."""
-
-    path: Path
-    begin: int
-    end: int
-
-    def overlaps(self, path: str, begin: int, end: int) -> bool:
-        return Path(path) == self.path and begin < self.end and self.begin < end
-
-    def flip(self) -> None:
-        """A bit in the middle."""
-        with self.path.open("r+b") as file:
-            file.seek((self.begin + self.end) // 2)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
 
 
 class Seen(NamedTuple):
@@ -121,7 +103,7 @@ class Server:
 
         self.core.scheduler.run_batch = runs
 
-    def chunk(self, block: int, layer: int) -> Chunk:
+    def chunk(self, block: int, layer: int) -> Range:
         """Where a layer of a block lies."""
         from sglang_hc.store.disk.index_file import Place
         from sglang_hc.store.disk.slabs import slab_path
@@ -133,7 +115,7 @@ class Server:
         begin = directory.slabs._slabs[place.slab].header.offset(place.slot) + model.header_bytes
         (found,) = (chunk for chunk in model.chunks if chunk.layer == layer)
         begin += found.offset
-        return Chunk(Path(slab_path(directory.root, place.slab)), begin, begin + found.length)
+        return Range(Path(slab_path(directory.root, place.slab)), begin, begin + found.length)
 
     def ask(
         self,
@@ -165,7 +147,7 @@ class Server:
         return found
 
     def at_every_layer(
-        self, blocks: Sequence[int], ask: Callable[[Chunk], tuple[Reply, dict[str, int]]]
+        self, blocks: Sequence[int], ask: Callable[[Range], tuple[Reply, dict[str, int]]]
     ) -> list[Seen]:
         """Serve it with a fault in each layer of these blocks."""
         found = []
@@ -181,7 +163,7 @@ class Server:
 def flipped_bits(folder: str, profile: str, blocks: Sequence[int]) -> list[Seen]:
     server = Server(folder, profile)
 
-    def ask(chunk: Chunk) -> tuple[Reply, dict[str, int]]:
+    def ask(chunk: Range) -> tuple[Reply, dict[str, int]]:
         chunk.flip()
         return server.ask()
 
@@ -191,7 +173,7 @@ def flipped_bits(folder: str, profile: str, blocks: Sequence[int]) -> list[Seen]
 def failing_reads(folder: str, profile: str, blocks: Sequence[int]) -> list[Seen]:
     server = Server(folder, profile)
 
-    def ask(chunk: Chunk) -> tuple[Reply, dict[str, int]]:
+    def ask(chunk: Range) -> tuple[Reply, dict[str, int]]:
         def fail(path: str, begin: int, end: int) -> None:
             if chunk.overlaps(path, begin, end):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
@@ -205,7 +187,7 @@ def stalled_reads(folder: str, profile: str, blocks: Sequence[int]) -> list[Seen
     """A read stands still until the request is over, and ends well then."""
     server = Server(folder, profile)
 
-    def ask(chunk: Chunk) -> tuple[Reply, dict[str, int]]:
+    def ask(chunk: Range) -> tuple[Reply, dict[str, int]]:
         goes_on = threading.Event()
 
         def wait(path: str, begin: int, end: int) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.layer_reads import LEAST_GROUPS, READ_BYTES, LayerReads, layer_groups
+from sglang_hc.policy.meeting import LEAST_GROUPS
+from sglang_hc.store.layer_reads import READ_BYTES, LayerReads, layer_groups
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
 from support.meeting_world import GROUPS, WORD, World

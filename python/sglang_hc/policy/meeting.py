@@ -81,9 +81,9 @@ class Split(NamedTuple):
     streamed: int = 0
 
 
-GROUP_SHARE = 1 / 6
-"""Share of the layers that are read together at most, when blocks are streamed and the model has
-the layers (`store.layer_reads`)."""
+LEAST_GROUPS = 6
+"""When blocks are streamed, their layers are read in at least so many groups, where the model has
+the layers: the pass waits for the first one, and works behind the last."""
 
 
 def best_split(
@@ -184,7 +184,7 @@ class _Ways:
         if rest > inside:
             restored = stall + self._restore(rest - inside)
             begin = max(restored, others + self._restore(BLOCK_TOKENS))
-        group = max(GROUP_SHARE, 1 / self._stored.num_layers)
+        group = 1 / min(LEAST_GROUPS, self._stored.num_layers)
         end = max(begin, others + window * group) + work
         return Split(head, max(end, others + window + work * group), stall, head > 0, tokens)
 

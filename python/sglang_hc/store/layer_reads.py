@@ -10,15 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from sglang_hc.forms import BlockLayout
+from sglang_hc.policy.meeting import LEAST_GROUPS
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
 
 READ_BYTES = 1 << 20
 """A read is at least so large, because a call costs as much as reading some 100 KiB."""
-
-LEAST_GROUPS = 6
-"""But where the model has the layers, there are at least so many reads of a block: the pass waits
-for the first one, and works behind the last."""
 
 
 class LayerIo(Protocol):
