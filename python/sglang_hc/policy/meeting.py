@@ -185,8 +185,8 @@ class _Ways:
             restored = stall + self._restore(rest - inside)
             begin = max(restored, others + self._restore(BLOCK_TOKENS))
         group = 1 / min(LEAST_GROUPS, self._stored.num_layers)
-        end = max(begin, others + window * group) + work
-        return Split(head, max(end, others + window + work * group), stall, head > 0, tokens)
+        end = pass_end(begin, (others, others + window), work, group)
+        return Split(head, end, stall, head > 0, tokens)
 
     def _window(self, head: int, token_seconds: float) -> int:
         """How many tokens to stream: whole blocks that take as long to read as the pass that waits
@@ -269,6 +269,14 @@ class _Ways:
             SourceTier.HOST, tokens, context=context + history.restored, new=history.new
         )
         return makespan(times, self._stored)
+
+
+def pass_end(begin: float, reads: tuple[float, float], work: float, group: float) -> float:
+    """When a pass is over which can begin at `begin`, takes `work` seconds, and waits in each of
+    its layers for what is read layer by layer between the two times `reads`. group: share of the
+    layers that are read together."""
+    first, last = reads
+    return max(max(begin, first + (last - first) * group) + work, last + work * group)
 
 
 def restore_alone(cost: CostModel, stored: LayerPlan, tokens: int) -> float:

@@ -19,7 +19,7 @@ from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
-from sglang_hc.queue.meeting import Action, TailReads
+from sglang_hc.queue.meeting import TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import Waiting
@@ -162,10 +162,7 @@ class QueueView:
         if self.meetings.of(rid) is not None:
             waiting = self.look_at(rid)
             known = max(self._host.tree.match(waiting.prompt).tokens, waiting.on_device())
-            step = self.meetings.stream_step(rid, known)
-            if step is not None and step.action is Action.WAIT:
-                return False
-            self.meetings.wait(rid, known)
+            return self.meetings.may_begin(rid, known) and ready
         return ready
 
     def readiness(self, rids: Collection[str]) -> Readiness[str]:

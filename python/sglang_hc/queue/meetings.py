@@ -99,11 +99,16 @@ class Meetings(Generic[K]):
             return None
         return meeting.stream_step(head, self.decoding, self._clock())
 
-    def wait(self, name: K, head: int) -> None:
-        """See `Meeting.wait`. Nothing happens if the request has no meeting."""
-        meeting = self.of(name)
+    def may_begin(self, name: K, head: int) -> bool:
+        """Whether a request that could be admitted now is, when `head` of its tokens are there. It
+        is not while its only pass will soon follow the reads of layers. Otherwise its source goes
+        on, see `Meeting.wait`."""
+        step, meeting = self.stream_step(name, head), self.of(name)
+        if step is not None and step.action is Action.WAIT:
+            return False
         if meeting is not None:
             meeting.wait(head, self._clock())
+        return True
 
     def next(self, name: K, head: int) -> Step:
         """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""

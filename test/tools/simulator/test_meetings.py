@@ -9,31 +9,43 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.makespan import makespan
-from sglang_hc.policy.meeting import History, Span, best_split
+from sglang_hc.policy.meeting import Split, best_split, from_below
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.engine import Engine
 from sglang_hc.tools.simulator.models import (
     SERVER_LAYER_OVERHEAD,
     GpuCosts,
     Machine,
+    SimulatedModel,
     load_model,
 )
+from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.simulator.workloads import Session, Turn, Workload
 from sglang_hc.tools.simulator.workloads import Span as Text
 
-MODEL = replace(load_model("llama-13b", context=16_384), layer_overhead=SERVER_LAYER_OVERHEAD)
+
+def model(forms: str = "kv", gpus: int = 2) -> SimulatedModel:
+    found = load_model("llama-13b", forms, gpus, context=16_384)
+    return replace(found, layer_overhead=SERVER_LAYER_OVERHEAD)
+
+
+MODEL = model()
 HISTORY, ASKED = 4096, 60
 PROMPT = HISTORY + ASKED
-BALANCE = MODEL.token_bytes * HISTORY / GpuCosts(MODEL).prefill_seconds(HISTORY, 0)
-"""Bytes per second at which reading the history takes as long as computing it."""
 
 
-def served(disk: float, beside: int = 0, host: int = 100) -> tuple[TieredCache, float, float]:
+def balance(model: SimulatedModel) -> float:
+    """Bytes per second at which reading the history takes as long as computing it."""
+    return model.token_bytes * HISTORY / GpuCosts(model).prefill_seconds(HISTORY, 0)
+
+
+BALANCE = balance(MODEL)
+
+
+def workload(beside: int = 0, after: float | None = None) -> Workload:
     """A conversation comes back when only the disk has it. beside: requests that decode then.
-
-    Returns its cache, the TTFT of its second turn and the TTFT of a prompt of the same length that
-    was never seen, at the end."""
+    after: seconds after which another request arrives that decodes for long."""
     text = iter(range(0, 10**9, 10**5))
 
     def turn(tokens: int, answer: int = 1, at: float | None = None) -> Turn:
@@ -46,9 +58,30 @@ def served(disk: float, beside: int = 0, host: int = 100) -> tuple[TieredCache, 
         Session(2000.0, (turn(PROMPT),)),
     ]
     sessions += [Session(990.0, (turn(64, 4000),)) for _ in range(beside)]
-    costs = GpuCosts(MODEL, Machine(disk=disk))
-    cache = TieredCache(TierSizes(0, host, 10_000), costs, policy="queue", prefetch="queue")
-    engine = Engine(Workload("one returns", tuple(sessions)), cache, costs)
+    if after is not None:
+        sessions.append(Session(1000.0 + after, (turn(64, 4000),)))
+    return Workload("one returns", tuple(sessions))
+
+
+def served(
+    disk: float,
+    load: Workload | None = None,
+    *,
+    host: int = 100,
+    model: SimulatedModel = MODEL,
+    reads_layers: bool = False,
+) -> tuple[TieredCache, float, float]:
+    """Returns the cache of a simulation of `workload`, the TTFT of the second turn and the TTFT of
+    a prompt of the same length that was never seen, at the end."""
+    costs = GpuCosts(model, Machine(disk=disk))
+    cache = TieredCache(
+        TierSizes(0, host, 10_000),
+        costs,
+        policy="queue",
+        prefetch="queue",
+        reads_layers=reads_layers,
+    )
+    engine = Engine(workload() if load is None else load, cache, costs)
     measures = engine.run()
     for tier in (cache.host, cache.disk):
         assert tier is not None
@@ -61,27 +94,93 @@ def served(disk: float, beside: int = 0, host: int = 100) -> tuple[TieredCache, 
     return cache, measures.ttft[second], measures.ttft[admitted.index(3)]
 
 
-def expected(disk: float) -> tuple[float, float]:
-    """(the planner's best split, reading everything first)."""
-    costs = GpuCosts(MODEL, Machine(disk=disk))
-    history = [Span(SourceTier.DISK, HISTORY)]
-    split = best_split(costs.cost, costs.plan, History(0, history, 0, ASKED))
-    host = costs.restored(HISTORY, 0, ASKED)
-    return split.seconds, costs.read_seconds(HISTORY) + host.seconds
+def planned(disk: float, model: SimulatedModel = MODEL, *, by_layers: bool = False) -> Split:
+    """What the planner says of the second turn."""
+    costs = GpuCosts(model, Machine(disk=disk))
+    history = from_below(SourceTier.DISK, HISTORY, ASKED)
+    return best_split(costs.cost, costs.plan, history._replace(by_layers=by_layers))
+
+
+def serial(disk: float, model: SimulatedModel = MODEL) -> float:
+    """Seconds to read everything, and then to restore it before the new tokens."""
+    costs = GpuCosts(model, Machine(disk=disk))
+    return costs.read_seconds(HISTORY) + costs.restored(HISTORY, 0, ASKED).seconds
 
 
 @pytest.mark.parametrize("rate", [0.25, 1.0, 4.0])
 def test_a_history_on_disk_is_met_when_the_planner_says(rate: float) -> None:
     """The extra over the plan is one chunk's floor, and less than two blocks of rounding."""
     cache, met, recomputed = served(rate * BALANCE)
-    planned, serial = expected(rate * BALANCE)
+    wanted = planned(rate * BALANCE).seconds
     costs = GpuCosts(MODEL)
     slack = 3 * costs.prefill_seconds(BLOCK_TOKENS, HISTORY)
-    assert planned * 0.99 <= met <= planned + slack
-    assert met < min(serial, recomputed)
+    assert wanted * 0.99 <= met <= wanted + slack
+    assert met < min(serial(rate * BALANCE), recomputed)
     counters = cache.prefetcher.counters
     assert counters["meetings"] == counters["meetings_restored"] == 1
     assert counters["restore_reason_slow_tier"] == 1
+    assert not counters["meetings_streamed"]
+
+
+@pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
+@pytest.mark.parametrize("rate", [2.0, 4.0, 8.0])
+def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> None:
+    """With a head, and without one where the disk is fast."""
+    alone = model(forms, gpus=1)
+    disk = rate * balance(alone)
+    split = planned(disk, alone, by_layers=True)
+    assert split.streamed and (split.head > 0) == (rate < 8)
+    cache, met, recomputed = served(disk, model=alone, reads_layers=True)
+    counters = cache.prefetcher.counters
+    assert counters["meetings"] == counters["meetings_streamed"] == 1
+    assert counters["meetings_restored"] == 1
+    assert met == pytest.approx(split.seconds, rel=0.02)
+    assert met < min(planned(disk, alone).seconds, serial(disk, alone), recomputed)
+
+
+def test_nothing_is_streamed_while_others_decode() -> None:
+    alone = model(gpus=1)
+    for beside, streams in ((0, 1), (1, 0)):
+        cache, _, _ = served(2 * balance(alone), workload(beside), model=alone, reads_layers=True)
+        counters = cache.prefetcher.counters
+        assert (counters["meetings"], counters["meetings_streamed"]) == (1, streams)
+
+
+@pytest.mark.parametrize(("after", "streams"), [(1e-3, False), (0.5, True)])
+def test_who_decodes_before_the_last_pass_begins_ends_it(after: float, streams: bool) -> None:
+    """Another request comes while a block is read that is not streamed, or when the first token is
+    out. Without streaming everything is read, and then restored."""
+    alone = model(gpus=1)
+    disk = 4.5 * balance(alone)
+    split = planned(disk, alone, by_layers=True)
+    assert not split.head and split.streamed == HISTORY - BLOCK_TOKENS and split.seconds < 0.5
+    cache, met, _ = served(disk, workload(after=after), model=alone, reads_layers=True)
+    assert cache.prefetcher.counters["meetings_streamed"] == 1
+    if streams:
+        assert met == pytest.approx(split.seconds, rel=0.02)
+    else:
+        assert met >= serial(disk, alone)
+
+
+@pytest.mark.parametrize(("recompute", "streams"), [(0, 1), (1, 0)])
+def test_nothing_is_streamed_where_layers_are_recomputed(recompute: int, streams: int) -> None:
+    alone = model(f"recompute:{recompute},kv:{40 - recompute}", gpus=1)
+    cache, _, _ = served(2 * balance(alone), model=alone, reads_layers=True)
+    counters = cache.prefetcher.counters
+    assert (counters["meetings"], counters["meetings_streamed"]) == (1, streams)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_only_a_server_with_one_rank_streams(gpus: int) -> None:
+    """Two GPUs of half the speed cost as much as one."""
+    served_by, base = model(gpus=gpus), Machine()
+    disk = 2 * balance(model(gpus=1))
+    machine = Machine(base.flops / gpus, base.memory_bandwidth / gpus, base.link, disk)
+    slot = served_by.slot_bytes
+    setup = Setup(workload(), served_by, dram=100 * slot, disk=1e4 * slot, machine=machine)
+    took = simulate(setup).measures.ttft[3]
+    split = planned(disk, model(gpus=1), by_layers=gpus == 1)
+    assert took == pytest.approx(split.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e4])
@@ -98,7 +197,7 @@ def test_beside_decoding_requests_the_head_is_not_computed_where_reading_is_near
     None
 ):
     """Every second of the head keeps them waiting too, so the disk reads everything alone."""
-    cache, _, _ = served(4 * BALANCE, beside=8)
+    cache, _, _ = served(4 * BALANCE, workload(beside=8))
     assert cache.prefetcher.counters["meetings"] == 0
     assert cache.prefetcher.counters["prefetches"] > 0
 

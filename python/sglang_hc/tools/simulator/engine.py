@@ -9,22 +9,22 @@ Decode steps are not simulated one by one: while the batch stays the same they t
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice
-from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import LEAST_GROUPS, pass_end
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
-from sglang_hc.queue.meeting import Action
+from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.tools.simulator.jobs import Conversation, Job, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
-from sglang_hc.tools.simulator.tiers import Found, TieredCache, Transfer
+from sglang_hc.tools.simulator.reads import ReadQueue
+from sglang_hc.tools.simulator.tiers import Found, TieredCache
 from sglang_hc.tools.simulator.workloads import Workload
 
 CONSIDERED = 64
@@ -42,13 +42,6 @@ class Event:
     kind: str
     session: int
     loaded: bool = False
-
-
-class _Read(NamedTuple):
-    """A transfer and when it is through. The disk works on one after the other."""
-
-    time: float
-    transfer: Transfer
 
 
 @dataclass
@@ -81,7 +74,7 @@ class Engine:
         self._talks = [Conversation(i, s, overflow) for i, s in enumerate(self.workload.sessions)]
         self._admission: Admission[int] = Admission(self.cache.window.requests)
         self._agenda: list[tuple[float, int, int]] = []
-        self._reads: deque[_Read] = deque()
+        self._disk = ReadQueue(self.costs)
         self._ticket = 0
         self._queue: list[int] = []
         self._queue_changed = False
@@ -90,7 +83,6 @@ class Engine:
         self._steps = 0.0
         self._step_seconds = 0.0
         self._context = 0
-        self._disk_free = 0.0
         self._passed: set[int] = set()
         self._served = 0
         self._numbers = 0
@@ -100,7 +92,7 @@ class Engine:
         for talk in self._talks:
             if talk.session.turns:
                 self._schedule(talk.session.arrival, talk.index)
-        while self._agenda or self._reads or self._running:
+        while self._agenda or self._disk or self._running:
             self._advance()
             if self._queue and (len(self._running) < self.max_batch or len(self._queue) < 256):
                 self._pass()
@@ -114,7 +106,7 @@ class Engine:
     def _advance(self) -> None:
         """To the next finish, arrival or end of a read, whichever comes first."""
         arrival = self._agenda[0][0] if self._agenda else math.inf
-        coming = min(arrival, self._reads[0].time) if self._reads else arrival
+        coming = min(arrival, self._disk.next_end)
         if self._ends:
             end = self.now + (self._ends[0][0] - self._steps) * self._step_seconds
             if end <= coming:
@@ -128,7 +120,8 @@ class Engine:
                 self._steps += (coming - self.now) / self._step_seconds
         self.now = max(self.now, coming)
         if coming < arrival:
-            self.cache.fetched(self._reads.popleft().transfer, self.now)
+            _, transfer = next(self._disk.through(self.now))
+            self.cache.fetched(transfer, self.now)
         else:
             time, _, talk = heappop(self._agenda)
             self._arrive(self._talks[talk], time)
@@ -161,7 +154,6 @@ class Engine:
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
-            self.cache.meetings.decoding = len(self._running)
             chosen = list(islice(self._admissible(considered), free))
             self._carry()
             self._admission.count(considered, chosen)
@@ -188,15 +180,18 @@ class Engine:
 
     def _carry(self) -> None:
         """What the tiers have begun to fetch goes through the disk, one after the other."""
-        for transfer in self.cache.take_started():
-            seconds = self.costs.read_seconds(BLOCK_TOKENS * len(transfer.promotions))
-            self._disk_free = max(self._disk_free, self.now) + seconds
-            self._reads.append(_Read(self._disk_free, transfer))
+        self._disk.begin(self.cache.take_started(), self.now)
+
+    def _deliver(self) -> None:
+        """Reads that are through by now."""
+        for time, transfer in self._disk.through(self.now):
+            self.cache.fetched(transfer, time)
 
     def _look_ahead(self) -> None:
         if self._queue_changed:
             self.cache.look_ahead(self._queue)
             self._queue_changed = False
+        self.cache.meetings.decoding = len(self._running)
         self.cache.prefetch(self.now)
         self._carry()
 
@@ -221,7 +216,7 @@ class Engine:
         self.cache.admit(job, found, self.now, load=loaded)
         self.events.append(Event(self.now, "admit", job.session, loaded or meeting is not None))
         if loaded:
-            self._disk_free = max(self._disk_free, self.now) + self.costs.read_seconds(found.disk)
+            self._disk.occupy(found.disk, self.now)
         if meeting is not None:
             restored = found.device + self._meet(
                 job, found, min(meeting.stop, job.prompt_tokens - 1)
@@ -247,7 +242,7 @@ class Engine:
         plan = self.costs.restored(found.host, found.device, rest)
         if not found.disk or self.cache.prefetcher.mode != "off":
             return plan
-        tokens, wait = found.host + found.disk, max(0.0, self._disk_free - self.now)
+        tokens, wait = found.host + found.disk, self._disk.backlog(self.now)
         late = self.costs.restored(tokens, found.device, rest - found.disk, wait)
         late = replace(late, seconds=late.seconds + self.costs.read_seconds(found.disk))
         return late if late.tokens and late.seconds <= plan.seconds else plan
@@ -257,12 +252,15 @@ class Engine:
         tokens, then restore the rest (`queue/meeting.py`). Returns the tokens that were restored.
         """
         head, prompt, cache = found.device + found.host, job.prompt_tokens, self.cache
-        restored, context, first, meeting = 0, found.device, True, cache.meetings.of(job.number)
-        held = found.host
+        restored, context, held, first = 0, found.device, found.host, True
+        meeting = cache.meetings.of(job.number)
         assert meeting is not None
+        self._batch_changed()  # by who was admitted before in the same pass
         while head < prompt:
             self._carry()
             self._deliver()
+            if not held and self._may_follow(meeting, job.number, head):
+                return restored + self._follow(meeting, job, head, stop)
             if not first and self._restore_early(job.number, head, stop):
                 continue
             step = cache.next_step(job.number, head, self.now)
@@ -274,9 +272,7 @@ class Engine:
                 and not first
                 and cache.join(job.number, head, self.now)
             ):
-                early = BLOCK_TOKENS * len(meeting.restored)
-                left = max(0, stop - head - early)
-                plan = self.costs.restored(left, head + early, prompt - stop)
+                early, plan = self._rest(meeting, job, head, stop)
                 self.now += plan.seconds
                 return restored + early + plan.tokens
             tokens = prompt - head
@@ -293,7 +289,37 @@ class Engine:
             head += tokens
             held, context, first = 0, head, False
             cache.computed(job, head, self.now)
+            cache.meetings.decoding = len(self._running)
         return restored
+
+    def _may_follow(self, meeting: Meeting, number: int, head: int) -> bool:
+        """Whether nothing behind `head` tokens is missing but what is read layer by layer, and
+        those before it are in host memory, so that the last pass may follow these reads."""
+        step = self.cache.stream_step(number, head, self.now)
+        if step is None or step.action is not Action.STREAM:
+            return False
+        if meeting.can_join(head):
+            return True
+        meeting.take_streamed()  # nothing follows these reads any more
+        return False
+
+    def _follow(self, meeting: Meeting, job: Job, head: int, stop: int) -> int:
+        """The last pass of a request, each layer of which waits for its reads. It restores
+        everything as it is stored. Returns the tokens that were restored in it and before it."""
+        _, plan = self._rest(meeting, job, head, stop)
+        reads = self._disk.span(meeting.take_streamed().promotions)
+        group = 1 / min(LEAST_GROUPS, self.costs.plan.num_layers)
+        self.now = pass_end(self.now, reads, plan.as_stored_seconds, group)
+        self._deliver()
+        self.cache.join(job.number, head, self.now)
+        return stop - head
+
+    def _rest(self, meeting: Meeting, job: Job, head: int, stop: int) -> tuple[int, RestorePlan]:
+        """What a last pass behind `head` tokens has to do: (tokens up to `stop` that the device has
+        already, the plan for the others and the new ones)."""
+        early = BLOCK_TOKENS * len(meeting.restored)
+        left = max(0, stop - head - early)
+        return early, self.costs.restored(left, head + early, job.prompt_tokens - stop)
 
     def _restore_early(self, number: int, head: int, stop: int) -> bool:
         """Restore what has come of the tokens from `head` to `stop`, where blocks are restored as
@@ -309,17 +335,14 @@ class Engine:
         meeting.restored |= came
         return True
 
-    def _deliver(self) -> None:
-        """Reads that are through by now."""
-        while self._reads and self._reads[0].time <= self.now:
-            read = self._reads.popleft()
-            self.cache.fetched(read.transfer, read.time)
-
     def _wait_one_pass(self) -> None:
-        """The device is left to those who decode; who ends with it leaves at the next event."""
-        if self._step_seconds:
+        """The device is left to those who decode; who ends with it leaves at the next event. Where
+        nobody decodes the next pass finds what the disk has read by then."""
+        if self._running:
             self._steps += 1
-        self.now += self._step_seconds or self.costs.block_seconds(SourceTier.DISK)
+            self.now += self._step_seconds
+        else:
+            self.now = self._disk.next_end
 
     def _batch_changed(self) -> None:
         batch = len(self._running)

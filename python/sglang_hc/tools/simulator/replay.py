@@ -8,15 +8,14 @@ so bounds what any eviction order could hit with the same tiers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
-from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key
 from sglang_hc.tools.simulator.engine import Event
 from sglang_hc.tools.simulator.jobs import Conversation, Overflow
 from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
-from sglang_hc.tools.simulator.tiers import TieredCache, Transfer
+from sglang_hc.tools.simulator.reads import ReadQueue
+from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.simulator.workloads import Workload
 
 
@@ -81,11 +80,10 @@ def replay(
     measures = Measures()
     queue: list[int] = []
     jobs = {}
-    agenda: list[tuple[float, int, Transfer]] = []
-    disk_free, served, numbers, tickets = 0.0, 0, 0, 0
+    disk = ReadQueue(costs)
+    served, numbers = 0, 0
     for event in events:
-        while agenda and agenda[0][0] <= event.time:
-            time, _, transfer = heappop(agenda)
+        for time, transfer in disk.through(event.time):
             cache.fetched(transfer, time)
         talk = talks[event.session]
         if event.kind == "arrive":
@@ -114,10 +112,6 @@ def replay(
         if event.kind != "arrive" or len(queue) < 256:
             cache.look_ahead(queue)
             cache.prefetch(event.time)
-            for transfer in cache.take_started():
-                seconds = costs.read_seconds(BLOCK_TOKENS * len(transfer.promotions))
-                disk_free = max(disk_free, event.time) + seconds
-                tickets += 1
-                heappush(agenda, (disk_free, tickets, transfer))
+            disk.begin(cache.take_started(), event.time)
     measures.simulated_seconds = events[-1].time if events else 0.0
     return measures

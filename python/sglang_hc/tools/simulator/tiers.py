@@ -14,8 +14,10 @@ from sglang_hc.queue.meeting import Step, TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
+from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tools.simulator.reads import Transfer
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
@@ -57,14 +59,6 @@ class Found:
         return replace(self, host=0, disk=self.host + self.disk)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Blocks of one request on their way from disk to staged host slots."""
-
-    job: Job
-    promotions: Sequence[Promotion] = field(repr=False)
-
-
 NodePolicies = Callable[[str], EvictionPolicy[BlockNode]]
 DiskPolicies = Callable[[], EvictionPolicy[DiskBlock]]
 
@@ -73,6 +67,7 @@ class TieredCache:
     """What a server keeps of its requests, and where.
 
     `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
+    `reads_layers`: blocks can be read layer by layer, as a server with one rank does.
     `node_policy` and `disk_policy` replace the named policy,
     e.g. by the clairvoyant one. Times come from the caller.
     """
@@ -85,12 +80,13 @@ class TieredCache:
         policy: str,
         prefetch: str,
         stretch: float = EVICTION_STRETCH,
+        reads_layers: bool = False,
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
         self.window: LookAhead[int] = LookAhead()
         self.jobs: dict[int, Job] = {}
-        self._sizes = sizes
+        self._reads_layers = reads_layers
         self._seen: set[bytes] = set()
         self._now = 0.0
         self._started: list[Transfer] = []
@@ -145,7 +141,8 @@ class TieredCache:
         if self.meetings.of(number) is not None:
             prompt = self.jobs[number].path.prefix
             tiers = [tier for tier in (self.device, self.host) if tier is not None]
-            self.meetings.wait(number, max(t.tree.match(prompt).tokens for t in tiers))
+            known = max(tier.tree.match(prompt).tokens for tier in tiers)
+            return self.meetings.may_begin(number, known) and ready
         return ready
 
     def take_started(self) -> list[Transfer]:
@@ -200,14 +197,24 @@ class TieredCache:
     ) -> bool:
         job = self.jobs[request]
 
-        def read(low: int, high: int) -> list[Promotion]:
+        def begin(low: int, high: int) -> list[Promotion]:
             begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
-            self._started += [Transfer(job, [promotion]) for promotion in begun]
             for promotion in begun:
                 self.window.requests.begin(promotion.block_id)
             return begun
 
-        return self.meetings.begin(request, missing, end, self._coming, TailReads(read))
+        def read(low: int, high: int) -> list[Promotion]:
+            begun = begin(low, high)
+            self._started += [Transfer(job, [promotion]) for promotion in begun]
+            return begun
+
+        def stream(low: int, high: int) -> LayerReads:
+            reads = LayerReads(begin(low, high), ())  # whose pass is timed as a whole
+            self._started.append(Transfer(job, reads.promotions))
+            return reads
+
+        tail = TailReads(read, stream if self._reads_layers else None)
+        return self.meetings.begin(request, missing, end, self._coming, tail)
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
@@ -267,6 +274,12 @@ class TieredCache:
         """What a request that meets its history does behind its first `head` tokens."""
         self._now = now
         return self.meetings.next(number, head)
+
+    def stream_step(self, number: int, head: int, now: float) -> Step | None:
+        """Whether the last pass of a request may follow the reads of layers behind its first `head`
+        tokens; see `Meeting.stream_step`."""
+        self._now = now
+        return self.meetings.stream_step(number, head)
 
     def computed(self, job: Job, head: int, now: float) -> None:
         """The first `head` tokens of a prompt are computed: their whole blocks go below."""
