@@ -165,6 +165,9 @@ def main():
     again = ask(prompt)
     details = again["meta_info"]["cached_tokens_details"]
     print("RESULT", first["output_ids"] == again["output_ids"], details["device"], details["host"])
+    history = draw(700)
+    cuts = [reply["meta_info"]["hc_overflow"]["dropped"] for reply in ask([history, history])]
+    print("CUT", cuts, len(history))
     engine.shutdown()
 
 if __name__ == "__main__":
@@ -177,6 +180,7 @@ def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path
     script = tmp_path / "engine.py"
     script.write_text(ENGINE.format(model=str(MODELS / "llama-mha")))
     options = {"forms": "hidden", "host_size_gb": 0.2, "profile": str(FREE_LOADING)}
+    options |= {"overflow": "recompute", "overflow_reserve": 64}
     env = {**os.environ, "SGLANG_HC_CONFIG": json.dumps(options)}
     env["PYTHONPATH"] = str(ROOT / "python")
     done = subprocess.run(
@@ -184,3 +188,5 @@ def test_an_engine_takes_its_options_from_the_environment(models: None, tmp_path
         env=env, capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert "RESULT True 0 199" in done.stdout, done.stdout + done.stderr
+    # Both prompts of the batch are cut, and the caller's list, which they are, stays as it is.
+    assert "CUT [[64, 256], [64, 256]] 700" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""The head of a chat: what its template puts before the first turn, whatever is said later."""
+"""Which prompts the tokenizer process cuts, and the head of a chat: what its template puts before
+the first turn, whatever is said later."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_hc.srt.overflow import count_head, read_field
+from sglang_hc.srt.overflow import count_head, cut_prompt, own_ids, read_field
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 WISH = {"hc_overflow": {"keep_first": "system"}, "other": 1}
@@ -85,3 +87,74 @@ def test_other_wishes_stay() -> None:
         adapted = SimpleNamespace(sampling_params={"custom_params": custom})
         count_head((adapted, request), Serving(), request)
         assert adapted.sampling_params["custom_params"] == custom
+
+
+LIMIT, STEP = 448, 192
+"""Longest prompt that is not cut, and what a longer one loses, by the manager below."""
+
+
+def manager(mode: str = "recompute") -> Any:
+    """Stands for a TokenizerManager whose window is 512 tokens."""
+    config = {"overflow": mode, "overflow_reserve": 64}
+    return SimpleNamespace(
+        server_args=SimpleNamespace(_hc_config=config), max_req_input_len=512 - 4
+    )
+
+
+def asked(length: int, **more: Any) -> GenerateReqInput:
+    request = GenerateReqInput(input_ids=list(range(length)), sampling_params={}, **more)
+    request.normalize_batch_and_arguments()
+    return request
+
+
+def left(request: GenerateReqInput | EmbeddingReqInput, mode: str = "recompute") -> list[int]:
+    """What is left of the prompt of a request."""
+    own_ids(manager(mode), request)
+    cut_prompt(manager(mode), request, request.input_ids)
+    assert isinstance(request.input_ids, list)
+    return request.input_ids
+
+
+def test_a_prompt_of_token_ids_is_cut() -> None:
+    assert left(asked(LIMIT)) == list(range(LIMIT))
+    kept = [*range(64), *range(64 + STEP, LIMIT + 1)]
+    assert left(asked(LIMIT + 1)) == kept == left(asked(LIMIT + 1), "reembed")
+    assert left(asked(LIMIT + 1), "off") == list(range(LIMIT + 1))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"image_data": "picture.png"},
+        {"audio_data": "sound.wav"},
+        {"video_data": "film.mp4"},
+        {"session_params": {"id": "s"}},
+        {"input_embeds": [[0.5]]},
+        {"positional_embed_overrides": object()},
+    ],
+)
+def test_a_prompt_that_is_more_than_token_ids_is_left_to_sglang(more: dict[str, Any]) -> None:
+    request = asked(LIMIT + 1)
+    for name, value in more.items():
+        setattr(request, name, value)
+    assert left(request) == list(range(LIMIT + 1))
+
+
+def test_embeddings_of_a_prompt_are_left_to_sglang() -> None:
+    """A request that asks for an embedding generates nothing."""
+    request = EmbeddingReqInput(input_ids=list(range(LIMIT + 1)), sampling_params={})
+    request.normalize_batch_and_arguments()
+    assert left(request) == list(range(LIMIT + 1))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "reembed"])
+def test_what_a_caller_handed_in_stays_as_it_is(mode: str) -> None:
+    """Its options too, which all prompts of a batch share. One list may be several prompts."""
+    history, options = list(range(LIMIT + 1)), {"custom_params": {"other": 1}}
+    batch = GenerateReqInput(input_ids=[history, history, [5]], sampling_params=options)
+    batch.normalize_batch_and_arguments()
+    assert [len(left(batch[i], mode)) for i in range(3)] == [LIMIT + 1 - STEP] * 2 + [1]
+    assert [set(batch[i].sampling_params["custom_params"]) for i in range(3)] == [
+        {"other", "hc_cut"}, {"other", "hc_cut"}, {"other"},
+    ]  # fmt: skip
+    assert history == list(range(LIMIT + 1)) and options == {"custom_params": {"other": 1}}

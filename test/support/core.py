@@ -131,7 +131,7 @@ class Core:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = {"temperature": 0.0, **sampling, "max_new_tokens": new, "ignore_eos": True}
-        tokens, salt, dropped = self._cut(list(tokens), salt, sampling)
+        tokens, salt, sampling, dropped = self._cut(list(tokens), salt, sampling)
         if logprobs_from is not None:
             logprobs_from -= dropped
         params = SamplingParams(**sampling)
@@ -159,8 +159,9 @@ class Core:
 
     def _cut(
         self, tokens: list[int], salt: str | None, sampling: dict[str, Any]
-    ) -> tuple[list[int], str | None, int]:
-        """What the tokenizer process makes of a prompt: its tokens, its key, tokens dropped."""
+    ) -> tuple[list[int], str | None, dict[str, Any], int]:
+        """What the tokenizer process makes of a prompt: its tokens, its key, its options, tokens
+        dropped."""
         from sglang_hc.srt.overflow import cut_prompt
 
         request = SimpleNamespace(
@@ -174,7 +175,7 @@ class Core:
         length, limit = len(tokens), self.scheduler.max_req_input_len
         tokenizer = SimpleNamespace(server_args=self.args, max_req_input_len=limit)
         cut_prompt(tokenizer, request, tokens)
-        return tokens, request.extra_key, length - len(tokens)
+        return tokens, request.extra_key, request.sampling_params, length - len(tokens)
 
     def abort(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq

@@ -53,6 +53,15 @@ _dropped: ContextVar[list[int] | None] = ContextVar("dropped", default=None)
 """Tokens that were cut from the prompts of the HTTP request that is being answered."""
 
 
+def own_ids(self: Any, obj: Any) -> None:
+    """BEFORE TokenizerManager._tokenize_one_request: the request gets its own list of token ids.
+
+    SGLang passes on the list that a caller of `sgl.Engine` gave it, and `cut_prompt` shortens it.
+    """
+    if obj.input_ids is not None and _rule(self) is not None:
+        obj.input_ids = list(obj.input_ids)
+
+
 def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     """BEFORE TokenizerManager._validate_one_request: shorten `input_ids` in place.
 
@@ -80,7 +89,9 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     obj.extra_key, carried = _carried(self, rule, cut, obj.extra_key, input_ids)
     del input_ids[cut.head : cut.head + cut.dropped]
     setattr(obj, _CUT, (length, cut))
-    obj.sampling_params["custom_params"] = custom | {CUT_FIELD: _encode(carried).decode()}
+    # In a dictionary of its own: the prompts of a batch share the one that the client sent.
+    custom = custom | {CUT_FIELD: _encode(carried).decode()}
+    obj.sampling_params = obj.sampling_params | {"custom_params": custom}
     dropped = _dropped.get()
     if dropped is not None:
         dropped.append(cut.dropped)

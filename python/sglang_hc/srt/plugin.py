@@ -99,6 +99,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
             speculation.register_draft,
         ),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
+        (f"{tokenizer}._tokenize_one_request", HookType.BEFORE, overflow.own_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
