@@ -137,16 +137,16 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     continue
                 perplexities = [f"{kv['reference']:.2f}", f"{kv['perplexity']:.2f}"]
                 nkvt = find(**place, form="kv", arm=f"NKVT {head}", kind="all")
-                cells_ = [*perplexities, *map(_change, of), _factor(nkvt)]
-                cuts = str(min(row["cuts"] for row in of if row))
-                by_head.append([dtype, str(window), str(head), cuts, kv["against"], *cells_])
+                changes = [_change(row, kv["cuts"]) for row in of]
+                start = [dtype, str(window), str(head), str(kv["cuts"]), kv["against"]]
+                by_head.append([*start, *perplexities, *changes, _factor(nkvt)])
             for kind in ("all", *KINDS):
                 ours = {**place, "form": "kv", "arm": "ours 64", "kind": kind}
                 kv = find(**ours)
                 if kv is not None:
-                    parts = [_change(find(list(part), **ours)) for part in BEHIND]
+                    parts = [_change(find(list(part), **ours), kv["cuts"]) for part in BEHIND]
                     start = [dtype, str(window), kind, str(kv["cuts"]), str(kv["tokens"])]
-                    by_kind.append([*start, _change(kv), *parts])
+                    by_kind.append([*start, _change(kv, kv["cuts"]), *parts])
     against = [f"{form} against TT" for form in FORMS]
     head = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)", *against, "NKVT"]
     parts = [f"tokens {first + 1}-{last}" for first, last in BEHIND]
@@ -157,8 +157,12 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _change(row: dict[str, Any] | None) -> str:
-    return f"{row['change']:+.2%} ± {row['error']:.2%}" if row else "-"
+def _change(row: dict[str, Any] | None, cuts: int) -> str:
+    """cuts: what the row of the table is over; another number is named."""
+    if row is None:
+        return "-"
+    other = "" if row["cuts"] == cuts else f" ({row['cuts']} cuts)"
+    return f"{row['change']:+.2%} ± {row['error']:.2%}{other}"
 
 
 def _factor(row: dict[str, Any] | None) -> str:

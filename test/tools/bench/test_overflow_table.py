@@ -81,7 +81,8 @@ def test_an_arm_stands_against_recomputation_with_its_head() -> None:
         len(cells) == len(one["columns"]) for one in tables.values() for cells in one["rows"]
     )
     (line,) = [cells for cells in tables["after-a-cut"]["rows"] if cells[2] == "64"]
-    assert line[3] == "1" and line[-2] == "-", "hidden has one cut, mixed none"
+    assert line[3] == "2" and line[-2] == "-", "mixed was not measured"
+    assert line[-3].endswith(" (1 cuts)") and line[-4].count("cuts") == 0
 
 
 def test_moved_state_is_compared_by_the_distance_behind_the_cut() -> None:
