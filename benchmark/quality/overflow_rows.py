@@ -19,6 +19,11 @@ WINDOWS = (512, 1024, 2048)
 HEADS = (0, 4, 64)
 DEFAULT_HEAD = 64
 KINDS = ("prose", "reference")
+"""Kinds of text that "all" stands for."""
+
+BOOK = "book"
+"""A third kind on its own, prose too. In place of a form: this text, in KV form."""
+
 CHUNK = 64
 """Tokens whose log probabilities are added up in a cell."""
 
@@ -57,9 +62,9 @@ def compared(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compar
 
 
 def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
-    """One row per type, window, form, arm, kind of text ("all" too) and part of the text behind
-    the cut (`behind`: its first and last token, None for all): against TT with the same head, or
-    with the default head where that was not measured."""
+    """One row per type, window, form, arm, kind of text ("all": those of KINDS) and part of the
+    text behind the cut (`behind`: its first and last token, None for all): against TT with the same
+    head, or with the default head where that was not measured."""
     found = {key: cell["values"] for key, cell in measured.items() if cell["status"] == cells.OK}
     arms = _by_arm(found)
     kinds = {int(key.split()[-1]): values["kind"] for key, values in found.items()}
@@ -71,13 +76,14 @@ def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
             continue
         reference = arms[dtype, window, form, against]
         parts = BEHIND if arm == f"ours {DEFAULT_HEAD}" and form == "kv" else ()
-        for kind in ("all", *KINDS):
+        for kind in ("all", *KINDS, BOOK):
+            chosen = KINDS if kind == "all" else (kind,)
             for part in (None, *parts):
                 first, last = part or (0, window)
                 pairs = [
                     tuple(chunks[first // CHUNK : last // CHUNK] for chunks in (mine[n], other))
                     for n, other in reference.items()
-                    if n in mine and kind in ("all", kinds[n])
+                    if n in mine and kinds[n] in chosen
                 ]
                 pairs = [pair for pair in pairs if all(pair)]
                 if pairs:
@@ -97,7 +103,7 @@ def _by_arm(found: dict[str, dict[str, Any]]) -> dict[Arm, dict[int, list[float]
     arms: dict[Arm, dict[int, list[float]]] = {}
     for key, values in found.items():
         dtype, form, window, number = key.split()
-        form = "kv" if form == SMALL else form
+        form = "kv" if form in (SMALL, BOOK) else form
         for arm, chunks in values["arms"].items():
             arms.setdefault((dtype, int(window), form, arm), {})[int(number)] = chunks
     return arms
@@ -140,7 +146,7 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 changes = [_change(row, kv["cuts"]) for row in of]
                 start = [dtype, str(window), str(head), str(kv["cuts"]), kv["against"]]
                 by_head.append([*start, *perplexities, *changes, _factor(nkvt)])
-            for kind in ("all", *KINDS):
+            for kind in ("all", *KINDS, BOOK):
                 ours = {**place, "form": "kv", "arm": "ours 64", "kind": kind}
                 kv = find(**ours)
                 if kv is not None:

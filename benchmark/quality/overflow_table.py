@@ -11,6 +11,9 @@ ours    their state moves there: `--hc-overflow reembed` (AttentionStore section
 NKVT    their K stays as it was rotated for the old places (naive truncation of KV)
 whole   nothing is cut
 
+`book` in place of a form is KV form on a third text, with as many samples as are asked for; all
+other numbers are over the first two.
+
 State comes from host memory through the server's scheduler, grafts, restoration and rotation; TT is
 an ordinary prompt of the same engine. The server keeps a whole block as head at least. A head of 0
 tokens is asked for behind that rule. One of 4 does not end with a block, so no block of the cut
@@ -24,18 +27,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import ROOT
 from benchmark.quality.overflow_rows import (
+    BOOK,
     CHUNK,
     DEFAULT_HEAD,
     DTYPES,
@@ -62,6 +66,12 @@ FEWER = 1
 SPREAD = 2176
 """Tokens from the start of the last sample of a text to its end."""
 
+OPTICKS = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
+"""In the package `tvm_ffi`."""
+
+FIRST_OF_BOOK = 1000
+"""Number of the first sample of the book."""
+
 BATCH = 20
 """Samples of one engine before it is started again: what a crash can cost."""
 
@@ -75,8 +85,9 @@ class Sample(NamedTuple):
 
 
 def texts() -> dict[str, list[int]]:
-    """Tokens by kind: public-domain English (benchmark/texts), and the reference of the Python
-    language that comes with the interpreter, half prose, half grammar and code."""
+    """Tokens by kind: public-domain English (benchmark/texts), two thirds of it the Constitution;
+    the reference of the Python language that comes with the interpreter, half prose, half grammar
+    and code; and Newton's Opticks, which comes with a package that SGLang needs in one version."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -86,24 +97,37 @@ def texts() -> dict[str, list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / MODEL)
     reference = "\n".join(topics[name] for name in sorted(topics))
+    opticks = resources.files("tvm_ffi").joinpath(OPTICKS).read_text(encoding="utf-8")
     return {
         "prose": [token for name in PROSE for token in tokens_of(MODEL, name)],
         "reference": list(tokenizer.encode(reference, add_special_tokens=False)),
+        BOOK: list(tokenizer.encode(opticks, add_special_tokens=False)),
     }
 
 
 def samples(count: int, known: dict[str, list[int]]) -> list[Sample]:
-    """`count` conversations, of the kinds in turn, spread over each text. The last ones end with
-    it."""
+    """`count` conversations, of KINDS in turn, spread over each text. The last ones end with it."""
+    chosen: dict[int, Sample] = {}
+    for place, kind in enumerate(KINDS):
+        numbers = range(place, count, len(KINDS))
+        chosen |= _spread(kind, numbers, known[kind])
+    return [chosen[number] for number in sorted(chosen)]
+
+
+def of_book(count: int, known: dict[str, list[int]]) -> list[Sample]:
+    """`count` conversations spread over the book."""
+    numbers = range(FIRST_OF_BOOK, FIRST_OF_BOOK + count)
+    return list(_spread(BOOK, numbers, known[BOOK]).values())
+
+
+def _spread(kind: str, numbers: Sequence[int], text: list[int]) -> dict[int, Sample]:
+    """One sample per number, at equal distances."""
     size = max(window + CHUNK * chunks for window, chunks in CHUNKS.items())
-    chosen = []
-    for number in range(count):
-        kind = KINDS[number % len(KINDS)]
-        text = known[kind]
-        of_kind = math.ceil((count - number % len(KINDS)) / len(KINDS))
-        start = number // len(KINDS) * (len(text) - SPREAD) // max(1, of_kind - 1)
-        chosen.append(Sample(number, kind, text[start : start + size]))
-    return chosen
+    room, found = len(text) - SPREAD, {}
+    for place, number in enumerate(numbers):
+        start = place * room // max(1, len(numbers) - 1)
+        found[number] = Sample(number, kind, text[start : start + size])
+    return found
 
 
 def kept(tokens: Sequence[int], window: int, head: int) -> list[int]:
@@ -254,7 +278,9 @@ def measure(case: dict[str, Any]) -> list[str]:
     """Measure the samples of one case that are missing, up to BATCH; returns their keys."""
     file = cells.CellFile(Path(case["cells"]), "overflow table", case["command"])
     bench, done = None, []
-    for sample in samples(case["samples"], texts()):
+    chosen = of_book if case["form"] == BOOK else samples
+    form = "kv" if case["form"] == BOOK else case["form"]
+    for sample in chosen(case["samples"], texts()):
         missing = [
             window
             for window in case["windows"]
@@ -264,7 +290,7 @@ def measure(case: dict[str, Any]) -> list[str]:
             continue
         if len(done) >= BATCH:
             break
-        bench = bench or Bench(case["dtype"], case["form"])
+        bench = bench or Bench(case["dtype"], form)
         begun = time.monotonic()
         found = bench.cells(sample, missing)
         seconds = (time.monotonic() - begun) / len(missing)
@@ -287,7 +313,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 cuts, windows 512 and 1024")
     parser.add_argument("--samples", type=int, default=40, help="cuts per window (default: 40)")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--forms", default=",".join([*FORMS, SMALL]))
+    parser.add_argument("--forms", default=",".join([*FORMS, SMALL, BOOK]))
     parser.add_argument("--windows", default=",".join(map(str, WINDOWS)))
     parser.add_argument("--cells", type=Path, help="keep measurements here and go on from them")
     parser.add_argument("--out", type=Path, help="write the result as JSON")

@@ -38,6 +38,16 @@ def test_samples_are_of_both_kinds_and_spread() -> None:
         assert {len(tokens) for tokens in of_kind[:-2]} == {longest}
 
 
+def test_samples_of_the_book_have_numbers_of_their_own() -> None:
+    known = {table.BOOK: list(range(90_000))}
+    chosen = table.of_book(3, known)
+    assert [(sample.number, sample.kind) for sample in chosen] == [
+        (table.FIRST_OF_BOOK + place, table.BOOK) for place in range(3)
+    ]
+    room = 90_000 - table.SPREAD
+    assert [sample.tokens[0] for sample in chosen] == [0, room // 2, room]
+
+
 def test_two_arms_are_compared_over_the_tokens_of_both() -> None:
     size = rows.CHUNK
     pairs = [([2.0 * size, 9.0 * size], [1.0 * size]), ([1.0 * size], [1.0 * size, 5.0 * size])]
@@ -83,6 +93,20 @@ def test_an_arm_stands_against_recomputation_with_its_head() -> None:
     (line,) = [cells for cells in tables["after-a-cut"]["rows"] if cells[2] == "64"]
     assert line[3] == "2" and line[-2] == "-", "mixed was not measured"
     assert line[-3].endswith(" (1 cuts)") and line[-4].count("cuts") == 0
+
+
+def test_the_book_stands_for_itself() -> None:
+    found = {
+        "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0]),
+        "float32 book 512 1000": cell("book", ours_64=[64.0], TT_64=[64.0]),
+    }
+    made = by_place(rows.rows_of(found))
+    assert made["kv", "ours 64", "all", "None"] == {
+        **made["kv", "ours 64", "prose", "None"], "kind": "all"
+    }  # fmt: skip
+    assert made["kv", "ours 64", "book", "None"]["change"] == 0
+    kinds = [line[2] for line in rows.tables(list(made.values()))["behind"]["rows"]]
+    assert kinds == ["all", "prose", "book"]
 
 
 def test_moved_state_is_compared_by_the_distance_behind_the_cut() -> None:
