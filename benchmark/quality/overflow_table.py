@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -63,6 +64,9 @@ the next cut, as in the paper. All other arms have FEWER."""
 
 FEWER = 1
 
+SIZE = max(window + CHUNK * chunks for window, chunks in CHUNKS.items())
+"""Tokens of a sample at most."""
+
 SPREAD = 2176
 """Tokens from the start of the last sample of a text to its end."""
 
@@ -71,6 +75,8 @@ OPTICKS = "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt"
 
 FIRST_OF_BOOK = 1000
 """Number of the first sample of the book."""
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 BATCH = 20
 """Samples of one engine before it is started again: what a crash can cost."""
@@ -107,27 +113,25 @@ def texts() -> dict[str, list[int]]:
 
 def samples(count: int, known: dict[str, list[int]]) -> list[Sample]:
     """`count` conversations, of KINDS in turn, spread over each text. The last ones end with it."""
-    chosen: dict[int, Sample] = {}
-    for place, kind in enumerate(KINDS):
-        numbers = range(place, count, len(KINDS))
-        chosen |= _spread(kind, numbers, known[kind])
-    return [chosen[number] for number in sorted(chosen)]
+    chosen = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        text = known[kind]
+        of_kind = math.ceil((count - number % len(KINDS)) / len(KINDS))
+        start = number // len(KINDS) * (len(text) - SPREAD) // max(1, of_kind - 1)
+        chosen.append(Sample(number, kind, text[start : start + SIZE]))
+    return chosen
 
 
 def of_book(count: int, known: dict[str, list[int]]) -> list[Sample]:
-    """`count` conversations spread over the book."""
-    numbers = range(FIRST_OF_BOOK, FIRST_OF_BOOK + count)
-    return list(_spread(BOOK, numbers, known[BOOK]).values())
-
-
-def _spread(kind: str, numbers: Sequence[int], text: list[int]) -> dict[int, Sample]:
-    """One sample per number, at equal distances."""
-    size = max(window + CHUNK * chunks for window, chunks in CHUNKS.items())
-    room, found = len(text) - SPREAD, {}
-    for place, number in enumerate(numbers):
-        start = place * room // max(1, len(numbers) - 1)
-        found[number] = Sample(number, kind, text[start : start + size])
-    return found
+    """`count` conversations spread over the book, however many they are: each next one lies in the
+    widest gap so far (multiples of the golden ratio)."""
+    text = known[BOOK]
+    chosen = []
+    for place in range(count):
+        start = int(place * GOLDEN % 1 * (len(text) - SIZE))
+        chosen.append(Sample(FIRST_OF_BOOK + place, BOOK, text[start : start + SIZE]))
+    return chosen
 
 
 def kept(tokens: Sequence[int], window: int, head: int) -> list[int]:

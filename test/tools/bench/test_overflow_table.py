@@ -38,14 +38,16 @@ def test_samples_are_of_both_kinds_and_spread() -> None:
         assert {len(tokens) for tokens in of_kind[:-2]} == {longest}
 
 
-def test_samples_of_the_book_have_numbers_of_their_own() -> None:
-    known = {table.BOOK: list(range(90_000))}
-    chosen = table.of_book(3, known)
-    assert [(sample.number, sample.kind) for sample in chosen] == [
-        (table.FIRST_OF_BOOK + place, table.BOOK) for place in range(3)
-    ]
-    room = 90_000 - table.SPREAD
-    assert [sample.tokens[0] for sample in chosen] == [0, room // 2, room]
+def test_samples_of_the_book_are_spread_and_have_numbers_of_their_own() -> None:
+    known = {table.BOOK: list(range(100_000))}
+    many, few = table.of_book(20, known), table.of_book(8, known)
+    assert many[:8] == few, "a longer run goes on from a shorter one"
+    assert [sample.number for sample in few] == list(range(1000, 1008))
+    for chosen in (many, few):
+        assert {(sample.kind, len(sample.tokens)) for sample in chosen} == {("book", table.SIZE)}
+        starts = sorted(sample.tokens[0] for sample in chosen)
+        gaps = [b - a for a, b in zip(starts, [*starts[1:], 100_000 - table.SIZE], strict=True)]
+        assert max(gaps) < 3 * min(gaps)
 
 
 def test_two_arms_are_compared_over_the_tokens_of_both() -> None:
