@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms
+from sglang_hc.tiers.trace import TOKEN_LIMIT, Pseudonyms, TraceWriter
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import BLOCK_BYTES, pack_tokens
 
@@ -51,3 +53,15 @@ def test_ids_look_different_everywhere() -> None:
 def test_an_id_too_large_is_refused() -> None:
     with pytest.raises(OverflowError, match="cannot be recorded"):
         Pseudonyms().block(1, pack_tokens([TOKEN_LIMIT]))
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TraceWriter(tmp_path / "trace", {}, bytes(16))
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), writer._file.fileno())
+    writer.queue.append(("end", {"t": 1.0}))
+    writer.close()
+    assert writer.failed and "writing the trace failed" in caplog.text
+    assert (tmp_path / "trace").read_bytes().count(b"\n") == 1

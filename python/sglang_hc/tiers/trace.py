@@ -47,6 +47,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,16 @@ class TraceWriter:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self._file.close()
 
     def _run(self) -> None:
         try:
-            while True:
-                last = self._stop.wait(WRITE_EVERY_S)
-                while self.queue:
-                    self._event(*self.queue.popleft())
-                self._file.flush()
-                if last:
-                    return
+            with closing(self._file):
+                last = False
+                while not last:
+                    last = self._stop.wait(WRITE_EVERY_S)
+                    while self.queue:
+                        self._event(*self.queue.popleft())
+                    self._file.flush()
         except Exception:
             logger.exception("sglang-hc: writing the trace failed; it ends here")
             self.failed = True
