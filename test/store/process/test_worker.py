@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk import Block, DirectoryError
+from sglang_hc.store.disk.index import Index
 from sglang_hc.store.executor import Completion, CopyRows, Point, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import memory_file
 from sglang_hc.store.outcome import Outcome
@@ -43,7 +45,7 @@ from support.io_process import (
     save,
     until,
 )
-from support.waiting import in_time
+from support.waiting import HANGS_S, in_time
 
 
 def test_it_loads_neither_torch_nor_sglang() -> None:
@@ -250,3 +252,36 @@ def test_without_a_disk_it_only_files() -> None:
     assert [done.ok for done in io.executor.drain()] == [True]
     assert io.blocks is None
     io.executor.close()
+
+
+def test_an_end_waits_until_the_disk_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the index was closed under the clearing, counted as damaged, and rebuilt at the next
+    start, with the blocks that were to go."""
+    store = open_store(tmp_path)
+    put(store, make_path(16))
+    store.close()
+    setup = wire.Setup(MEMORY, disk_spec(tmp_path))
+    socket = types.SimpleNamespace(send=lambda message, flags: None)
+    worker = Worker(setup, memory_file(MEMORY), socket)
+    began, goes_on = threading.Event(), threading.Event()
+    delete = Index.delete
+
+    def slow(index: Index, rows: list) -> list:
+        began.set()
+        assert goes_on.wait(HANGS_S)
+        return delete(index, rows)
+
+    monkeypatch.setattr(Index, "delete", slow)
+    worker.take(wire.Clear())
+    assert began.wait(HANGS_S)
+    ending = threading.Thread(target=worker.take, args=(wire.Close(),))
+    ending.start()
+    ending.join(0.2)
+    goes_on.set()
+    ending.join()
+    assert not (tmp_path / "sglang-hc" / "index.damaged").exists()
+    store = open_store(tmp_path)
+    assert store.block_ids() == []
+    store.close()

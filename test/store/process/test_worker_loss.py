@@ -20,6 +20,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import supervisor as io_supervisor
 from sglang_hc.store.process.opening import Io
 from sglang_hc.store.process.supervisor import State
+from sglang_hc.tools.disk.summary import user_of
 from support import waiting
 from support.disk_store import data_of, empty_slot, make_path, open_store
 from support.io_process import (
@@ -212,3 +213,33 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
             assert store.read(block.block_id, into).value == "ok"
             assert np.array_equal(into, data_of(block))
     store.close()
+
+
+START = """
+from sglang_hc.store.process.opening import open_io
+from support.io_process import MEMORY, disk_spec
+from pathlib import Path
+
+open_io("process", MEMORY, disk_spec(Path({folder!r})))
+"""
+
+
+def test_it_does_not_outlive_its_parent_while_it_starts(tmp_path: Path) -> None:
+    """A server was killed while its I/O process rebuilt an index: the next one was refused the
+    directory for as long as that took. Here the process reads an index that never comes."""
+    open_store(tmp_path).close()
+    index = tmp_path / "sglang-hc" / "index.sqlite"
+    index.unlink()
+    os.mkfifo(index)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", START.format(folder=str(tmp_path))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    lock = tmp_path / "sglang-hc" / "lock"
+    lock.write_text("")
+    waiting.until(lambda: lock.read_text().isdigit())
+    parent.kill()
+    parent.wait()
+    waiting.until(lambda: is_over(int(lock.read_text())) and user_of(str(lock.parent)) is None)
+    index.unlink()
+    open_store(tmp_path).close()

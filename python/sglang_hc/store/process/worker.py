@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -27,6 +28,7 @@ from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
+from sglang_hc.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Worker:
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.snapshots, self._notify)
+        self._clears: Workers[DiskThreads] = Workers("hc-clear", self._clear)
         self.disk: DiskThreads | None = None
         if setup.disk is not None:
             store = setup.disk.open(setup.memory.layout)
@@ -67,6 +70,7 @@ class Worker:
             self._executor.submit(request.ticket, request.operation)
         elif isinstance(request, wire.Close):
             self._executor.close()
+            self._clears.close()
             if self.disk is not None:
                 self.disk.close()
             return False
@@ -85,9 +89,7 @@ class Worker:
         elif isinstance(request, wire.Expect):
             disk.expect(request.uses)
         else:
-            clearing = threading.Thread(target=self._clear, args=(disk,), name="hc-clear")
-            clearing.daemon = True
-            clearing.start()
+            self._clears.submit(disk)
 
     def report(self) -> None:
         """Send answers and the heartbeat. What the parent does not take now is sent later."""
@@ -123,9 +125,10 @@ class Worker:
         directories = self.disk.levels()["disk_directories"]
         return wire.Answers(scattered, blocks, changes, cleared, directories, counts)
 
-    def _clear(self, disk: DiskThreads) -> None:
+    def _clear(self, disks: Sequence[DiskThreads]) -> None:
         try:
-            disk.clear()
+            for disk in disks:
+                disk.clear()
         except Exception:
             logger.exception("clearing the disk failed; what is left is found after a restart")
         self._cleared.set()
@@ -135,8 +138,17 @@ class Worker:
         os.eventfd_write(self.wake, 1)
 
 
+def _end_with(parent: int) -> None:
+    """End this process when the parent is gone, whatever it is doing: a start may take minutes, and
+    the next server needs the directories' locks."""
+    while os.getppid() == parent:
+        time.sleep(wire.HEARTBEAT_S)
+    os._exit(1)
+
+
 def serve(endpoint: str, descriptor: int, parent: int) -> None:
     """Run until the parent closes or is gone."""
+    threading.Thread(target=_end_with, args=(parent,), name="hc-parent", daemon=True).start()
     setup = wire.decode_setup(sys.stdin.buffer.read())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -146,8 +158,7 @@ def serve(endpoint: str, descriptor: int, parent: int) -> None:
         worker = Worker(setup, descriptor, socket)
     except DirectoryError as error:
         socket.send(wire.encode(wire.Refused(str(error))))
-        while os.getppid() == parent:  # which ends this process when it has read why
-            time.sleep(wire.HEARTBEAT_S)
+        signal.pause()  # the parent ends this process when it has read why
         return
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
@@ -156,8 +167,6 @@ def serve(endpoint: str, descriptor: int, parent: int) -> None:
     while going_on:
         worker.report()
         ready = dict(poller.poll(int(wire.HEARTBEAT_S * 1000)))
-        if os.getppid() != parent:
-            os._exit(1)
         if worker.wake in ready:
             os.eventfd_read(worker.wake)
         for _ in range(_BURST):
