@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
+from sglang_hc.store.disk.index import NAMESPACES_UNUSED, ROWS_PER_COMMIT, Index
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import MEMORY, data_of, make_path, open_store, put, read_bytes, total_bytes
 
@@ -138,3 +138,25 @@ def test_a_transaction_fits_what_is_kept_free_in_the_log() -> None:
     """32 rows in three trees; a page each at every level, with neighbours when it splits."""
     pages = ROWS_PER_COMMIT * 3 * 5
     assert pages * (4096 + 24) <= index_file.WAL_MAX_BYTES - index_file._WAL_TRUNCATE_AT
+
+
+def test_an_index_is_never_full_of_namespaces(scratch: Path) -> None:
+    """A service that gives each conversation a salt of its own had an index full of salts that
+    nothing was stored under any more, and the directory took no block until the next start."""
+    store = open_store(scratch, backend=DirectBackend(direct=False))
+    for start in range(0, 2 * NAMESPACES_UNUSED, ROWS_PER_COMMIT):
+        blocks = [
+            make_path(1, namespace=f"{number:05d}" + "\u00e9" * 120)[0]
+            for number in range(start, start + ROWS_PER_COMMIT)
+        ]
+        assert put(store, blocks) == [Outcome.OK] * ROWS_PER_COMMIT
+    store.check_integrity()
+    store.close()
+    index = Index(str(scratch / "sglang-hc" / "index.sqlite"))
+    used = "SELECT count(DISTINCT namespace) FROM blocks"
+    there = "SELECT count(*) FROM namespaces"
+    in_use, made = index._number(used), index._number(there)
+    assert in_use > ROWS_PER_COMMIT and made <= in_use + NAMESPACES_UNUSED
+    index.forget_unused(keep=1)
+    assert index._number(there) == in_use
+    index.close()

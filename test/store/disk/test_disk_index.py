@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.index_file import Place, Row
+from sglang_hc.store.disk.index_file import NewRow, Place
 
 MODELS = (1, 2)
 names = st.tuples(st.sampled_from(MODELS), st.integers(0, 5))
@@ -35,7 +35,7 @@ def test_a_batch_replaces_just_the_rows_of_its_own_blocks(
             if (model, name) in expected:
                 gone.append(expected[model, name])
             expected[model, name] = Place(1, slot)
-            rows.append(Row(model, bytes([name] * 16), 1, 1, slot, slot, slot, 0))
+            rows.append(NewRow(model, bytes([name] * 16), "", 1, slot, slot, slot))
             slot += 1
         assert sorted(index.insert(rows)) == sorted(gone)
     index.close()

@@ -6,11 +6,11 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk.backend import FILE_MODE
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Owner, Place, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
 from sglang_hc.store.disk.slabs import SlabSet
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,17 @@ INDEX_NAME = "index.sqlite"
 DAMAGED_NAME = "index.damaged"
 LOCK_NAME = "lock"
 GIGABYTE = 10**9
-_NAMESPACES_KEPT = 4096
 _TOUCHES_KEPT = 1 << 16
 _ACCESS_QUANTUM_S = 10
+
+
+_STARTED = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds since 1970 as the system's clock said when this process began. Steps of that clock
+    change nothing: no pause takes an hour longer, and no block grows a year older at once."""
+    return _STARTED + time.monotonic()
 
 
 class DirectoryError(Exception):
@@ -83,7 +91,7 @@ class Directory:
     places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
     changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
     its I/O keeps failing. failure: why it is out of use until a restart. making_room: held by the
-    thread that evicts. namespace: number of a namespace label in the index.
+    thread that evicts.
     """
 
     def __init__(
@@ -106,10 +114,9 @@ class Directory:
         self.places: dict[bytes, int] = {}
         self.failure: str | None = None
         self.making_room = threading.Lock()
-        self.namespace = lru_cache(_NAMESPACES_KEPT)(index.namespace)
         self._lock_file = lock
         self._removed: deque[bytes] = deque()
-        self._undeleted: deque[Owner | Row] = deque()
+        self._undeleted: deque[Row] = deque()
         """Owners of slots whose rows the index would not delete yet."""
         self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
         """Uses that the index was not told of yet: (microseconds since 1970, hits, identities in
@@ -231,7 +238,7 @@ class Directory:
         for block_id in block_ids:
             packed = self.places.pop(block_id, None)
             if packed is not None:
-                owners.append(Owner(self.number, block_id, *Place.unpack(packed)))
+                owners.append(Row(self.number, block_id, *Place.unpack(packed)))
         self._removed.extend(owner.block_id for owner in owners)
         self._delete(owners)
         return len(owners)
@@ -241,7 +248,7 @@ class Directory:
         count = self.remove(row.block_id for row in rows if row.model == self.number)
         return count + self._delete([row for row in rows if row.model != self.number])
 
-    def drop_damaged(self, owner: Owner | Row) -> bool:
+    def drop_damaged(self, owner: Row) -> bool:
         """Remove a block that failed its checks; its slot is not used again before a restart.
 
         Call while the slot is leased. False when another thread has removed it already.
@@ -258,7 +265,7 @@ class Directory:
         with self.guarded():
             return self.slabs.drop(number)
 
-    def _delete(self, owners: Sequence[Owner | Row]) -> int:
+    def _delete(self, owners: Sequence[Row]) -> int:
         """Delete rows and free their slots; what the index refuses is left to `retry_removals`.
         Returns how many slots are free."""
         count = 0

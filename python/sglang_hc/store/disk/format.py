@@ -229,10 +229,10 @@ def header_size(page: memoryview) -> int:
     return int(count) * CHUNK_ALIGN
 
 
-def clip_label(label: str) -> str:
-    """The longest start of `label` that fits LABEL_MAX bytes of UTF-8; lone surrogates become ?."""
+def clip_label(label: str, most: int = LABEL_MAX) -> str:
+    """The longest start of `label` that fits `most` bytes of UTF-8; lone surrogates become ?."""
     raw = label.encode("utf-8", "replace")
-    return raw[:LABEL_MAX].decode("utf-8", "ignore")
+    return raw[:most].decode("utf-8", "ignore")
 
 
 def make_table(

@@ -7,31 +7,35 @@ IndexFull when the change would not fit the file's share of the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import msgspec
 
-from sglang_hc.store.disk.format import Chunk, SlabHeader
-from sglang_hc.store.disk.index_file import (
-    IndexFile,
-    Model,
-    Owner,
-    Place,
-    Row,
-    translated,
-)
+from sglang_hc.store.disk.format import Chunk, SlabHeader, clip_label
+from sglang_hc.store.disk.index_file import IndexFile, Model, NewRow, Place, Row, translated
 
 ROWS_PER_COMMIT = 32
 """Most block rows one transaction changes, so that what it adds to the WAL is bounded."""
 _FOREVER = (1 << 63) - 1
 _PACKED = "(slab<<32)|slot"
-_ROW = "model, block_id, namespace, slab, slot, created, accessed, hits"
-_MANY_NAMESPACES = 5000
+_ROW = "model, block_id, slab, slot, accessed"
+_NEW_ROW = "(?,?,(SELECT namespace FROM namespaces WHERE label=?),?,?,?,?,0)"
+NAMESPACE_BYTES = 64
+"""How much of a namespace's label is kept, in bytes of UTF-8: what an index may hold of a slot has
+room for it."""
+NAMESPACES_UNUSED = 1024
+"""Most namespaces without a block that an index may hold: salts may be as many as users. They fit
+what is set aside for an index without slots."""
 
 
 class Index(IndexFile):
     """An open index."""
+
+    def __init__(self, path: str, read_only: bool = False) -> None:
+        super().__init__(path, read_only)
+        self._namespaces_made = 0
+        """Since those without a block were forgotten."""
 
     # -- models, namespaces, slabs ------------------------------------------------------------
 
@@ -53,27 +57,35 @@ class Index(IndexFile):
         return self._read(Model, "SELECT model, fingerprint, slot_bytes FROM models")
 
     def forget_unused(self, keep: int) -> None:
-        """Remove models without a block, but not `keep`, and, once there are many of them,
-        namespaces without one: salts may be as many as users."""
+        """Remove models, but not `keep`, and namespaces without a block."""
         with self._transaction(durable=False) as connection:
             connection.execute(
                 "DELETE FROM models WHERE model<>?"
                 " AND NOT EXISTS (SELECT 1 FROM blocks WHERE blocks.model=models.model)",
                 (keep,),
             )
-        if self._number("SELECT count(*) FROM namespaces") > _MANY_NAMESPACES:
-            with self._transaction(durable=False) as connection:
-                connection.execute(
-                    "DELETE FROM namespaces WHERE namespace IN (SELECT namespace FROM namespaces"
-                    " EXCEPT SELECT namespace FROM blocks LIMIT ?)",
-                    (_MANY_NAMESPACES,),
-                )
+        self._forget_namespaces()
 
-    def namespace(self, label: str) -> int:
-        """Number of a namespace label, made if new."""
+    def _forget_namespaces(self) -> None:
+        sql = "SELECT namespace FROM namespaces EXCEPT SELECT namespace FROM blocks"
+        unused = self._read(tuple[int], sql)
+        for start in range(0, len(unused), ROWS_PER_COMMIT):
+            with self._transaction(durable=False) as connection:
+                connection.executemany(
+                    "DELETE FROM namespaces WHERE namespace=?",
+                    unused[start : start + ROWS_PER_COMMIT],
+                )
+        self._namespaces_made = 0
+
+    def _make_namespaces(self, labels: Sequence[str]) -> None:
+        if self._namespaces_made + len(labels) > NAMESPACES_UNUSED:
+            self._forget_namespaces()
         with self._transaction(durable=False) as connection:
-            connection.execute("INSERT OR IGNORE INTO namespaces(label) VALUES(?)", (label,))
-        return self._number("SELECT namespace FROM namespaces WHERE label=?", label)
+            values = ",".join(["(?)"] * len(labels))
+            made = connection.execute(
+                f"INSERT OR IGNORE INTO namespaces(label) VALUES {values}", labels
+            )
+            self._namespaces_made += made.rowcount
 
     def slabs(self) -> list[SlabHeader]:
         """Slab files, by number."""
@@ -102,26 +114,31 @@ class Index(IndexFile):
 
     # -- blocks -------------------------------------------------------------------------------
 
-    def insert(self, rows: Sequence[Row]) -> list[Place]:
+    def insert(self, rows: Sequence[NewRow]) -> list[Place]:
         """Publish at most ROWS_PER_COMMIT blocks; durable when this returns.
 
         Returns the places of older rows of the same blocks, which the new ones replace.
         """
         replaced: list[Place] = []
+        rows = [row._replace(namespace=clip_label(row.namespace, NAMESPACE_BYTES)) for row in rows]
         # Few statements for many rows: at each the interpreter's lock changes hands.
-        with self._transaction(durable=True) as connection:
-            for model in {row.model for row in rows}:
-                names = [row.block_id for row in rows if row.model == model]
-                replaced += connection.execute(
-                    f"DELETE FROM blocks WHERE model=? AND block_id IN ({_marks(names)})"
-                    " RETURNING slab, slot",
-                    (model, *names),
-                ).fetchall()
-            values = ",".join(f"({_marks(row)})" for row in rows)
-            connection.execute(f"INSERT INTO blocks VALUES {values}", [*chain.from_iterable(rows)])
+        with self._lock:  # so that no namespace is forgotten before it has a block
+            self._make_namespaces([*{row.namespace for row in rows}])
+            with self._transaction(durable=True) as connection:
+                for model in {row.model for row in rows}:
+                    names = [row.block_id for row in rows if row.model == model]
+                    replaced += connection.execute(
+                        "DELETE FROM blocks WHERE model=? AND block_id IN"
+                        f" ({','.join('?' * len(names))}) RETURNING slab, slot",
+                        (model, *names),
+                    ).fetchall()
+                values = ",".join([_NEW_ROW] * len(rows))
+                connection.execute(
+                    f"INSERT INTO blocks VALUES {values}", [*chain.from_iterable(rows)]
+                )
         return [Place(*row) for row in replaced]
 
-    def delete(self, owners: Sequence[Owner | Row]) -> list[Place]:
+    def delete(self, owners: Sequence[Row]) -> list[Place]:
         """Remove at most ROWS_PER_COMMIT rows, but only those that still name these slots, which
         are free when this returns."""
         places: list[Place] = []
@@ -145,6 +162,18 @@ class Index(IndexFile):
                     " WHERE model=? AND block_id=?",
                     items[start : start + ROWS_PER_COMMIT],
                 )
+
+    def end_future(self, now: int) -> None:
+        """Blocks that were used after `now`, by a clock that was ahead, count as used now: they
+        would be evicted after all others until that time has come."""
+        changed = ROWS_PER_COMMIT
+        while changed == ROWS_PER_COMMIT:
+            with self._transaction(durable=False) as connection:
+                changed = connection.execute(
+                    "UPDATE blocks SET accessed=? WHERE (model, block_id) IN"
+                    " (SELECT model, block_id FROM blocks WHERE accessed>? LIMIT ?)",
+                    (now, now, ROWS_PER_COMMIT),
+                ).rowcount
 
     def places(self, model: int) -> dict[bytes, int]:
         """Packed place of each of a model's blocks."""
@@ -213,8 +242,3 @@ class Index(IndexFile):
         while rows := self.rows(after):
             yield from rows
             after = (rows[-1].slab, rows[-1].slot)
-
-
-def _marks(values: Sized) -> str:
-    """Place holders for so many values."""
-    return ",".join("?" * len(values))

@@ -63,26 +63,28 @@ class Place(NamedTuple):
         return cls(packed >> 32, packed & 0xFFFFFFFF)
 
 
-class Owner(NamedTuple):
-    """A block and the slot that it owns. model: the fingerprint's number in this one directory."""
+class Row(NamedTuple):
+    """A block and the slot that it owns. model: the fingerprint's number in this one directory.
+    accessed: microseconds since 1970; 0 where nobody asks for it."""
 
     model: int
     block_id: bytes
     slab: int
     slot: int
+    accessed: int = 0
 
 
-class Row(NamedTuple):
-    """One block's row, an `Owner` and more. Times in microseconds since 1970."""
+class NewRow(NamedTuple):
+    """What the index learns of a block that was written. namespace: label for people. Times in
+    microseconds since 1970."""
 
     model: int
     block_id: bytes
-    namespace: int
+    namespace: str
     slab: int
     slot: int
     created: int
     accessed: int
-    hits: int
 
 
 class Model(NamedTuple):
@@ -190,7 +192,9 @@ class IndexFile:
         try:
             size = os.stat(self.path + "-wal").st_size
         except FileNotFoundError:
-            return
+            if os.path.exists(self.path):
+                return
+            raise IndexDamaged("its file was removed") from None  # an unseen log has no bound
         if size > _WAL_TRUNCATE_AT:
             busy = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             if busy:

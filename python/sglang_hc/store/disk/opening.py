@@ -9,7 +9,6 @@ import errno
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from sglang_hc.store.disk.directory import (
     DirectoryError,
     DirectoryLost,
     DirectorySpec,
+    steady_time,
     used_bytes,
 )
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, VERSION, StoredModel, clip_label
@@ -61,7 +61,7 @@ class Opening:
     spec: DirectorySpec
     model: StoredModel
     backend: DirectBackend | None = None
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = steady_time
 
 
 def open_directory(opening: Opening) -> Directory:
@@ -113,6 +113,7 @@ def _load(
             int(clock() * 1e6),
         )
         index.forget_unused(keep=number)
+        index.end_future(int(clock() * 1e6))
         data_bytes, most_for_index = _divide_budget(opening, root, index)
         slabs = SlabSet(root, backend, index, data_bytes, clock)
         held.callback(slabs.close)
@@ -166,15 +167,18 @@ def take_lock(root: str) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
         owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
         os.close(descriptor)
         raise DirectoryError(
             f"--hc-disk {os.path.dirname(root)}: in use by process {owner or '?'}; stop it, or "
             "give this server a directory of its own"
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except OSError:  # no locks here, or no room for the number
+        os.close(descriptor)
+        raise
     return descriptor
 
 

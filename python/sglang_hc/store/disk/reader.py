@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.format import Chunk, Damaged, check_chunk, check_header
-from sglang_hc.store.disk.index_file import Owner, Place
+from sglang_hc.store.disk.index_file import Place, Row
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class BlockReader:
         except _TimedOut:
             return Outcome.TIMED_OUT
         except (Damaged, OSError, KeyError) as problem:
-            if directory.drop_damaged(Owner(directory.number, read.block_id, *one.place)):
+            if directory.drop_damaged(Row(directory.number, read.block_id, *one.place)):
                 logger.warning("block %s dropped: %r", read.block_id.hex(), problem)
             if isinstance(problem, Damaged):
                 return Outcome.DAMAGED

@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from functools import lru_cache
 
 from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.format import Damaged, FormatError, SlabHeader, SlotHeader, read_header
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, NewRow
 from sglang_hc.store.disk.slabs import read_slab_header, slab_numbers, slab_path
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,8 @@ def _unlink_index(path: str) -> None:
 def _fill(index: Index, root: str, backend: DirectBackend) -> int:
     newest: dict[tuple[bytes, bytes], int] = {}
     """Write time of each block, by fingerprint and identity."""
-    pending: dict[tuple[bytes, bytes], Row] = {}
+    pending: dict[tuple[bytes, bytes], NewRow] = {}
     models: dict[bytes, int] = {}
-    namespace = lru_cache(index.namespace)
     for slab, slot, header in _slots(index, root, backend):
         key = (header.fingerprint, header.block_id)
         if newest.get(key, -1) >= header.created:
@@ -74,8 +72,8 @@ def _fill(index: Index, root: str, backend: DirectBackend) -> int:
             models[header.fingerprint] = index.register_model(
                 header.fingerprint, RECOVERED_LABEL, (), slab.slot_bytes, when
             )
-        owner = (models[header.fingerprint], header.block_id, namespace(header.label))
-        pending[key] = Row(*owner, slab.slab, slot, when, when, 0)
+        owner = (models[header.fingerprint], header.block_id, header.label)
+        pending[key] = NewRow(*owner, slab.slab, slot, when, when)
         if len(pending) == ROWS_PER_COMMIT:
             index.insert([*pending.values()])
             pending.clear()

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class SlabSet:
         backend: DirectBackend,
         index: Index,
         data_bytes: int,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
         self._root = root
         self._backend = backend
@@ -68,7 +67,7 @@ class SlabSet:
         """Leased slots that nothing owns any more: free when the lease ends."""
         self._growth_resumes = 0.0
         self.data_bytes = data_bytes
-        self.quarantined = 0
+        self.quarantined: set[Place] = set()
 
     # -- opening ------------------------------------------------------------------------------
 
@@ -224,7 +223,8 @@ class SlabSet:
         return file
 
     def release(self, slots: Iterable[Place]) -> None:
-        """Free slots that no row owns any more; those under lease when the lease ends."""
+        """Free slots that no row owns any more; those under lease when the lease ends. Slots in
+        quarantine stay there."""
         with self._lock:
             for slot in slots:
                 if slot in self._leases:
@@ -233,13 +233,12 @@ class SlabSet:
                     self._free(slot)
 
     def quarantine(self, slot: Place) -> None:
-        """Keep a slot that no row owns any more out of use until the next start."""
+        """Keep a leased slot out of use until the next start, whoever releases it."""
         with self._lock:
-            self.quarantined += 1
-            self._doomed.discard(slot)
+            self.quarantined.add(slot)
 
     def _free(self, slot: Place) -> None:
-        if self._is_there(slot):
+        if self._is_there(slot) and slot not in self.quarantined:
             slab = self._slabs[slot.slab]
             slab.used -= slab.taken[slot.slot]
             slab.taken[slot.slot] = 0
@@ -289,6 +288,7 @@ class SlabSet:
                 if number not in self._slabs or any(p.slab == number for p in self._leases):
                     return False
                 slab = self._slabs.pop(number)
+                self.quarantined = {place for place in self.quarantined if place.slab != number}
             try:
                 self._index.drop_slab(number)
             except BaseException:
@@ -331,7 +331,7 @@ class SlabSet:
             slabs = self._slabs.items()
             taken = {Place(n, slot) for n, slab in slabs for slot, t in enumerate(slab.taken) if t}
         assert taken.issuperset(owned), "a row whose slot is free"
-        assert len(taken) == len(owned) + self.quarantined, "a taken slot without a row"
+        assert len(taken) == len({*owned, *self.quarantined}), "a taken slot without a row"
 
     def close(self) -> None:
         """Close all files."""

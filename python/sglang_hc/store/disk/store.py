@@ -13,7 +13,6 @@ not an exception.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,12 @@ import numpy.typing as npt
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec
+from sglang_hc.store.disk.directory import (
+    Directory,
+    DirectoryLost,
+    DirectorySpec,
+    steady_time,
+)
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place
@@ -84,7 +88,7 @@ class DiskStore:
         model: StoredModel,
         upkeep: Upkeep = _DEFAULTS,
         backend: DirectBackend | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> DiskStore:
         """Open, and make where missing, the directories for one model.
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import SlotHeader, clip_label, make_table
+from sglang_hc.store.disk.format import SlotHeader, make_table
 from sglang_hc.store.disk.index import ROWS_PER_COMMIT
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, NewRow, Place
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -138,11 +138,7 @@ class BlockWriter:
             return True
 
     def _end(self, write: _Write) -> None:
-        if write.location is not None:
-            directory, place = write.location
-            if write.outcome is not Outcome.OK:
-                directory.slabs.release([place])
-            directory.slabs.unlease([place])
+        _give_back(write)
         with self._lock:
             self._under_way.discard(write.block.block_id)
 
@@ -168,11 +164,10 @@ class BlockWriter:
                 write.location = directory, place
                 directory.slabs.write(place, self._slot_content(directory, write))
                 written.setdefault(directory, []).append((write, place))
-            except IndexDamaged:
-                continue
-            except (OSError, IndexFull) as error:
+                return
+            except (OSError, IndexFull, IndexDamaged) as error:
                 write.outcome = _failed(directory, error)
-            return
+                _give_back(write)
 
     def _slot_content(self, directory: Directory, write: _Write) -> list[memoryview]:
         """Header and chunks. The header's memory is this thread's, until it asks again."""
@@ -208,10 +203,19 @@ class BlockWriter:
             write.outcome = outcome
 
 
-def _row(directory: Directory, block: Block, place: Place) -> Row:
-    namespace = directory.namespace(clip_label(block.namespace))
+def _give_back(write: _Write) -> None:
+    """The slot of a write that is over, or that goes elsewhere."""
+    if write.location is not None:
+        directory, place = write.location
+        if write.outcome is not Outcome.OK:
+            directory.slabs.release([place])
+        directory.slabs.unlease([place])
+        write.location = None
+
+
+def _row(directory: Directory, block: Block, place: Place) -> NewRow:
     created, accessed = int(directory.clock() * 1e6), directory.access_time(block.position)
-    return Row(directory.number, block.block_id, namespace, *place, created, accessed, 0)
+    return NewRow(directory.number, block.block_id, block.namespace, *place, created, accessed)
 
 
 def _failed(directory: Directory, error: Exception) -> Outcome:
