@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
+from benchmark import ROOT
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.tools.cli.main import main
+from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
+from sglang_hc.tools.model_shape import ModelShape
 from support.waiting import HANGS_S
 
 LLAMA2_7B = dict(
@@ -52,11 +58,47 @@ def test_json_has_the_plan_and_times_in_seconds(model, plan):
     }  # fmt: skip
     # 4 D^2 FLOPs a token against 2 D bytes.
     assert out["hidden_balance_gbps"] == pytest.approx(8192 * 312e12 * 0.65 / (4 * 4096**2) / 1e9)
+    assert disk["compute_busy_seconds"] <= disk["ttft_seconds"]["plan"]
     for tier in out["tiers"].values():
         for kind in ("restore_seconds", "ttft_seconds"):
             times = tier[kind]
             assert times["plan"] == min(times.values())
         assert tier["restore_seconds"]["plan"] <= tier["ttft_seconds"]["plan"]
+
+
+@pytest.mark.parametrize(("gbps", "head"), [(6.9, True), (100.0, False)])
+def test_from_disk_the_plan_is_what_a_server_with_one_rank_does(model, plan, gbps, head):
+    """Its meeting point, with the last blocks read layer by layer."""
+    out = plan("--model", model(), "--gpu", "H200", "--disk-gbps", str(gbps), "--context", "4096")
+    disk, hardware = out["tiers"]["disk"], load_hardware("H200")
+    shape = ModelShape.from_config(LLAMA2_7B)
+    cost = datasheet_costs(hardware, shape, hardware.link_gbps.value * 1e9, gbps * 1e9)
+    counts = disk["layer_plan"]
+    chosen = LayerPlan(counts["recompute"], counts["hidden"], counts["kv"])
+    history = from_below(SourceTier.DISK, 4096, out["new_tokens"])
+    split = best_split(cost, chosen, history)
+    assert disk["ttft_seconds"]["plan"] == split.seconds
+    assert split.seconds < best_split(cost, chosen, history._replace(by_layers=False)).seconds
+    assert disk["computed_while_read_tokens"] == split.head and (split.head > 0) == head
+    assert disk["streamed_tokens"] == split.streamed > 0
+    assert not out["streamed_tokens"], "nothing is streamed from host memory"
+
+
+def test_the_planners_page_shows_what_the_command_prints(model, capsys):
+    page = (ROOT / "docs" / "planner.md").read_text()
+    command, _, rest = page.partition("    sglang-hc plan ")[2].partition("\n")
+    words = command.replace("FOLDER_OR_CONFIG", model()).split()
+    assert main(["plan", *words]) == 0
+    printed = iter(capsys.readouterr().out.splitlines())
+    shown = [line[4:] for line in rest.partition("\nA `config.json`")[0].splitlines() if line]
+    assert len(shown) >= 10
+    assert all(line in printed for line in shown), "in this order"
+
+
+def test_from_a_disk_that_is_too_slow_nothing_is_read(model, capsys):
+    assert main(["plan", "--model", model(), "--gpu", "H200", "--disk-gbps", "0.1"]) == 0
+    from_disk = capsys.readouterr().out.partition("from disk: recompute:32")[2]
+    assert "bottleneck: compute (copy works 0.0 us" in from_disk and "read" not in from_disk
 
 
 def test_only_the_link_is_asked_when_there_is_no_disk(model, plan):
@@ -90,7 +132,7 @@ def test_table_for_people(model, capsys):
     out = capsys.readouterr().out
     for text in ("312 TFLOP/s (data sheet) x 0.65 (assumption)", "from host: hidden:31,kv:1",
                  "from disk: hidden:",
-                 "computed while the others are read",
+                 "tokens are computed while the others are read, ", " of them layer by layer",
                  "KV only", "hidden only", "TTFT", "bytes/token",
                  "bottleneck: balanced", "would balance at 24.8 GB/s", "270,336"):  # fmt: skip
         assert text in out

@@ -13,7 +13,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
-from sglang_hc.policy.meeting import Split, best_split, from_below, restore_alone
+from sglang_hc.policy.meeting import Split, best_split, from_below
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config
@@ -110,13 +110,15 @@ class Way:
 @dataclass(frozen=True)
 class Report:
     """Everything said about one tier. `ways["plan"]` is the choice, the others the single forms.
-    head: tokens that are computed while the others are read; 0 for host memory."""
+    split: how the choice meets a history below host memory; None where nothing is read from there.
+    copy_busy, compute_busy: seconds that the link and the GPU work to restore it; with a split,
+    that the disk reads and that the GPU with its link works up to the first token."""
 
     ways: dict[str, Way]
     copy_busy: float
     compute_busy: float
     balance_gbps: float
-    head: int
+    split: Split | None
 
     @property
     def bottleneck(self) -> str:
@@ -148,16 +150,13 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
         return Way(plan, restore, ttft, stored_bytes(plan, state))
 
     copy_busy, compute_busy = busy(alone, chosen)
-    head = 0
-    if tier is not SourceTier.HOST:
+    split = None
+    if tier is not SourceTier.HOST and chosen.recompute < layers:
         split = meeting(chosen, new)
-        head = split.head
-        copy_busy = cost.copy_stored(tier, chosen, context - head)
-        compute_busy = layers * cost.prefill_layer(head, 0)
-        if split.as_they_come:
-            compute_busy += restore_alone(cost, chosen, context - head)
-        if split.streamed:  # the disk is busy while the new tokens run, too
-            compute_busy += layers * cost.prefill_layer(new, context)
+        head, rest = split.head, context - split.head
+        copy_busy = cost.copy_stored(tier, chosen, rest)
+        restored = cost.layer_times(SourceTier.HOST, rest, context=head, new=new)
+        compute_busy = layers * cost.prefill_layer(head, 0) + makespan(restored, chosen)
     return Report(
         ways={
             "plan": way(chosen),
@@ -168,7 +167,7 @@ def _report(cost: CostModel, shape: ModelShape, tier: SourceTier, context: int, 
         copy_busy=copy_busy,
         compute_busy=compute_busy,
         balance_gbps=_balance(alone, state.hidden_bytes * context),
-        head=head,
+        split=split,
     )
 
 
@@ -204,7 +203,8 @@ def _tier_json(report: Report) -> dict[str, Any]:
         "copy_busy_seconds": report.copy_busy,
         "compute_busy_seconds": report.compute_busy,
         "hidden_balance_gbps": report.balance_gbps,
-        "computed_while_read_tokens": report.head,
+        "computed_while_read_tokens": 0 if report.split is None else report.split.head,
+        "streamed_tokens": 0 if report.split is None else report.split.streamed,
     }
 
 
@@ -240,14 +240,25 @@ def _tier_text(tier: SourceTier, report: Report) -> list[str]:
             f"  {name:{width}}  {_seconds(way.restore):>10}  {ratio:>7}  {_seconds(way.ttft):>10}  "
             f"{way.bytes_per_token:>11,}"
         )
-    if tier is not SourceTier.HOST:
-        lines.append(f"  the first {report.head} tokens are computed while the others are read")
+    copy, compute = "copy", "compute"
+    if report.split is not None:
+        copy, compute = "disk", "GPU"
+        lines.append(f"  {_met(report.split)}")
+    slowest = {"copy": copy, "compute": compute}.get(report.bottleneck, report.bottleneck)
     return [
         *lines,
-        f"  bottleneck: {report.bottleneck} (copy works {_seconds(report.copy_busy)}, compute "
+        f"  bottleneck: {slowest} ({copy} works {_seconds(report.copy_busy)}, {compute} "
         f"{_seconds(report.compute_busy)})",
         f"  hidden states alone would balance at {report.balance_gbps:.1f} GB/s",
     ]
+
+
+def _met(split: Split) -> str:
+    """How a history below host memory comes back, in words."""
+    text = "all tokens are read"
+    if split.head:
+        text = f"the first {split.head} tokens are computed while the others are read"
+    return text + (f", {split.streamed} of them layer by layer" if split.streamed else "")
 
 
 def _seconds(value: float) -> str:
