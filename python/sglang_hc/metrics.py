@@ -38,10 +38,6 @@ LEVELS = {
         f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."
         for name, what in RESOURCES.items()
     },
-    **{
-        f"cost_predicted_over_observed_{name}": f"Measured over observed costs of {what}."
-        for name, what in RESOURCES.items()
-    },
     "pins": "Sessions that are pinned.",
     "pinned_blocks": "Blocks that pins hold.",
 }

@@ -104,7 +104,6 @@ def test_a_link_that_is_faster_than_its_profile_is_used_within_twenty_requests(
     assert stats["cost_corrections"] >= 1
     assert stats["cost_correction_kv_copy"] + 1e-4 >= 1 / BOUND
     assert stats["cost_correction_kv_copy"] < 0.5
-    assert stats["cost_predicted_over_observed_kv_copy"] > 2
     assert stats["cost_observations_kv_copy"] >= 20 and stats["cost_observations_prefill"] >= 20
 
 

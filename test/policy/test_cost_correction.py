@@ -150,8 +150,6 @@ def test_blocks_are_weighed_against_the_read_of_all_their_layers(
 def test_what_is_shown_says_which_way_the_profile_is_wrong() -> None:
     costs = settled(MODEL, kv_copy=0.1)
     levels = costs.levels()
-    assert levels["cost_correction_kv_copy"] == pytest.approx(0.1)
-    assert levels["cost_predicted_over_observed_kv_copy"] == pytest.approx(10)
-    assert set(levels) == {"cost_correction_kv_copy", "cost_predicted_over_observed_kv_copy"}
+    assert levels == {"cost_correction_kv_copy": pytest.approx(0.1)}
     assert costs.counts()["cost_observations_kv_copy"] == WINDOW
     assert costs.counts()["cost_corrections"] == costs.changes > 0

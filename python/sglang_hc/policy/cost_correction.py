@@ -64,18 +64,15 @@ class _Factor:
         self.in_force = 0.0
         self.observations = 0
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.recent)
-
     def add(self, quotient: float) -> bool:
         """Returns whether the factor in force has changed."""
         limit = math.log(BOUND)
         self.recent.append(max(-limit, min(limit, math.log(quotient))))
         self.observations += 1
-        if abs(self.median - self.in_force) <= math.log(DEAD_BAND):
+        median = statistics.median(self.recent)
+        if abs(median - self.in_force) <= math.log(DEAD_BAND):
             return False
-        self.in_force = self.median
+        self.in_force = median
         return True
 
 
@@ -133,17 +130,13 @@ class CorrectedCosts:
         return math.exp(self._factors[resource].in_force)
 
     def levels(self) -> dict[str, float]:
-        """For /server_info and the metrics, by resource: `cost_correction_*` is the factor in
-        force, `cost_predicted_over_observed_*` the profile's prediction over what was observed
-        (the median of the window; above 1 the profile says slower than it is)."""
-        found = {}
-        for resource, factor in self._factors.items():
-            if factor.observations:
-                found[f"cost_correction_{resource.value}"] = round(math.exp(factor.in_force), 4)
-                found[f"cost_predicted_over_observed_{resource.value}"] = round(
-                    math.exp(-factor.median), 4
-                )
-        return found
+        """For /server_info and the metrics: the factor in force of each resource that was seen;
+        below 1 the profile says slower than it is."""
+        return {
+            f"cost_correction_{resource.value}": round(self.factor(resource), 4)
+            for resource, factor in self._factors.items()
+            if factor.observations
+        }
 
     def counts(self) -> Mapping[str, int]:
         """Observations by resource, and how often a factor changed."""
