@@ -71,7 +71,7 @@ def tiers_of(
     path = RestorePath(pool, device, StagingRing.sized_for(layout.shape, CPU, copy_stream))
     restorer = Restorer(host, path, planner, None, counters)
     rules = QueueRules(ready_first=ready_first)
-    queue = QueueView(host, below, window, rules, priority if by_queue else None)
+    queue = QueueView(host, below, window, rules, planner, priority if by_queue else None)
     retention = Retention(host, below, pins, priority)
     return Tiers(host, below, capture, restorer, queue, retention, Exactness(True, 0.0))
 

@@ -142,7 +142,7 @@ class Measurement:
         can = self.engine.recomputer is not None
         choice = RestorePlanner(CorrectedCosts(self.engine.cost), mix.layout.plan, can, Counter())
         chosen = choice.choose(n, context=0, new=NEW_TOKENS)
-        again = chosen.recompute if chosen.tokens or not can else layers
+        again = chosen.recompute_layers if chosen.tokens or not can else layers
         rate, plan = choice.kv_per_hidden(n), mix.layout.plan
         hidden = max(0, plan.recompute + plan.hidden - again)
         run = LayerPlan(again, hidden, layers - again - hidden)

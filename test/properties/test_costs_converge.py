@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import BOUND, DEAD_BAND, Resource
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.policy.restore_plan import plan_restore
+from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
 from support.profiles import cost_model
 from support.simulated_machine import SimulatedMachine, is_try, scaled
@@ -57,11 +58,9 @@ def test_a_right_profile_never_changes_a_decision(cost, plan, asked, seed, recom
         found, wanted = machine.serve(history, new), best(true, plan, history, new, recompute)
         if is_try(found):
             tries += 1
-            assert found.reason == wanted.reason.value
+            assert found.reason is wanted.reason
         else:
-            assert found[:4] == (
-                wanted.tokens, wanted.recompute_layers, wanted.decision.value, wanted.reason.value,
-            )  # fmt: skip
+            assert replace(found, copy_seconds=0.0, skips_hidden=False) == wanted
         refusals += not wanted.tokens
     assert machine.costs.model is true
     assert machine.counters["restore_decision_try"] == tries
@@ -89,7 +88,7 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         found = machine.serve(2048, 64)
         last = found if not is_try(found) else last
     assert last is not None
-    if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skipped):
+    if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skips_hidden):
         seconds = best(machine.costs.model, plan, 2048, 64, recompute).seconds
         assert not affordable(machine.costs.model, plan, 2048, context=0, new=64, seconds=seconds)
         return
@@ -102,8 +101,10 @@ def true_seconds(true: CostModel, plan: LayerPlan, choice) -> float:
     """What the choice for 2,048 tokens and 64 new ones really takes."""
     if not choice.tokens:
         return plan.num_layers * true.prefill_layer(2048 + 64, 0)
-    kv = min(plan.kv, plan.num_layers - choice.recompute)
-    as_chosen = LayerPlan(choice.recompute, plan.num_layers - choice.recompute - kv, kv)
+    kv = min(plan.kv, plan.num_layers - choice.recompute_layers)
+    as_chosen = LayerPlan(
+        choice.recompute_layers, plan.num_layers - choice.recompute_layers - kv, kv
+    )
     return best(true, as_chosen, choice.tokens, 64 + 2048 - choice.tokens, False).as_stored_seconds
 
 
@@ -115,8 +116,8 @@ def test_a_link_ten_times_faster_than_the_profile_says_is_used_within_twenty_req
     errors = dict.fromkeys((Resource.KV_COPY, Resource.HIDDEN_COPY, Resource.PROJECTION), 10.0)
     machine = SimulatedMachine(scaled(true, errors), true, plan, lambda: 1.0, recompute=False)
     found = [machine.serve(800, 64) for _ in range(40)]
-    assert is_try(found[0]) and found[1].decision == "refuse"
-    assert all(choice.decision == "load" for choice in found[20:])
+    assert is_try(found[0]) and found[1].decision is Decision.REFUSE
+    assert all(choice.decision is Decision.LOAD for choice in found[20:])
 
 
 def test_a_machine_that_was_busy_for_an_hour_is_believed_again() -> None:
@@ -125,12 +126,12 @@ def test_a_machine_that_was_busy_for_an_hour_is_believed_again() -> None:
     slow = scaled(cost, {Resource.KV_COPY: 12.0})
     machine = SimulatedMachine(cost, slow, PLANS[0], lambda: 1.0, recompute=False)
     found = [machine.serve(800, 64) for _ in range(300)]
-    assert found[0].decision == "load" and found[-1].decision == "refuse"
+    assert found[0].decision is Decision.LOAD and found[-1].decision is Decision.REFUSE
     refused = [choice for choice in found if not choice.tokens]
     assert len(refused) > 270
     machine.true = cost
     found = [machine.serve(800, 64) for _ in range(4 * (LAST_GAP + 1) + 1)]
-    assert found[-1].decision == "load"
+    assert found[-1].decision is Decision.LOAD
 
 
 def test_tries_of_a_right_profile_cost_little() -> None:

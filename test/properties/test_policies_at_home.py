@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.queue.fetches import UnknownCosts
-from support.rates import ConstantRates
+from support.rates import ConstantRates, UnknownCosts
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject, Subject
 
 Make = Callable[..., Subject]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetches import FetchCosts, Missing, UnknownCosts
+from sglang_hc.queue.fetches import Missing, RestoreCosts
 from sglang_hc.queue.prefetch import (
     LOOKED_AT,
     MAX_FETCHES,
@@ -22,7 +22,7 @@ from sglang_hc.queue.prefetch import (
 )
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
-from support.rates import ConstantRates
+from support.rates import ConstantRates, UnknownCosts
 
 SLOW_PREFILL = ConstantRates(1.0, BLOCK_TOKENS / 100)
 """One second to fetch a block, a hundred to recompute it. With the next a hundredth."""
@@ -115,7 +115,7 @@ class World:
     """A queue over those tiers; admissions come every ten seconds."""
 
     def __init__(
-        self, costs: FetchCosts, mode: str = "queue", slots: int = 1000, blocks: int = 4
+        self, costs: RestoreCosts, mode: str = "queue", slots: int = 1000, blocks: int = 4
     ) -> None:
         """blocks: of each of the requests that came before."""
         self.below = Tiers(slots)

@@ -11,11 +11,11 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.tries import Tries
-from sglang_hc.queue.fetches import UnknownCosts
 from sglang_hc.queue.prefetch import MAX_FETCHES, PATIENCE, TRY_BLOCKS
 from sglang_hc.restore.planner import RestorePlanner
 from support.host import identities, tokens_of
 from support.profiles import cost_model
+from support.rates import UnknownCosts
 from support.subjects import ServerSubject
 
 WORD = "abcd"

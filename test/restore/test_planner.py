@@ -13,8 +13,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Span
-from sglang_hc.policy.restore_plan import plan_restore
-from sglang_hc.restore.planner import TRY, RestorePlanner
+from sglang_hc.policy.restore_plan import Decision, Reason, plan_restore
+from sglang_hc.restore.planner import RestorePlanner
 from support.clock import Clock
 from support.profiles import cost_model
 
@@ -52,17 +52,17 @@ def test_it_decides_as_the_policy_does(cost, tokens, context, new, recompute, bu
         allow_recompute=recompute,
     )  # fmt: skip
     found = chooser.choose(tokens, context, new)
-    if found.decision == TRY:
-        assert found.reason == plan.reason.value and found.tokens >= 64
+    if found.decision is Decision.TRY:
+        assert found.reason is plan.reason and found.tokens >= 64
         assert not plan.tokens or plan.recompute_layers >= PLAN.recompute + PLAN.hidden
         return
     assert (found.tokens, found.decision, found.reason) == (
-        plan.tokens, plan.decision.value, plan.reason.value
+        plan.tokens, plan.decision, plan.reason
     )  # fmt: skip
     if found.tokens:
-        assert found.recompute == plan.recompute_layers >= PLAN.recompute
+        assert found.recompute_layers == plan.recompute_layers >= PLAN.recompute
         if not recompute:
-            assert found.recompute == PLAN.recompute
+            assert found.recompute_layers == PLAN.recompute
     assert not counters, "asking counts nothing"
 
 
@@ -88,9 +88,9 @@ def test_layers_that_are_recomputed_do_not_use_the_link() -> None:
     chooser, _, _ = choice(cost_model(host=1e-4, project=1e-9, prefill=6e-5))
     chooser.take(chooser.choose(64, 0, 10))  # all HIDDEN layers are recomputed: one try
     found = chooser.choose(1000, 0, 10)
-    assert found.decision == "recompute_more" and found.recompute > PLAN.recompute
-    hidden = max(0, 3 - found.recompute)
-    kv = 6 - found.recompute - hidden
+    assert found.decision is Decision.RECOMPUTE_MORE and found.recompute_layers > PLAN.recompute
+    hidden = max(0, 3 - found.recompute_layers)
+    kv = 6 - found.recompute_layers - hidden
     assert found.copy_seconds == pytest.approx(1000 * (hidden * 0.5e-4 + kv * 1e-4))
 
 
@@ -104,8 +104,8 @@ def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
             chooser.take(found)
         else:
             chooser.refuse(found.reason)
-    assert decisions == sorted(decisions), "load first, then refuse"
-    loads = decisions.count("load")
+    loads = decisions.count(Decision.LOAD)
+    assert set(decisions[loads:]) == {Decision.REFUSE}, "load first, then refuse"
     assert 1 < loads < 40
     assert counters == {
         "restore_decision_load": loads,
@@ -118,7 +118,7 @@ def test_a_busy_link_ends_in_recomputation_and_is_counted() -> None:
 def test_an_unmeasured_machine_loads_everything_and_says_so() -> None:
     chooser, counters, _ = choice(None)
     found = chooser.choose(640, 64, 1)
-    assert (found.tokens, found.recompute) == (640, PLAN.recompute)
+    assert (found.tokens, found.recompute_layers) == (640, PLAN.recompute)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_not_measured": 1}
     assert chooser.backlog == 0.0
@@ -204,11 +204,11 @@ def test_a_refusal_is_tried_now_and_then_and_counted_apart() -> None:
         decisions.append(found.decision)
         assert found == chooser.choose(1024, 0, 64), "asking changes nothing"
         if found.tokens:
-            assert found.recompute == PLAN.recompute and found.copy_seconds > 0
+            assert found.recompute_layers == PLAN.recompute and found.copy_seconds > 0
             chooser.take(found)
         else:
             chooser.refuse(found.reason)
-    assert [n for n, decision in enumerate(decisions) if decision == TRY] == [0, 2, 5]
+    assert [n for n, decision in enumerate(decisions) if decision is Decision.TRY] == [0, 2, 5]
     assert counters["restore_decision_try"] == 3 and counters["restore_decision_refuse"] == 6
     assert counters["restore_reason_fast_compute"] == 9
 
@@ -218,22 +218,22 @@ def test_a_refusal_that_the_costs_did_not_decide_brings_no_try_nearer() -> None:
     chooser.take(chooser.choose(1024, 0, 64))
     clock.now += 1e6
     for _ in range(9):
-        chooser.refuse("no_device_slots")
-    assert chooser.choose(1024, 0, 64).decision == "refuse"
-    chooser.refuse("fast_compute")
-    assert chooser.choose(1024, 0, 64).decision == TRY
+        chooser.refuse(Reason.NO_DEVICE_SLOTS)
+    assert chooser.choose(1024, 0, 64).decision is Decision.REFUSE
+    chooser.refuse(Reason.FAST_COMPUTE)
+    assert chooser.choose(1024, 0, 64).decision is Decision.TRY
 
 
 def test_corrected_costs_decide_from_the_next_request_on() -> None:
     costs = CorrectedCosts(DEAR)
     chooser = RestorePlanner(costs, PLAN, False, Counter(), Clock())
-    assert chooser.choose(1024, 0, 64).decision == TRY
+    assert chooser.choose(1024, 0, 64).decision is Decision.TRY
     before = chooser.block_seconds(DISK)
     for _ in range(7):
         costs.observe(Resource.KV_COPY, 10.0, 1.0)
         costs.observe(Resource.HIDDEN_COPY, 10.0, 1.0)
         costs.observe(Resource.DISK, 10.0, 1.0)
-    assert chooser.choose(1024, 0, 64).decision == "load"
+    assert chooser.choose(1024, 0, 64).decision is Decision.LOAD
     assert chooser.block_seconds(DISK) == pytest.approx(before / 10)
 
 
@@ -242,7 +242,7 @@ def test_always_restores_and_fetches_whatever_it_costs() -> None:
     costs = CorrectedCosts(cost_model(host=9.0, disk=9.0, project=9.0, prefill=1e-9))
     chooser = RestorePlanner(costs, PLAN, True, counters, Clock(), always=True)
     found = chooser.choose(640, 64, 1)
-    assert (found.tokens, found.recompute, found.copy_seconds) == (640, PLAN.recompute, 0.0)
+    assert (found.tokens, found.recompute_layers, found.copy_seconds) == (640, PLAN.recompute, 0.0)
     chooser.take(found)
     assert counters == {"restore_decision_load": 1, "restore_reason_always": 1}
     assert chooser.saved_seconds(0, 64, 0, 1) == float("inf") and chooser.block_seconds(DISK) == 0.0

@@ -14,7 +14,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.fetches import RestoreCosts
-from sglang_hc.queue.lookahead import UNKNOWN_COSTS, QueueRules, QueueView
+from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk_tier import DiskTier, OnRead
@@ -22,6 +22,7 @@ from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, pack_tokens
+from support.rates import UNKNOWN_COSTS
 
 FINGERPRINT = b"f" * 16
 
@@ -123,7 +124,7 @@ def queue_over(
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""
     priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
-    return QueueView(host, disk, window, rules, priority, costs)
+    return QueueView(host, disk, window, rules, costs, priority)
 
 
 def identities(tokens: bytes, namespace: str | None = None) -> list[bytes]:

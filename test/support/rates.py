@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
-from sglang_hc.queue.fetches import UnknownCosts
+from sglang_hc.policy.tries import Tries
+from sglang_hc.restore.planner import FAR_SECONDS
+
+
+class UnknownCosts:
+    """Nothing is measured: whatever is below host memory is fetched, and waited for within
+    bounds. `restore.planner.RestorePlanner` without costs says the same."""
+
+    tries: Tries | None = None
+
+    def block_seconds(self, tier: SourceTier) -> float:
+        return 0.0
+
+    def token_seconds(self, tier: SourceTier) -> float:
+        return 1.0 if tier is SourceTier.HOST else FAR_SECONDS
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        return math.inf
+
+    def try_seconds(self, context: int, new: int) -> float:
+        return 0.0
+
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+        return None
+
+
+UNKNOWN_COSTS = UnknownCosts()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.restore.planner import TRY, Choice, RestorePlanner
+from sglang_hc.policy.restore_plan import Decision, RestorePlan
+from sglang_hc.restore.planner import RestorePlanner
 
 Noise = Callable[[], float]
 """What the next observed time is multiplied by."""
@@ -49,24 +50,24 @@ class SimulatedMachine:
         self._plan = plan
         self.true = true
         self._noise = noise
-        self._choice = RestorePlanner(self.costs, plan, recompute, self.counters, lambda: self.now)
+        self._planner = RestorePlanner(self.costs, plan, recompute, self.counters, lambda: self.now)
 
-    def serve(self, history: int, new: int) -> Choice:
+    def serve(self, history: int, new: int) -> RestorePlan:
         """A request with `history` tokens in host memory. The time that it takes is observed."""
         self.now += 1e6  # the link is idle again
-        choice = self._choice.choose(history, 0, new)
-        if choice.tokens:
-            self._choice.take(choice)
-            self._observe_copies(choice)
+        plan = self._planner.choose(history, 0, new)
+        if plan.tokens:
+            self._planner.take(plan)
+            self._observe_copies(plan)
         else:
-            self._choice.refuse(choice.reason)
+            self._planner.refuse(plan.reason)
         self._see(Resource.PREFILL, lambda cost: cost.prefill_layer(64, 0))  # somebody else's
-        return choice
+        return plan
 
-    def _observe_copies(self, choice: Choice) -> None:
-        kv = min(self._plan.kv, self._plan.num_layers - choice.recompute)
-        hidden = self._plan.num_layers - choice.recompute - kv
-        host, tokens = SourceTier.HOST, choice.tokens
+    def _observe_copies(self, plan: RestorePlan) -> None:
+        kv = min(self._plan.kv, self._plan.num_layers - plan.recompute_layers)
+        hidden = self._plan.num_layers - plan.recompute_layers - kv
+        host, tokens = SourceTier.HOST, plan.tokens
         if kv:
             self._see(Resource.KV_COPY, lambda cost: kv * cost.copy_kv(host, tokens))
         if hidden:
@@ -78,5 +79,5 @@ class SimulatedMachine:
         self.costs.observe(resource, seconds(self.costs.measured), observed)
 
 
-def is_try(choice: Choice) -> bool:
-    return choice.decision == TRY
+def is_try(plan: RestorePlan) -> bool:
+    return plan.decision is Decision.TRY

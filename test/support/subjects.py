@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.queue.fetches import RestoreCosts, UnknownCosts
+from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
 from sglang_hc.store.disk_tier import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
@@ -19,10 +19,9 @@ from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Trans
 from sglang_hc.tree.identity import Prefix
 from support.fake_io import FakeIo
 from support.host import host_queue, identities, keep, tokens_of, words_in
+from support.rates import UNKNOWN_COSTS
 
 DISK_BLOCKS = 1000
-
-NOTHING_KNOWN = UnknownCosts()
 
 
 class Subject(Protocol):
@@ -72,7 +71,7 @@ class ServerSubject:
         eviction: str,
         prefetch: str,
         host_slots: int,
-        costs: RestoreCosts = NOTHING_KNOWN,
+        costs: RestoreCosts = UNKNOWN_COSTS,
         on_read: OnRead = lambda tier, blocks, seconds: None,
         *,
         can_meet: bool = True,
@@ -172,7 +171,7 @@ class SimulatorSubject:
         eviction: str,
         prefetch: str,
         host_slots: int,
-        costs: RestoreCosts = NOTHING_KNOWN,
+        costs: RestoreCosts = UNKNOWN_COSTS,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0

@@ -27,6 +27,7 @@ from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens
 from support.fake_io import FakeIo
 from support.host import FINGERPRINT, host_tier, identities, keep
+from support.rates import UNKNOWN_COSTS
 from support.tiers import StepExecutor
 
 RULE = OverflowRule(window=512, keep_first=64, drop=0.4, reserve=64)
@@ -205,7 +206,9 @@ def test_after_a_restart_blocks_come_from_where_they_were_computed(lost: bool) -
 def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     world = World(disk=disk)
     window: LookAhead[str] = LookAhead()
-    view = QueueView(world.host, world.disk, window, QueueRules(), mover=world.grafts)
+    view = QueueView(
+        world.host, world.disk, window, QueueRules(), UNKNOWN_COSTS, mover=world.grafts
+    )
     world.compute(0, 440)
     if disk:
         world.host.clear()

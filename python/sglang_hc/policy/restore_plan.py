@@ -40,6 +40,8 @@ class Decision(enum.Enum):
     """Some stored layers are recomputed, the others are loaded."""
     REFUSE = "refuse"
     """Nothing is loaded; the history is run like new tokens."""
+    TRY = "try"
+    """Something that the costs refuse is loaded, to see how long it takes (`policy.tries`)."""
 
 
 class Reason(enum.Enum):
@@ -57,24 +59,39 @@ class Reason(enum.Enum):
     """None of these: recomputing is faster on this machine."""
     NOTHING_STORED = "nothing_stored"
     """There is nothing to restore, or its layers are all RECOMPUTE."""
+    NOT_MEASURED = "not_measured"
+    """There is no cost model: everything is loaded."""
+    ALWAYS = "always"
+    """The user wants everything loaded (`--hc-restore always`)."""
+    BLOCKS_GONE = "blocks_gone"
+    """The blocks have left host memory since they were matched."""
+    NO_DEVICE_SLOTS = "no_device_slots"
+    """The device has no room for what would be restored."""
+    TREE_CHANGED = "tree_changed"
+    """The device has got another continuation of the prefix since it was matched."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
     """One decision.
 
-    tokens: how many tokens are restored: all, or 0 when refused.
+    tokens: how many tokens are restored: all, or 0 when refused; for a try perhaps a part.
     recompute_layers: layers 0..n-1 of them are recomputed, the others loaded.
-    seconds: expected, from now until the new tokens are through the last layer.
+    seconds: expected, from now until the new tokens are through the last layer, by the costs alone;
+    0 where nothing was weighed.
     as_stored_seconds: the same when every stored layer is loaded.
+    copy_seconds: time that the link needs; what `plan_restore` returns has none yet.
+    skips_hidden: some layers are stored in HIDDEN form, but by the costs none of them is loaded.
     """
 
     decision: Decision
     reason: Reason
     tokens: int
     recompute_layers: int
-    seconds: float
-    as_stored_seconds: float
+    seconds: float = 0.0
+    as_stored_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    skips_hidden: bool = False
 
 
 def plan_restore(

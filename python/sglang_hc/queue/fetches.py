@@ -19,12 +19,15 @@ from sglang_hc.queue.windows import RunningMean
 from sglang_hc.tree.identity import BlockPath
 
 
-class FetchCosts(Protocol):
+class RestoreCosts(Protocol):
     """Seconds that are weighed against each other."""
 
     def block_seconds(self, tier: SourceTier) -> float:
         """To host memory, for one block of many; 0 when the speed is not known, and for a block
         that host memory has elsewhere."""
+
+    def token_seconds(self, tier: SourceTier) -> float:
+        """To the device, for one token of many; ready-first compares requests by it."""
 
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
@@ -39,42 +42,8 @@ class FetchCosts(Protocol):
     def try_seconds(self, context: int, new: int) -> float:
         """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
 
-
-class RestoreCosts(FetchCosts, Protocol):
-    """And what ready-first compares requests by, and a meeting point is chosen by."""
-
     def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         """See `meeting.SplitCosts`."""
-
-    def token_seconds(self, tier: SourceTier) -> float:
-        """To the device, for one token of many."""
-
-
-FAR_SECONDS = 8.0
-"""A token from below host memory over one from host memory, where nothing is measured: a disk is
-some ten times slower than the link."""
-
-
-class UnknownCosts:
-    """Nothing is measured: whatever is below host memory is fetched, and waited for within
-    bounds."""
-
-    tries: Tries | None = None
-
-    def block_seconds(self, tier: SourceTier) -> float:
-        return 0.0
-
-    def token_seconds(self, tier: SourceTier) -> float:
-        return 1.0 if tier is SourceTier.HOST else FAR_SECONDS
-
-    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
-        return math.inf
-
-    def try_seconds(self, context: int, new: int) -> float:
-        return 0.0
-
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +64,7 @@ class Missing:
     def count(self) -> int:
         return len(self.sources)
 
-    def saved(self, costs: FetchCosts, first: int, end: int) -> float:
+    def saved(self, costs: RestoreCosts, first: int, end: int) -> float:
         """Seconds by which the request starts sooner when host memory has `end` blocks of the path
         and not only `first`; negative when it is better off without, or the device has them."""
         known = max(first * BLOCK_TOKENS, self.on_device)
@@ -107,7 +76,7 @@ class Missing:
 
     def in_time(
         self,
-        costs: FetchCosts,
+        costs: RestoreCosts,
         reading: Callable[[SourceTier], int],
         first: int,
         end: int,
@@ -130,7 +99,7 @@ class Missing:
             begin += blocks
         return stop, late
 
-    def try_seconds(self, costs: FetchCosts) -> float:
+    def try_seconds(self, costs: RestoreCosts) -> float:
         """Longest that the request waits for a fetch that is a try; it counts as one that would
         have to compute all that the device lacks."""
         new = max(1, self.path.prefix.num_tokens - self.on_device)

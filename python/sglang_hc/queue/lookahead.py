@@ -18,7 +18,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
-from sglang_hc.queue.fetches import Missing, RestoreCosts, UnknownCosts
+from sglang_hc.queue.fetches import Missing, RestoreCosts
 from sglang_hc.queue.meeting import TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
@@ -30,8 +30,6 @@ from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
 from sglang_hc.tree.promotions import Promotion, Promotions
-
-UNKNOWN_COSTS = UnknownCosts()
 
 
 class Mover(Protocol):
@@ -81,12 +79,12 @@ class QueueView:
         disk: DiskTier | None,
         window: LookAhead[str],
         rules: QueueRules,
+        costs: RestoreCosts,
         priority: RetentionPriority | None = None,
-        costs: RestoreCosts = UNKNOWN_COSTS,
         mover: Mover | None = None,
     ) -> None:
-        """priority: told to the disk; None leaves it to evict by age. costs: what fetching and
-        recomputing take on this machine. mover: over the same disk; None where state does not move
+        """costs: what fetching and recomputing take on this machine. priority: told to the disk;
+        None leaves it to evict by age. mover: over the same disk; None where state does not move
         to new positions."""
         self._host = host
         self.in_host = host.has

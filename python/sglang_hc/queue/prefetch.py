@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetches import FetchCosts, Missing, TurnEstimate
+from sglang_hc.queue.fetches import Missing, RestoreCosts, TurnEstimate
 from sglang_hc.queue.requests import Waiting, not_told
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
@@ -106,7 +106,7 @@ class Prefetcher(Generic[K]):
         self,
         window: LookAhead[K],
         below: Below[K],
-        costs: FetchCosts,
+        costs: RestoreCosts,
         slots: tuple[int, int],
         mode: str,
         stretch: float = EVICTION_STRETCH,

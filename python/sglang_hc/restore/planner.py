@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy import copy_order
@@ -21,33 +21,13 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.policy.restore_plan import LONG_HISTORY, Decision, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
-from sglang_hc.queue.fetches import FAR_SECONDS
 
-NOT_MEASURED = "not_measured"
-"""Reason to load everything: there is no cost model."""
-ALWAYS = "always"
-"""Reason to load everything: the user wants it (`--hc-restore always`)."""
-TRY = "try"
-"""Decision to load something that the costs refuse, to see how long it takes."""
+FAR_SECONDS = 8.0
+"""A token from below host memory over one from host memory, where nothing is measured: a disk is
+some ten times slower than the link."""
 
-_UNLEARNABLE = frozenset({Reason.AS_STORED, Reason.BUSY_LINK, Reason.NOTHING_STORED})
-"""A refusal for one of these reasons says nothing about the costs, or ends by itself."""
-_LEARNABLE = frozenset(reason.value for reason in set(Reason) - _UNLEARNABLE)
-
-
-class Choice(NamedTuple):
-    """Restore the first `tokens` stored tokens, and recompute their layers below `recompute`.
-
-    decision, reason: what is counted. copy_seconds: time that the link needs for it. skipped: some
-    layers are stored in HIDDEN form, but the costs would load none of them.
-    """
-
-    tokens: int
-    recompute: int
-    decision: str
-    reason: str
-    copy_seconds: float = 0.0
-    skipped: bool = False
+_LEARNABLE = frozenset({Reason.SLOW_TIER, Reason.SHORT_HISTORY, Reason.FAST_COMPUTE})
+"""A refusal for one of these reasons may be wrong because the costs are."""
 
 
 class RestorePlanner:
@@ -90,20 +70,19 @@ class RestorePlanner:
         """Seconds, as modelled, for which the link is busy with earlier restorations."""
         return max(0.0, self._link_free - self._clock())
 
-    def choose(self, tokens: int, context: int, new: int) -> Choice:
+    def choose(self, tokens: int, context: int, new: int) -> RestorePlan:
         """How to bring back `tokens` in host memory, which lie behind `context` tokens on the
         device and before `new` tokens.
 
-        Changes nothing. Call `take` with the choice, or `refuse` with its reason.
+        Changes nothing. Call `take` with the plan, or `refuse` with its reason.
         """
         cost = self._weighed
         if cost is None:
-            reason = ALWAYS if self._always else NOT_MEASURED
-            return Choice(tokens, self.plan.recompute, Decision.LOAD.value, reason)
+            return self._all_of(tokens, Reason.ALWAYS if self._always else Reason.NOT_MEASURED)
         plan = self._planned(cost, tokens, context, new)
-        skipped = self._skips_hidden(plan)
-        tries = self._hidden_tries if skipped else self._restore_tries
-        if (not plan.tokens or skipped) and plan.reason not in _UNLEARNABLE:
+        plan = replace(plan, skips_hidden=self._skips_hidden(plan))
+        if (not plan.tokens or plan.skips_hidden) and plan.reason in _LEARNABLE:
+            tries = self._tries_of(plan)
             tries.follow(self._changes)
             tried = 0
             if tries.due:
@@ -111,33 +90,28 @@ class RestorePlanner:
                     cost, self.plan, tokens, context=context, new=new, seconds=plan.seconds
                 )
             if tried:
-                copies = self._copy_seconds(cost, tried, self.plan.recompute)
-                reason = plan.reason.value
-                return Choice(tried, self.plan.recompute, TRY, reason, copies, skipped)
-        seconds = self._copy_seconds(cost, plan.tokens, plan.recompute_layers)
-        decision, reason = plan.decision.value, plan.reason.value
-        return Choice(plan.tokens, plan.recompute_layers, decision, reason, seconds, skipped)
+                first = self.plan.recompute
+                plan = replace(plan, decision=Decision.TRY, tokens=tried, recompute_layers=first)
+        return replace(plan, copy_seconds=self._copy_seconds(cost, plan))
 
-    def as_stored(self, tokens: int) -> Choice:
+    def as_stored(self, tokens: int) -> RestorePlan:
         """Restore what a history that was met has left to restore, without weighing it."""
-        decision, reason = Decision.LOAD.value, Reason.AS_STORED.value
-        return Choice(tokens, self.plan.recompute, decision, reason)
+        return self._all_of(tokens, Reason.AS_STORED)
 
-    def take(self, choice: Choice) -> None:
-        """The choice is carried out: count it, and add its copies to the backlog."""
-        self._link_free = max(self._link_free, self._clock()) + choice.copy_seconds
-        tries = self._hidden_tries if choice.skipped else self._restore_tries
-        if choice.decision == TRY:
-            tries.tried()
-        elif choice.skipped:
-            tries.refused()
-        self._count(choice.decision, choice.reason)
+    def take(self, plan: RestorePlan) -> None:
+        """The plan is carried out: count it, and add its copies to the backlog."""
+        self._link_free = max(self._link_free, self._clock()) + plan.copy_seconds
+        if plan.decision is Decision.TRY:
+            self._tries_of(plan).tried()
+        elif plan.skips_hidden:
+            self._hidden_tries.refused()
+        self._count(plan.decision, plan.reason)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: Reason) -> None:
         """Count that nothing is restored."""
         if reason in _LEARNABLE:
             self._restore_tries.refused()
-        self._count(Decision.REFUSE.value, reason)
+        self._count(Decision.REFUSE, reason)
 
     def kv_per_hidden(self, tokens: int) -> float:
         """KV layers between two HIDDEN layers in the order of copies; see `policy.copy_order`."""
@@ -223,6 +197,12 @@ class RestorePlanner:
     def _changes(self) -> int:
         return 0 if self.costs is None else self.costs.changes
 
+    def _all_of(self, tokens: int, reason: Reason) -> RestorePlan:
+        return RestorePlan(Decision.LOAD, reason, tokens, self.plan.recompute)
+
+    def _tries_of(self, plan: RestorePlan) -> Tries:
+        return self._hidden_tries if plan.skips_hidden else self._restore_tries
+
     def _skips_hidden(self, plan: RestorePlan) -> bool:
         """Whether the plan loads something, but none of the stored HIDDEN layers."""
         stored = self.plan
@@ -241,14 +221,14 @@ class RestorePlanner:
             allow_recompute=self._can_recompute,
         )
 
-    def _copy_seconds(self, cost: CostModel, tokens: int, recompute: int) -> float:
-        """Seconds to copy the layers from `recompute` on of so many tokens."""
-        if not tokens:
+    def _copy_seconds(self, cost: CostModel, plan: RestorePlan) -> float:
+        """Seconds to copy the layers that a plan loads."""
+        if not plan.tokens:
             return 0.0
-        stored = self.plan
-        kv = min(stored.kv, stored.num_layers - recompute)
-        loaded = LayerPlan(recompute, stored.num_layers - recompute - kv, kv)
-        return cost.copy_stored(SourceTier.HOST, loaded, tokens)
+        first, stored = plan.recompute_layers, self.plan
+        kv = min(stored.kv, stored.num_layers - first)
+        loaded = LayerPlan(first, stored.num_layers - first - kv, kv)
+        return cost.copy_stored(SourceTier.HOST, loaded, plan.tokens)
 
     def _copy_token(self, tier: SourceTier) -> float:
         """Seconds to copy all stored layers of one token, in a history so long that the fixed cost
@@ -257,6 +237,6 @@ class RestorePlanner:
             return 0.0
         return self.costs.model.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
 
-    def _count(self, decision: str, reason: str) -> None:
-        self._counters[f"restore_decision_{decision}"] += 1
-        self._counters[f"restore_reason_{reason}"] += 1
+    def _count(self, decision: Decision, reason: Reason) -> None:
+        self._counters[f"restore_decision_{decision.value}"] += 1
+        self._counters[f"restore_reason_{reason.value}"] += 1

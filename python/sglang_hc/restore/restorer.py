@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from sglang_hc.device.copy_stream import Event
+from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.arrival import without_waiting
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.path import LateLayer, Restoration, RestorePath
-from sglang_hc.restore.planner import Choice, RestorePlanner
+from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -73,11 +74,11 @@ class Restorer:
         """Restorations queued or running."""
         return len(self._queued) + sum(len(done) for done in self._running.values())
 
-    def recomputed(self, choice: Choice) -> int:
-        """Layers of this rank that a choice recomputes: those of its plan, and without the stages
-        of a pipeline as many more as the choice has."""
+    def recomputed(self, plan: RestorePlan) -> int:
+        """Layers of this rank that a plan recomputes: those of its layer plan, and without the
+        stages of a pipeline as many more as the plan has."""
         planned = self.path.pool.layout.plan.recompute
-        return planned + choice.recompute - self.planner.plan.recompute
+        return planned + plan.recompute_layers - self.planner.plan.recompute
 
     def queue(self, restoration: Restoration, release: Callable[[], None]) -> None:
         """Restore in the next pass; `release` is called when its device slots hold the state.

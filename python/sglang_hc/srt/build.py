@@ -219,8 +219,8 @@ def _tiers(
         disk,
         window,
         QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device)),
-        priority if config.eviction == "queue" else None,
         planner,
+        priority if config.eviction == "queue" else None,
         mover,
     )
     path = RestorePath(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.early import Slots, gaps, woven
 from sglang_hc.srt.streamed import restorable
@@ -157,7 +158,7 @@ def _load_rest(
     others = tree.allocate(count)
     if others is None:
         tree.early.give_back(there)
-        return tree.refuse(req, "no_device_slots")
+        return tree.refuse(req, Reason.NO_DEVICE_SLOTS)
     slots = woven(there, others, start, stop)
     promised = tree.promise(req, blocks, slots, restorer.planner.as_stored(count), missing)
     if len(promised[0]):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.srt.early import gaps, standing_for, woven
@@ -50,13 +51,13 @@ class StreamedPass:
         others = tree.allocate(count) if path is not None and count else None
         if path is None or others is None:
             tree.early.give_back(there)
-            return tree.refuse(req, "blocks_gone" if path is None else "no_device_slots")
+            return tree.refuse(req, Reason.BLOCKS_GONE if path is None else Reason.NO_DEVICE_SLOTS)
         nodes = [*path, *(standing_for(meeting, n) for n in range(len(path), meeting.end))]
         patience = restorer.planner.prefill_seconds(len(reads.promotions) * BLOCK_TOKENS, head)
         arrival = LayerArrival(reads, tiers.disk.poll, patience)
         slots = woven(there, others, head, stop)
-        choice = restorer.planner.as_stored(count)
-        promised = tree.promise(req, nodes, slots, choice, missing, arrival)
+        plan = restorer.planner.as_stored(count)
+        promised = tree.promise(req, nodes, slots, plan, missing, arrival)
         if len(promised[0]):
             restorer.join_early(len(slots) - count)
             self._request = req.rid, head

@@ -26,8 +26,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.restore.path import Arrival, Restoration
-from sglang_hc.restore.planner import Choice
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
@@ -121,7 +121,7 @@ class HcRadixCache(RadixCache):
             return slots, node
         blocks = self.host_match.blocks(req, stop)
         if blocks is None:
-            return self.refuse(req, "blocks_gone")
+            return self.refuse(req, Reason.BLOCKS_GONE)
         slots, node = self.load_back(req, blocks, stop)
         req.host_hit_length = len(slots)
         return slots, node
@@ -133,21 +133,21 @@ class HcRadixCache(RadixCache):
         path `blocks` are ready. The request holds a lock on its prefix."""
         planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
         new = max(1, len(req.full_untruncated_fill_ids) - stop)
-        choice = planner.choose(stop - start, start, new)
-        count = choice.tokens // self.page_size * self.page_size
+        plan = planner.choose(stop - start, start, new)
+        count = plan.tokens // self.page_size * self.page_size
         if count == 0:
-            return self.refuse(req, choice.reason)
+            return self.refuse(req, plan.reason)
         slots = self.allocate(count)
         if slots is None:
-            return self.refuse(req, "no_device_slots")
-        return self.promise(req, blocks, slots, choice, [(start, start + count)])
+            return self.refuse(req, Reason.NO_DEVICE_SLOTS)
+        return self.promise(req, blocks, slots, plan, [(start, start + count)])
 
     def promise(
         self,
         req: Any,
         blocks: Sequence[BlockNode],
         slots: torch.Tensor,
-        choice: Choice,
+        plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
         arrival: Arrival | None = None,
     ) -> tuple[torch.Tensor, Any]:
@@ -157,16 +157,16 @@ class HcRadixCache(RadixCache):
         node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
-            return self.refuse(req, "tree_changed")
+            return self.refuse(req, Reason.TREE_CHANGED)
         self.compute_stream.will_read(slots)
-        restorer.planner.take(choice)
+        restorer.planner.take(plan)
         for begin, end in missing:
             path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
             own = slots[begin - len(before) : end - len(before)]
             above = torch.cat([before, slots[: begin - len(before)]])
             self.compute_stream.will_read(above)
             self.inc_lock_ref(node)
-            recompute = restorer.recomputed(choice)
+            recompute = restorer.recomputed(plan)
             restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
             restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
         return slots, node
@@ -192,7 +192,7 @@ class HcRadixCache(RadixCache):
             return None
         return self._insert_helper(node, key, slots)[1]
 
-    def refuse(self, req: Any, reason: str) -> tuple[torch.Tensor, Any]:
+    def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
         self.tiers.restorer.planner.refuse(reason)
         req.host_hit_length = 0
