@@ -49,10 +49,16 @@ def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
     window: LookAhead[str] = LookAhead()
     told: dict[bytes, float | None] = {}
     window.subscribe(lambda blocks: told.update(window.next_uses(blocks)))
+    before: list[str] = []
+    inside: list[str] = []
     for queue, length in passes:
-        window.update(queue, length, needs_of.__getitem__)
+        change = window.update(queue, length, needs_of.__getitem__)
         window.check_integrity()
+        assert list(change.departed) == [r for r in before if r not in queue]
         assert list(window.order) == queue[:length]
+        assert list(change.entered) == [r for r in window.order if r not in inside]
+        assert set(change.left) == set(inside) - set(window.order)
+        before, inside = queue, list(window.order)
         first = expected_use(window, needs_of)
         for block in BLOCKS:
             request = first.get(block)

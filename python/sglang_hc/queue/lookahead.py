@@ -119,16 +119,16 @@ class QueueView:
         """The waiting requests, the next to be served first, and how many requests decode; once
         per pass, at its top."""
         self.meetings.decoding = decoding
-        departed = self.requests.update(queue)
-        admitted = self.admission.admitted(departed)
-        if not (queue or departed or len(self.window) or self._changed):
+        if not (queue or self.window.queue or self._changed):
+            self.admission.admitted(())
             self._prefetcher.turns.idle()  # the last of the queue may have been aborted
             return
+        departed = self._prefetcher.on_schedule_step(queue, self._needs_of)
+        admitted = self.admission.admitted(departed)
         if admitted:
             self._prefetcher.admitted(admitted, self._now())
         for rid in departed:  # others may have left without a word
             self._prefetcher.cancel(rid)
-        self._prefetcher.on_schedule_step(queue, self._needs_of)
         self._send_eviction_hints()
         self._prefetcher.fetch()
 

@@ -145,20 +145,22 @@ class Prefetcher(Generic[K]):
 
     # -- what happens to requests and blocks -----------------------------------------------------
 
-    def on_schedule_step(self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]) -> None:
-        """The waiting requests, the next to be served first; once per pass, at its top.
+    def on_schedule_step(
+        self, queue: Sequence[K], needs: Callable[[K], Sequence[bytes]]
+    ) -> Sequence[K]:
+        """The waiting requests, the next to be served first; once per pass, at its top. Returns
+        those that have left the queue since the last pass; call `admitted` or `cancel` for each.
 
         needs: identities of the blocks a request can use; asked once, when it enters the window.
         """
         change = self.window.update(queue, self.eviction_window, needs)
-        if not queue:
-            self.turns.idle()
         for request in change.left:
             self._unseen.pop(request, None)
         if self.mode == "queue":
             self._unseen.update(dict.fromkeys(change.entered))
         if change.left or change.entered:
             self._quiet = 0
+        return change.departed
 
     def arrived(self, request: K, look: Callable[[], Waiting] = not_told) -> None:
         """A request was queued, or queued again. See `WaitingTable.arrived`."""
@@ -214,6 +216,8 @@ class Prefetcher(Generic[K]):
 
     def fetch(self) -> None:
         """The fetches of one pass. Nothing is looked at in passes without an event."""
+        if not self.window.queue:
+            self.turns.idle()
         self._quiet = self._quiet % QUIET_PASSES + 1
         if self.mode == "off" or self._quiet > 1:
             return
@@ -391,4 +395,4 @@ class Prefetcher(Generic[K]):
         return is_protected
 
     def _is_head(self, request: K) -> bool:
-        return self.window.order[:1] in ((), (request,))
+        return self.window.queue[:1] in ((), (request,))

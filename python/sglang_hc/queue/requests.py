@@ -85,15 +85,13 @@ class WaitingRequest:
 
 
 class WaitingTable(Generic[K]):
-    """The records of all waiting requests by name, their order, and who waits for which block.
+    """The records of all waiting requests by name, and who waits for which block.
 
     Belongs to the scheduler thread. A block stays under way until it has `ended`, whether or not
     anybody still waits for it.
     """
 
     def __init__(self) -> None:
-        self.order: tuple[K, ...] = ()
-        """The queue as it was at the last `update`."""
         self._records: defaultdict[K, WaitingRequest] = defaultdict(WaitingRequest)
         self.get = self._records.get
         """The record of a request; None for one that is not known. Asked often in every pass."""
@@ -129,20 +127,6 @@ class WaitingTable(Generic[K]):
         """Its place in the order of arrival; behind all others for one that is not known."""
         record = self._records.get(name)
         return record.arrival if record is not None else self._arrivals + 1
-
-    def update(self, queue: Sequence[K]) -> list[K]:
-        """The queue of this pass, the next to be served first. Returns those of the last `update`
-        that are no longer in it, in their order. Their records stay until `left`. O(1) when the
-        queue is the tuple of the last call."""
-        before, now = self.order, tuple(queue)
-        if now is before or now == before:
-            return []
-        self.order = now
-        gone = departed(before, now)
-        if gone is not None:
-            return [before[at] for at in gone]
-        still = set(now)
-        return [name for name in before if name not in still]
 
     def left(self, name: K) -> None:
         """The request was admitted, was aborted, or is over: its record ends here. Nothing happens

@@ -6,7 +6,8 @@
 S_kv is a running mean of one request's stored state. The paper's unit is a whole session; here it
 is the block, and a block that several waiting requests share counts with its earliest use.
 
-Pure: no clock, no I/O. `LookAhead` is told the waiting queue once per scheduler pass.
+Pure: no clock, no I/O. `LookAhead` is told the waiting queue once per scheduler pass, and is the
+one place that compares it with the queue of the pass before.
 """
 
 from __future__ import annotations
@@ -59,15 +60,19 @@ def window_length(capacity_bytes: float, mean_bytes: float) -> int:
 
 
 @dataclass(frozen=True)
-class WindowChange(Generic[K]):
-    """Requests that came into the window, in queue order, and those that left it."""
+class QueueChange(Generic[K]):
+    """What a pass changed, in queue order. departed: requests that are no longer in the queue.
+    entered, left: those that came into the window and those that left it, whether or not they have
+    left the queue."""
 
-    entered: list[K]
-    left: list[K]
+    departed: Sequence[K] = ()
+    entered: Sequence[K] = ()
+    left: Sequence[K] = ()
 
 
 class LookAhead(Generic[K]):
-    """Which blocks the waiting requests inside the eviction window need, and how soon.
+    """The order of the waiting queue; which blocks its first requests, those inside the eviction
+    window, need, and how soon.
 
     A request has a rank, a number that grows along the queue. Ranks of requests that stay do not
     change when the head leaves or the tail grows, so a pass in which nothing else happened costs a
@@ -76,17 +81,19 @@ class LookAhead(Generic[K]):
 
     def __init__(self) -> None:
         self.requests: WaitingTable[K] = WaitingTable()
-        self._order: tuple[K, ...] = ()
+        self.queue: tuple[K, ...] = ()
+        """The queue of the last `update`, without those who have left the window since."""
+        self._length = 0
         self._users: dict[bytes, list[float]] = {}
         self._listeners: list[Callable[[Sequence[bytes]], None]] = []
 
     @property
     def order(self) -> Sequence[K]:
         """Requests of the window, head first."""
-        return self._order
+        return self.queue[: self._length]
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._length
 
     def __contains__(self, request: K) -> bool:
         return self.rank(request) is not None
@@ -112,49 +119,58 @@ class LookAhead(Generic[K]):
 
     def update(
         self, queue: Sequence[K], length: int, blocks_of: Callable[[K], Sequence[bytes]]
-    ) -> WindowChange[K]:
+    ) -> QueueChange[K]:
         """Look at the first `length` requests of the waiting queue, the next to be served first.
 
-        `blocks_of` is asked once per request, when it enters, and gives distinct block ids.
-        O(length), plus the blocks of the requests that entered, left or changed their order; O(1)
-        when the queue is the tuple of the last call.
+        `blocks_of` is asked once per request, when it enters, and gives distinct block ids. Records
+        of requests that have departed stay until `leave`. O(n), plus the blocks of the requests
+        that entered, left or changed their order; O(1) when the queue is the tuple of the last
+        call.
         """
-        new = tuple(queue[:length])  # a whole tuple is not copied
-        old = self._order
-        if new is old or new == old:
-            return WindowChange([], [])
+        old, new, before = self.queue, tuple(queue), self._length  # a tuple is not copied
+        length = min(length, len(new))
+        if length == before and (new is old or new == old):
+            return QueueChange()
         gone = departed(old, new)
         grown = gone is not None
         if gone is None:
             coming = set(new)
             gone = [at for at, request in enumerate(old) if request not in coming]
             grown = without(old, gone) == list(new[: len(old) - len(gone)])
-        left = [old[at] for at in gone]
-        entered = [*new[len(old) - len(gone) :]] if grown else [r for r in new if r not in self]
-        moved = [] if grown else self._moved(new)
-        self._order = new
+        self.queue, self._length = new, length
+        window, left = self.order, [old[at] for at in gone if at < before]
+        if grown:
+            kept = before - len(left)  # the first of the new queue
+            left += new[length:kept]
+            entered, moved = list(new[kept:length]), []
+        else:
+            inside = set(window)
+            left = [request for request in old[:before] if request not in inside]
+            entered = [request for request in window if request not in self]
+            moved = self._moved(window)
         for request in (*left, *moved):
             self._withdraw(request)
         for request in entered:
             record = self.requests[request]
             if record.needs is None:
                 record.needs = blocks_of(request)
-        self._place(entered if grown else [r for r in new if r not in self], appended=grown)
-        return WindowChange(entered, left)
+        self._place(entered if grown else [r for r in window if r not in self], appended=grown)
+        return QueueChange([old[at] for at in gone], entered, left)
 
     def leave(self, request: K) -> None:
         """The request waits no longer: it leaves the window and its record ends. The one place
         where a request leaves. Nothing happens if it is unknown."""
         if request in self:
-            at = self._order.index(request)
-            self._order = self._order[:at] + self._order[at + 1 :]
+            at = self.queue.index(request)
+            self.queue = self.queue[:at] + self.queue[at + 1 :]
+            self._length -= 1
             self._withdraw(request)
         self.requests.left(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless ranks follow the order and uses are exactly the needs."""
-        assert set(self._order) == {r for r in self.requests if self.rank(r) is not None}
-        records = [self.requests[request] for request in self._order]
+        assert set(self.order) == {r for r in self.requests if self.rank(r) is not None}
+        records = [self.requests[request] for request in self.order]
         ranks = [record.rank for record in records if record.rank is not None]
         assert all(a < b for a, b in pairwise(ranks))
         expected: dict[bytes, list[float]] = {}
@@ -177,12 +193,12 @@ class LookAhead(Generic[K]):
         if not waiting:
             return
         if appended:
-            kept = len(self._order) - len(waiting)
-            start = (self.rank(self._order[kept - 1]) or 0.0) if kept else 0.0
+            kept = self._length - len(waiting)
+            start = (self.rank(self.queue[kept - 1]) or 0.0) if kept else 0.0
             for step, request in enumerate(waiting, 1):
                 self._announce(request, start + step)
             return
-        for request, rank in _between([(request, self.rank(request)) for request in self._order]):
+        for request, rank in _between([(request, self.rank(request)) for request in self.order]):
             if rank is None:
                 self._renumber()
                 break
@@ -190,10 +206,10 @@ class LookAhead(Generic[K]):
 
     def _renumber(self) -> None:
         """Ranks 1, 2, 3 ... along the order: the gaps have become too small."""
-        for request in self._order:
+        for request in self.order:
             if request in self:
                 self._withdraw(request)
-        for rank, request in enumerate(self._order, 1):
+        for rank, request in enumerate(self.order, 1):
             self._announce(request, float(rank))
 
     def _announce(self, request: K, rank: float) -> None:

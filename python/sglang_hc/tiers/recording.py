@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
-from sglang_hc.queue.windows import LookAhead, WindowChange
+from sglang_hc.queue.windows import LookAhead, QueueChange
 from sglang_hc.tiers.trace import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier
@@ -240,12 +240,13 @@ class RecordingLookAhead(LookAhead[str]):
 
     def update(
         self, queue: Sequence[str], length: int, blocks_of: Callable[[str], Sequence[bytes]]
-    ) -> WindowChange[str]:
-        before = self._order
+    ) -> QueueChange[str]:
+        before = self.order
         change = super().update(queue, length, blocks_of)
-        if change.entered or self._order != before:
+        order = self.order
+        if change.entered or order != before:
             needs = {request: self.requests[request].needs or () for request in change.entered}
-            self.recorder.note("look", t=self.recorder.now(), order=self._order, needs=needs)
+            self.recorder.note("look", t=self.recorder.now(), order=order, needs=needs)
         return change
 
     def leave(self, request: str) -> None:

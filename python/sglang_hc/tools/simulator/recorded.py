@@ -159,9 +159,11 @@ class Replay:
         needs = event["needs"]
         for request in needs:  # it may have come back with another prompt
             self._window.requests[int(request)].needs = None
-        self._window.update(
+        change = self._window.update(
             event["order"], len(event["order"]), lambda request: self._ids(needs[str(request)])
         )
+        for request in change.departed:
+            self._window.leave(request)
 
     def _discard(self, event: dict[str, Any]) -> None:
         self._window.leave(event["req"])
