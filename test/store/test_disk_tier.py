@@ -118,3 +118,16 @@ def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
     disk.asked(1, 8.0, idle=True)
     disk.came(Outcome.OK, 9.0)
     assert found == [(SourceTier.DISK, 1, 1.0)]
+
+
+def test_it_is_busy_while_an_answer_is_on_its_way() -> None:
+    world = World(0.0)
+    assert not world.disk.is_busy
+    world.fetch(("ab",))
+    assert world.disk.is_busy
+    world.serve(1.0)
+    assert not world.disk.is_busy
+    for asks in (True, False):
+        world.io.ask = lambda block_ids, asks=asks: asks  # type: ignore[method-assign]
+        world.disk.find(path_of("cd").block_ids)
+        assert world.disk.is_busy == asks

@@ -235,9 +235,8 @@ class HcRadixCache(RadixCache):
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         tiers, exporter = self.tiers, self._scheduler.exporter
-        if tiers.disk is not None and not self._scheduler.decoding:
-            # Passes without a batch follow each other and never let go of the interpreter. Threads
-            # that read a store would wait 5 ms for it each time that they need it.
+        if tiers.disk is not None and tiers.disk.is_busy and not self._scheduler.decoding:
+            # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):

@@ -130,6 +130,7 @@ class DiskTier:
         self._layer_reads: dict[int, tuple[LayerReads, Promotion, int]] = {}
         """Blocks and groups of layers by the tickets of their reads."""
         self._spills: dict[int, BlockNode] = {}
+        self._asks = False
         self.counters = io.counts
         below = (SourceTier.DISK, SourceTier.REMOTE)
         self._watches = {tier: ReadWatch(tier, on_read) for tier in below}
@@ -168,12 +169,18 @@ class DiskTier:
 
     # -- fetch -----------------------------------------------------------------------------------
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers are on their way: to reads, to writes, or to the last `find`."""
+        return bool(self._reads or self._layer_reads or self._spills or self._asks)
+
     def find(self, block_ids: Sequence[bytes]) -> int | None:
         """How many of the first identities are below the host tier, without a gap; None when that
         is not known yet, but soon."""
         if not self._usable or not block_ids:
             return 0
-        return None if self._io.ask(block_ids) else self._io.contains(block_ids)
+        self._asks = self._io.ask(block_ids)
+        return None if self._asks else self._io.contains(block_ids)
 
     def fetch(
         self,
