@@ -116,3 +116,14 @@ def test_a_key_that_could_name_a_cut_is_refused(server: ServerProcess, path: str
         post(server, path, bodies[path])
     assert caught.value.code == 400
     assert "extra_key and cache_salt may not have the character" in caught.value.read().decode()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**40])
+def test_a_wrong_id_in_a_prompt_that_would_be_cut_is_answered_with_400(
+    server: ServerProcess, wrong: int
+) -> None:
+    tokens = [5] * 70 + [wrong] + [5] * 600
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/generate", {"input_ids": tokens})
+    assert caught.value.code == 400
+    assert f"the token id {wrong}, which is not in" in caught.value.read().decode()

@@ -109,6 +109,14 @@ def test_the_reply_says_what_was_left_out(server: ServerProcess) -> None:
     assert whole["meta_info"]["prompt_tokens"] == LIMIT
 
 
+def test_each_prompt_of_a_batch_is_cut(server: ServerProcess) -> None:
+    long = random.Random(6).choices(range(3, 900), k=2 * LIMIT)
+    sampling = {"max_new_tokens": 16, "temperature": 0}
+    body = {"input_ids": [long[:600], long[:100], long[1:]], "sampling_params": sampling}
+    cuts = [r["meta_info"].get("hc_overflow") for r in json.loads(post(server, "/generate", body))]
+    assert [cut and cut["prompt_tokens"] for cut in cuts] == [600, None, 2 * LIMIT - 1]
+
+
 def test_a_request_may_choose(server: ServerProcess) -> None:
     tokens = random.Random(3).choices(range(3, 900), k=600)
     longer = {"custom_params": {"hc_overflow": {"keep_first": 100}}}

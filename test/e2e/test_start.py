@@ -94,6 +94,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
+        (("--grammar-backend", "xgrammar"), ("--grammar-backend xgrammar", "needs a GPU")),
         (
             ("--hc-overflow", "reembed", "--tokenizer-worker-num", "2"),
             ("--hc-overflow", "--tokenizer-worker-num"),

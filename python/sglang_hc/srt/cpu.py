@@ -62,6 +62,11 @@ def choose_backends(args: Any) -> list[str]:
             f"--page-size {args.page_size} needs a GPU: without one SGLang allocates single "
             "tokens; leave the flag out"
         )
+    if args.grammar_backend == "xgrammar":
+        raise ConfigError(
+            "--grammar-backend xgrammar needs a GPU: its masks are allocated for one, and the first "
+            "request with a grammar would end the server; give outlines"
+        )
     if args.enable_deterministic_inference:
         raise ConfigError(
             "--enable-deterministic-inference needs a GPU: SGLang's operators that do not depend "

@@ -100,9 +100,10 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         ),
         (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
         (f"{tokenizer}._tokenize_one_request", HookType.BEFORE, overflow.own_ids),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
+        # The last of these runs first.
         (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
+        (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
         (f"{chat}._convert_to_internal_request", HookType.AFTER, overflow.count_head),
         (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
         (f"{scheduler}.clear_hicache_storage_wrapped", HookType.AROUND, hooks.clear_storage),

@@ -181,13 +181,17 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
         ("/mnt/ssd:0.5", "/mnt/ssd", 5 * 10**8),
         ("/a:b", "/a:b", None),
         ("/a:b:3", "/a:b", 3 * 10**9),
+        ("/a:.b", "/a:.b", None),
+        ("/a:20/b", "/a:20/b", None),
     ],
 )
 def test_directory_specs(text: str, path: str, size: int | None) -> None:
     assert DirectorySpec.parse(text) == DirectorySpec(path, size)
 
 
-@pytest.mark.parametrize("text", ["", "/mnt:", "/mnt:-1", "/mnt:0", "/mnt:1.2.3"])
+@pytest.mark.parametrize(
+    "text", ["", "/mnt:", "/mnt:-1", "/mnt:0", "/mnt:1.2.3", "/mnt:200GB", "/mnt:1e3"]
+)
 def test_bad_directory_specs_name_the_option(text: str) -> None:
     with pytest.raises(DirectoryError, match="--hc-disk"):
         DirectorySpec.parse(text)

@@ -63,10 +63,11 @@ class DirectorySpec:
 
     @classmethod
     def parse(cls, text: str) -> DirectorySpec:
-        """Raises DirectoryError. Only a last part that is a number is a size: `/a:b` is a path."""
+        """Raises DirectoryError. Only a last part that is a number is a size: `/a:b` is a path, and
+        `/a:200GB` is neither."""
         match = re.fullmatch(r"(?s)(.+):([0-9]+(?:\.[0-9]+)?)", text)
         if match is None:
-            if not text or re.search(r":-?[0-9.]*$", text):
+            if not text or re.search(r":-?[0-9.]*([0-9][^/:]*)?$", text):
                 raise DirectoryError(
                     f"--hc-disk {text!r}: give DIR or DIR:SIZE_GB, for example /mnt/ssd:200"
                 )
