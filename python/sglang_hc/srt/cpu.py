@@ -64,7 +64,7 @@ def choose_backends(args: Any) -> list[str]:
         )
     if args.grammar_backend == "xgrammar":
         raise ConfigError(
-            "--grammar-backend xgrammar needs a GPU: its masks are allocated for one, and the first "
+            "--grammar-backend xgrammar needs a GPU: its masks are made for one, and the first "
             "request with a grammar would end the server; give outlines"
         )
     if args.enable_deterministic_inference:
