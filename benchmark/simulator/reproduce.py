@@ -23,7 +23,6 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_hc.tools.simulator import workloads
-from sglang_hc.tools.simulator.capacity import full_capacity
 from sglang_hc.tools.simulator.models import MODEL_NAMES, load_model
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.traces import Timing, read_trace
@@ -127,7 +126,8 @@ def capacity(_: Paper) -> Iterator[Run]:
     model = load_model("llama-13b")
     for pause in (300, 700, 1000):
         load = _thinking(attentionstore(sessions=900, rate=0.115), mean=pause)
-        full = full_capacity(_sessions_per_hour(load), model.context * model.token_bytes)
+        # CCpUT: every session of one time to live at its largest.
+        full = _sessions_per_hour(load) * model.context * model.token_bytes
         for ratio in (0.05, 0.1, 0.15, 0.25, 0.5):
             dram = min(128 * GB, ratio * full / 4)
             setup = Setup(load, model, dram=dram, disk=ratio * full, overflow="reembed")

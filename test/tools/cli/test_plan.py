@@ -101,6 +101,14 @@ def test_from_a_disk_that_is_too_slow_nothing_is_read(model, capsys):
     assert "bottleneck: compute (copy works 0.0 us" in from_disk and "read" not in from_disk
 
 
+@pytest.mark.parametrize(
+    "words", [["--link-gbps", "1e-6"], ["--disk-gbps", "10000"], ["--context", "100000000"]]
+)
+def test_the_largest_and_the_smallest_numbers_are_planned(model, plan, words):
+    out = plan("--model", model(), "--gpu", "H200", *words)
+    assert 0 < out["ttft_seconds"]["plan"] <= out["ttft_seconds"]["recompute"]
+
+
 def test_only_the_link_is_asked_when_there_is_no_disk(model, plan):
     out = plan("--model", model(), "--gpu", "H800")
     assert list(out["tiers"]) == ["host"]
@@ -143,14 +151,17 @@ def test_table_for_people(model, capsys):
     ("words", "message"),
     [
         (["--gpu", "B300"], "--gpu: unknown GPU 'B300': give one of 4090, A100-40G"),
-        (["--link-gbps", "fast"], "--link-gbps: 'fast' is not a bandwidth"),
-        (["--link-gbps", "nan"], "--link-gbps: 'nan' is not a bandwidth"),
-        (["--link-gbps", "26e9"], "--link-gbps: '26e9' is not a bandwidth in GB/s"),
-        (["--disk-gbps", "0"], "--disk-gbps: '0' is not a bandwidth"),
-        (["--disk-gbps=-3"], "--disk-gbps: '-3' is not a bandwidth"),
-        (["--context", "0"], "--context: '0' is not a number of tokens"),
-        (["--context", "1.5"], "--context: '1.5' is not a number of tokens"),
-        (["--new-tokens", "many"], "--new-tokens: 'many' is not a number of tokens"),
+        (["--link-gbps", "fast"], "--link-gbps 'fast': give a number from 1e-06 to 10000"),
+        (["--link-gbps", "nan"], "--link-gbps 'nan': give a number"),
+        (["--link-gbps", "10001"], "--link-gbps '10001': give a number"),
+        (["--disk-gbps", "9e-7"], "--disk-gbps '9e-7': give a number"),
+        (["--context", "100000001"], "--context '100000001': give a whole number"),
+        (["--link-gbps", "26e9"], "--link-gbps '26e9': give a number"),
+        (["--disk-gbps", "0"], "--disk-gbps '0': give a number"),
+        (["--disk-gbps=-3"], "--disk-gbps '-3': give a number"),
+        (["--context", "0"], "--context '0': give a whole number from 1 to 100000000"),
+        (["--context", "1.5"], "--context '1.5': give a whole number"),
+        (["--new-tokens", "many"], "--new-tokens 'many': give a whole number"),
         (["--model", "/nowhere"], "--model: /nowhere does not exist"),
     ],
 )

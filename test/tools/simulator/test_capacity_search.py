@@ -1,10 +1,12 @@
 """Capacity search: the smallest measured size that reaches the target."""
 
-import pytest
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tools.simulator.capacity import full_capacity, geometric_steps, smallest_reaching
+from sglang_hc.tools.cli.capacity import _sizes
+from sglang_hc.tools.simulator.capacity import smallest_reaching
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0, 1))
@@ -25,14 +27,8 @@ def test_the_first_size_that_reaches_the_target_is_found(rates, target):
         assert point.hit_rate >= target
 
 
-def test_steps_grow_by_one_factor_and_end_at_the_bounds():
-    steps = geometric_steps(1e9, 8e9, 4)
-    assert steps == pytest.approx([1e9, 2e9, 4e9, 8e9])
-    for low, high, count in ((0, 1, 3), (2, 1, 3), (1, 2, 1)):
-        with pytest.raises(ValueError, match="low"):
-            geometric_steps(low, high, count)
-
-
-def test_full_capacity_is_the_papers():
-    # AttentionStore 4.3.5: one hour at 1 session/s, 4K tokens of 0.78 MiB each.
-    assert full_capacity(3600, 4096 * 819_200) == pytest.approx(12.08e12, rel=1e-3)
+@given(st.floats(1e6, 1e9), st.floats(1.0, 1e6))
+def test_sizes_grow_by_at_most_the_root_of_two_and_end_at_the_bounds(low, times):
+    sizes = _sizes(low, low * times)
+    assert sizes[0] == low and sizes[-1] == low * times
+    assert all(1.0 <= b / a <= 2**0.5 * (1 + 1e-9) for a, b in pairwise(sizes))

@@ -8,30 +8,40 @@ import pytest
 
 from sglang_hc.tools.simulator.workloads import (
     L_EVAL_TASKS,
+    Workload,
     attentionstore,
     l_eval,
     sharegpt4,
     shuffled,
-    summarize,
 )
+
+
+def lengths(workload: Workload) -> list[int]:
+    """Tokens of each conversation, in ascending order."""
+    return sorted(
+        sum(turn.new_tokens + turn.output.length for turn in session.turns)
+        for session in workload.sessions
+    )
 
 
 def test_attentionstore_has_the_stated_statistics():
     workload = attentionstore(seed=3)
-    facts = summarize(workload)
-    assert facts.sessions == 9000
-    assert facts.turns / facts.sessions == pytest.approx(5.75, abs=0.15)
-    assert facts.multi_turn_share == pytest.approx(0.73, abs=0.015)
-    assert facts.over_2k == pytest.approx(0.47, abs=0.015)
-    assert facts.over_4k == pytest.approx(0.30, abs=0.015)
+    count, tokens = len(workload.sessions), lengths(workload)
+    assert count == 9000
+    assert workload.num_turns / count == pytest.approx(5.75, abs=0.15)
+    several = sum(len(session.turns) > 1 for session in workload.sessions)
+    assert several / count == pytest.approx(0.73, abs=0.015)
+    assert sum(n > 2048 for n in tokens) / count == pytest.approx(0.47, abs=0.015)
+    assert sum(n > 4096 for n in tokens) / count == pytest.approx(0.30, abs=0.015)
     assert workload.warmup_turns == 10_000
 
 
 def test_sharegpt4_has_the_stated_statistics():
-    facts = summarize(sharegpt4(seed=1, sessions=4000))
-    assert facts.mean_prompt == pytest.approx(66.8, rel=0.05)
-    assert facts.mean_output == pytest.approx(358.8, rel=0.05)
-    median = sorted(facts.session_tokens)[facts.sessions // 2]
+    workload = sharegpt4(seed=1, sessions=4000)
+    turns = [turn for session in workload.sessions for turn in session.turns]
+    assert sum(turn.new_tokens for turn in turns) / len(turns) == pytest.approx(66.8, rel=0.05)
+    assert sum(turn.output.length for turn in turns) / len(turns) == pytest.approx(358.8, rel=0.05)
+    median = lengths(workload)[2000]
     assert median == pytest.approx(2500, rel=0.05), "half of the histories are over 2.5K"
 
 

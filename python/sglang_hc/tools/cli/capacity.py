@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.tools.cli.load import (
     add_load_options,
-    count,
-    number,
     read_machine,
     read_model,
     read_workload,
     turns_bar,
 )
-from sglang_hc.tools.cli.main import UsageError
-from sglang_hc.tools.simulator.capacity import CapacityPoint, geometric_steps, smallest_reaching
+from sglang_hc.tools.cli.main import UsageError, count, number
+from sglang_hc.tools.simulator.capacity import CapacityPoint, smallest_reaching
 from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.workloads import Workload
 
@@ -182,10 +183,9 @@ def _split(total: float, slot: int) -> tuple[float, float]:
 
 
 def _sizes(low: float, high: float) -> list[float]:
-    steps = 2
-    while (high / low) ** (1 / (steps - 1)) > 2 ** (1 / STEPS_PER_DOUBLING):
-        steps += 1
-    return geometric_steps(low, high, steps)
+    """Sizes from `low` to `high`, each by one factor larger than the one before."""
+    steps = 1 + max(1, math.ceil(STEPS_PER_DOUBLING * math.log2(high / low)))
+    return [float(size) for size in np.geomspace(low, high, steps)]
 
 
 def _as_json(answer: Answer, workload: Workload) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.cli.main import UsageError, count, number
 from sglang_hc.tools.simulator.jobs import OVERFLOW_MODES
 from sglang_hc.tools.simulator.models import (
     ATTENTIONSTORE_MACHINE,
@@ -133,24 +132,6 @@ def read_machine(args: argparse.Namespace) -> Machine:
         link=number("--link-gbps", args.link_gbps, low=1e-6) * 1e9,
         disk=number("--disk-gbps", args.disk_gbps, low=1e-6) * 1e9,
     )
-
-
-def number(option: str, text: str, low: float = 0.0, high: float = 1e9) -> float:
-    """A number within bounds. Raises UsageError that names the option."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise UsageError(f"{option} {text!r}: give a number from {low:g} to {high:g}")
-    return value
-
-
-def count(option: str, text: str, low: int = 1, high: int = 10_000_000) -> int:
-    """A whole number within bounds. Raises UsageError that names the option."""
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-        raise UsageError(f"{option} {text!r}: give a whole number from {low} to {high}")
-    return int(text)
 
 
 @contextmanager

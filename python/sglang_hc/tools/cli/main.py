@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 class UsageError(Exception):
     """A mistake of the user. The message names the option and the remedy; exit status 2."""
+
+
+def number(option: str, text: str, low: float = 0.0, high: float = 1e9) -> float:
+    """A number within bounds. Raises UsageError that names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise UsageError(f"{option} {text!r}: give a number from {low:g} to {high:g}")
+    return value
+
+
+def count(option: str, text: str, low: int = 1, high: int = 10_000_000) -> int:
+    """A whole number within bounds. Raises UsageError that names the option."""
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise UsageError(f"{option} {text!r}: give a whole number from {low} to {high}")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,14 @@ from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.layer_plan import plan_for, stored_bytes
 from sglang_hc.policy.makespan import LayerTimes, busy, makespan
 from sglang_hc.policy.meeting import Split, best_split, from_below
-from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.cli.main import UsageError, count, number
 from sglang_hc.tools.datasheet import Hardware, datasheet_costs, load_hardware
 from sglang_hc.tools.model_config import read_model_config
 from sglang_hc.tools.model_shape import ModelConfigError, ModelShape
 
 DEFAULT_CONTEXT = 2560
 DEFAULT_NEW = 64
-MAX_GBPS = 10_000.0
+LEAST_GBPS, MAX_GBPS = 1e-6, 10_000.0
 MAX_TOKENS = 100_000_000
 BALANCED = 0.03
 """The two resources are called balanced when their work differs by less than this share."""
@@ -76,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--gpu: {error}") from error
     link = hardware.link_gbps.value
     if args.link_gbps is not None:
-        link = _number("--link-gbps", args.link_gbps, MAX_GBPS)
-    disk = None if args.disk_gbps is None else _number("--disk-gbps", args.disk_gbps, MAX_GBPS)
-    context = _count("--context", args.context)
-    new = _count("--new-tokens", args.new_tokens)
+        link = _gbps("--link-gbps", args.link_gbps)
+    disk = None if args.disk_gbps is None else _gbps("--disk-gbps", args.disk_gbps)
+    context = count("--context", args.context, high=MAX_TOKENS)
+    new = count("--new-tokens", args.new_tokens, high=MAX_TOKENS)
     cost = datasheet_costs(hardware, shape, link * 1e9, None if disk is None else disk * 1e9)
     reports = {tier: _report(cost, shape, tier, context, new) for tier in cost.copies}
     setting = {
@@ -275,27 +274,5 @@ def _load_shape(model: str) -> ModelShape:
         raise UsageError(f"--model: {error}") from error
 
 
-def _number(option: str, text: str, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= high:
-        raise UsageError(
-            f"{option}: {text!r} is not a bandwidth in GB/s; give a number above 0 and at most "
-            f"{high:g}, e.g. 26 for 26e9 bytes/s"
-        )
-    return value
-
-
-def _count(option: str, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= MAX_TOKENS:
-        raise UsageError(
-            f"{option}: {text!r} is not a number of tokens; give a whole number from 1 to "
-            f"{MAX_TOKENS}"
-        )
-    return value
+def _gbps(option: str, text: str) -> float:
+    return number(option, text, LEAST_GBPS, MAX_GBPS)

@@ -10,14 +10,12 @@ from pathlib import Path
 from sglang_hc.queue.prefetch import PREFETCH_MODES
 from sglang_hc.tools.cli.load import (
     add_load_options,
-    count,
-    number,
     read_machine,
     read_model,
     read_workload,
     turns_bar,
 )
-from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.cli.main import UsageError, count, number
 from sglang_hc.tools.simulator.run import SIMULATED_POLICIES, Result, Setup, simulate
 
 

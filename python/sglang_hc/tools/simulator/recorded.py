@@ -268,14 +268,8 @@ class Replay:
 
 def replay_record(path: Path) -> Comparison:
     """Replay a whole record up to its first difference or gap. Raises TraceError."""
-    events = _events(path)
-    _, header = next(events, (1, {}))
-    if header.get("trace") != "sglang-hc":
-        raise TraceError(f"{path}: not a record of --hc-trace; `sglang-hc simulate` reads others")
-    if header.get("version") != TRACE_VERSION:
-        raise TraceError(
-            f"{path}: version {header.get('version')}; this release reads version {TRACE_VERSION}"
-        )
+    events = read_record(path)
+    _, header = next(events)
     if header.get("eviction") not in POLICIES:
         raise TraceError(f"{path}: unknown eviction policy {header.get('eviction')!r}")
     replay = Replay(header)
@@ -295,8 +289,22 @@ def replay_record(path: Path) -> Comparison:
     return comparison
 
 
+def read_record(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, event), the header first; a last line that was cut off is left out. Raises
+    TraceError, at the latest for the first line of what is no record of this version."""
+    lines = _events(path)
+    number, header = next(lines, (1, {}))
+    if header.get("trace") != "sglang-hc":
+        raise TraceError(f"{path}: not a record of --hc-trace; `sglang-hc simulate` reads others")
+    if header.get("version") != TRACE_VERSION:
+        raise TraceError(
+            f"{path}: version {header.get('version')}; this release reads version {TRACE_VERSION}"
+        )
+    yield number, header
+    yield from lines
+
+
 def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, event); a last line that was cut off is left out."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):

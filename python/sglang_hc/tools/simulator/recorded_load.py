@@ -15,9 +15,6 @@ from sglang_hc.tools.simulator.workloads import Session, Span, Turn
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import TOKEN_BYTES
 
-Where = str
-"""File and line, for messages."""
-
 
 class _Paths:
     """Spans of the record's paths: equal prefixes get equal spans, the rest is fresh.
@@ -68,7 +65,7 @@ class _Paths:
 
 
 def recorded_sessions(
-    rows: Iterable[tuple[Where, dict[str, Any]]], fresh: Callable[[int], Span]
+    events: Iterable[dict[str, Any]], fresh: Callable[[int], Span]
 ) -> list[Session]:
     """One session of one turn per request that was queued; retracted ones count once.
 
@@ -78,7 +75,7 @@ def recorded_sessions(
     paths = _Paths(fresh)
     arrived: dict[int, tuple[float, tuple[Span, ...], int]] = {}
     sessions: list[Session] = []
-    for _, event in rows:
+    for event in events:
         op = event.get("op")
         if op == "root":
             paths.define(event["block"], None, b"")

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hc.tiers.trace import TRACE_VERSION
+from sglang_hc.tools.simulator.recorded import read_record
 from sglang_hc.tools.simulator.recorded_load import recorded_sessions
 from sglang_hc.tools.simulator.workloads import (
     TOKEN_IDS,
+    FreshIds,
     Session,
     Span,
     Turn,
@@ -91,24 +92,18 @@ def _kind_of(path: Path) -> str:
 
 def _recorded(path: Path) -> list[Session]:
     """What a server of ours recorded; its requests at their times."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]  # the server may have been ended while it wrote a line
-    rows = [
-        (f"{path}:{number}", json_object(line, f"{path}:{number}"))
-        for number, line in enumerate(whole.splitlines(), 1)
-        if line.strip()
-    ]
-    if rows[0][1].get("version") != TRACE_VERSION:
-        raise TraceError(f"{path}: version {rows[0][1].get('version')} of a record is not known")
+    events = (event for _, event in read_record(path))
     try:
-        return recorded_sessions(rows, _Fresh().span)
+        return recorded_sessions(events, FreshIds(_FRESH).span)
+    except TraceError:
+        raise
     except (KeyError, TypeError, ValueError) as cause:
         raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
 
 
 def _sessions(found: Iterator[TraceSession], timing: Timing) -> Iterator[Session]:
     """Sessions of a public format. Those without times arrive by `timing`."""
-    fresh = _Fresh()
+    fresh = FreshIds(_FRESH)
     arrivals = poisson_arrivals(random.Random(timing.seed), timing.rate or 1.0)
     for session in found:
         turns = [
@@ -120,7 +115,7 @@ def _sessions(found: Iterator[TraceSession], timing: Timing) -> Iterator[Session
             yield Session(next(arrivals) if arrival is None else arrival, tuple(turns), whole)
 
 
-def _turn(turn: TraceTurn, fresh: _Fresh, think: float) -> Turn:
+def _turn(turn: TraceTurn, fresh: FreshIds, think: float) -> Turn:
     if isinstance(turn.asked, HashedPrompt):
         spans = _hashed(turn.asked)
     else:
@@ -153,15 +148,3 @@ def _moved(session: Session, start: float) -> Session:
         for turn in session.turns
     )
     return dataclasses.replace(session, arrival=session.arrival - start, turns=turns)
-
-
-class _Fresh:
-    """Token ids that nothing else uses."""
-
-    def __init__(self) -> None:
-        self._next = _FRESH
-
-    def span(self, length: int) -> Span:
-        span = Span(self._next, length)
-        self._next = _FRESH + (self._next - _FRESH + length) % _FRESH
-        return span

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 TOKEN_IDS = 1 << 31
 """Token ids are drawn from [0, TOKEN_IDS), what the tree can pack."""
@@ -67,15 +67,15 @@ class Workload:
         return sum(len(session.turns) for session in self.sessions)
 
 
-@dataclass
-class _Ids:
-    """Hands out fresh token ids, so that different contents share no block."""
+class FreshIds:
+    """Hands out token ids from `first` on, so that different contents share no block."""
 
-    next_id: int = 0
+    def __init__(self, first: int = 0) -> None:
+        self._first, self._given = first, 0
 
     def span(self, length: int) -> Span:
-        span = Span(self.next_id % TOKEN_IDS, length)
-        self.next_id += length
+        span = Span(self._first + self._given, length)
+        self._given = (self._given + length) % (TOKEN_IDS - self._first)
         return span
 
 
@@ -132,7 +132,7 @@ def conversations(
 ) -> Workload:
     """Independent conversations with Poisson arrivals; nothing is shared between sessions."""
     rng = random.Random(seed)
-    ids = _Ids()
+    ids = FreshIds()
     arrivals = poisson_arrivals(rng, rate)
     rest = (shape.mean_turns - (1 - shape.multi_turn_share)) / shape.multi_turn_share - 2
     stop = 1 / (1 + rest)
@@ -252,7 +252,7 @@ def l_eval(
     tokens, below the 16K to which the paper extends its models. Each session is one request.
     """
     rng = random.Random(seed)
-    ids = _Ids()
+    ids = FreshIds()
     documents = []
     for index in range(contexts):
         task = tasks[index % len(tasks)]
@@ -268,41 +268,3 @@ def l_eval(
         turn = Turn((document, ids.span(asked)), ids.span(answer))
         made.append(Session(next(arrivals), (turn,), whole=True))
     return Workload("l-eval", tuple(made), sessions // 10)
-
-
-@dataclass
-class LengthSummary:
-    """What a workload looks like, for tables and for checking a fit. Lengths in tokens."""
-
-    sessions: int = 0
-    turns: int = 0
-    multi_turn_share: float = 0.0
-    over_2k: float = 0.0
-    over_4k: float = 0.0
-    mean_session: float = 0.0
-    mean_prompt: float = 0.0
-    mean_output: float = 0.0
-    session_tokens: list[int] = field(default_factory=list, repr=False)
-
-
-def summarize(workload: Workload) -> LengthSummary:
-    """Statistics of a workload's sessions before any truncation."""
-    count = max(1, len(workload.sessions))
-    turns = max(1, workload.num_turns)
-    asked = [[turn.new_tokens for turn in s.turns] for s in workload.sessions]
-    answered = [[turn.output.length for turn in s.turns] for s in workload.sessions]
-    lengths = [
-        (a[-1] + o[-1] if s.whole else sum(a) + sum(o)) if s.turns else 0
-        for s, a, o in zip(workload.sessions, asked, answered, strict=True)
-    ]
-    return LengthSummary(
-        sessions=len(workload.sessions),
-        turns=workload.num_turns,
-        multi_turn_share=sum(len(s.turns) > 1 for s in workload.sessions) / count,
-        over_2k=sum(length > 2048 for length in lengths) / count,
-        over_4k=sum(length > 4096 for length in lengths) / count,
-        mean_session=sum(lengths) / count,
-        mean_prompt=sum(map(sum, asked)) / turns,
-        mean_output=sum(map(sum, answered)) / turns,
-        session_tokens=lengths,
-    )
