@@ -428,3 +428,30 @@ def test_a_place_without_file_locks_is_one_clear_sentence(scratch: Path) -> None
         open_store(scratch)
     assert len(os.listdir("/proc/self/fd")) == held
     open_store(scratch).close()
+
+
+def test_a_full_disk_at_the_start_is_one_clear_sentence(scratch: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch.object(os, "pwrite", side_effect=full),
+        pytest.raises(DirectoryError, match=r"\(No space left on device\); free some space"),
+    ):
+        open_store(scratch)
+    open_store(scratch).close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_reserves_no_space_is_used_without(scratch: Path, code: int) -> None:
+    """What the C library says where neither the system nor single bytes written with O_DIRECT
+    can reserve the space."""
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(code, os.strerror(code))):
+        store = open_store(scratch)
+        blocks = make_path(6)
+        assert put(store, blocks) == [Outcome.OK] * 6
+    (header, *_) = store.directories[0].index.slabs()
+    slab = scratch / "sglang-hc" / f"slab-{header.slab:08d}.dat"
+    assert slab.stat().st_size == header.file_bytes
+    for block in blocks:
+        status, got = read_bytes(store, block.block_id)
+        assert status is Outcome.OK and np.array_equal(got, data_of(block))
+    store.close()

@@ -285,3 +285,13 @@ def test_an_end_waits_until_the_disk_is_cleared(
     store = open_store(tmp_path)
     assert store.block_ids() == []
     store.close()
+
+
+def test_a_signal_to_all_processes_of_a_server_leaves_it_to_the_parent(io: Io) -> None:
+    """A service manager sends SIGTERM to both: the server still has blocks to save."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(io), number)
+    blocks = make_path(6)
+    save(io, blocks)
+    check_read(io, blocks)
+    assert io.counts["io_losses"] == 0

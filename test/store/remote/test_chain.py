@@ -130,3 +130,14 @@ def test_both_begin_when_told() -> None:
     near, far = FakeIo(), FakeIo()
     Chain(near, far).flush()
     assert (len(near.flushed), len(far.flushed)) == (1, 1)
+
+
+def test_a_refused_write_is_counted_once() -> None:
+    """By the chain if the other holder took the block, else by whoever asked."""
+    (block,) = make_path(1)
+    near, far = FakeIo(), FakeIo()
+    near.up = False
+    chain = Chain(near, far)
+    assert chain.write(1, block, 0, FOREVER) and chain.counts["disk_save_dropped"] == 1
+    assert far.contains([block.block_id])
+    assert not chain.write(2, block, 0, FOREVER) and chain.counts["disk_save_dropped"] == 1

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The disk, or what this user may have of it, is used up."""
 
 
 class File(Protocol):
@@ -39,7 +41,8 @@ class File(Protocol):
         """Make everything written so far durable. After an error nothing written counts."""
 
     def allocate(self, size: int) -> None:
-        """Reserve the file's bytes up to `size`, zero where never written; never shrinks it."""
+        """Reserve the file's bytes up to `size`, zero where never written; never shrinks it. Where
+        the file system cannot reserve, a later write may find it full."""
 
     def size(self) -> int:
         """Present size in bytes."""
@@ -108,7 +111,12 @@ class DirectFile:
         os.fdatasync(self._descriptor)
 
     def allocate(self, size: int) -> None:
-        os.posix_fallocate(self._descriptor, 0, size)
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            os.ftruncate(self._descriptor, max(size, self.size()))
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size

@@ -17,6 +17,7 @@ from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import (
     DIRECTORY_MODE,
     FILE_MODE,
+    FULL,
     DirectBackend,
     probe_direct,
 )
@@ -154,9 +155,12 @@ def make_root(path: str) -> str:
 def _unusable(path: str, error: OSError) -> DirectoryError:
     reason = error.strerror or str(error)
     kind = DirectoryLost if error.errno in _DEVICE_ERRORS else DirectoryError
+    remedy = "name a directory on a local disk that this user can write to"
+    if error.errno in FULL:
+        remedy = "free some space there"
     return kind(
-        f"--hc-disk {path}: cannot be used ({reason}); name a directory on a local disk that this "
-        "user can write to, or leave the option out to run without the disk tier"
+        f"--hc-disk {path}: cannot be used ({reason}); {remedy}, or leave the option out to run "
+        "without the disk tier"
     )
 
 

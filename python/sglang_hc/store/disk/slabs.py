@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.backend import FULL, DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.format import SLAB_HEADER_BYTES, FormatError, SlabHeader
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.disk.index_file import IndexDamaged, Place, UnknownVersion
@@ -176,7 +176,7 @@ class SlabSet:
             try:
                 file = self._create(header)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in (*FULL, errno.EFBIG):
                     raise
                 self._growth_resumes = now + _RETRY_GROWTH_S
                 logger.warning(

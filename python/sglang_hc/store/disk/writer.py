@@ -8,13 +8,12 @@ spread evenly, so that all fill at the same time and evict blocks of the same ag
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_hc.store.disk.backend import ThreadMemory
+from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import SlotHeader, make_table
@@ -225,7 +224,7 @@ def _failed(directory: Directory, error: Exception) -> Outcome:
         directory.count("index_refused")
         return Outcome.NO_SPACE
     if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             return Outcome.NO_SPACE
         logger.warning("%s: a block could not be written: %s", directory.root, error)
         directory.io_failed()

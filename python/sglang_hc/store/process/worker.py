@@ -186,7 +186,8 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s hc-io] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
+    for to_all in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(to_all, signal.SIG_IGN)  # the parent decides when it ends
     endpoint, descriptor, parent = sys.argv[1:]
     serve(endpoint, int(descriptor), int(parent))
 

@@ -55,17 +55,13 @@ class Chain:
         return self._near.wants(block_id) or self._far.wants(block_id)
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        holders = 0
-        for holder in (self._near, self._far):
-            if not holder.wants(block.block_id):
-                continue
-            if holder.write(ticket, block, slot, deadline):
-                holders += 1
-            else:
-                self.counts["disk_save_dropped"] += 1
-        if holders == 2:
+        wanting = [one for one in (self._near, self._far) if one.wants(block.block_id)]
+        taken = [holder.write(ticket, block, slot, deadline) for holder in wanting]
+        if all(taken) and len(taken) == 2:
             self._written_twice.add(ticket)
-        return holders > 0
+        if any(taken):  # else the caller counts the refusal
+            self.counts["disk_save_dropped"] += taken.count(False)
+        return any(taken)
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         holder = self._near if self._near.contains((block_id,)) else self._far
