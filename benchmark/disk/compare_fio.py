@@ -45,6 +45,7 @@ from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, aligned_buffer
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.bench.machine import command
@@ -104,11 +105,15 @@ def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
     def work(number: int) -> None:
         with suppress(IndexError):
             while True:
-                batch = [(block, buffers[number]) for block in batches.popleft()]
+                batch = [(block, memoryview(buffers[number])) for block in batches.popleft()]
                 if set(store.write_many(batch)) != {Outcome.OK}:
                     raise RuntimeError("a block was not written")
 
     return in_threads(threads, work)
+
+
+def read(store: DiskStore, block: Block, into: npt.NDArray[np.uint8] | memoryview) -> Outcome:
+    return store.read_many([Read(block.block_id, memoryview(into))])[0]
 
 
 def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
@@ -118,7 +123,7 @@ def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
     def work(number: int) -> None:
         with suppress(IndexError):
             while True:
-                if store.read(left.popleft().block_id, buffers[number]) is not Outcome.OK:
+                if read(store, left.popleft(), buffers[number]) is not Outcome.OK:
                     raise RuntimeError("a block was not read")
 
     return in_threads(threads, work)
@@ -179,7 +184,8 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
 
     results: dict[str, list[Speed]] = {}
     results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
-    store.remove([block.block_id for block in first])
+    for directory in store.directories:
+        directory.remove(block.block_id for block in first)
     results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
     results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
     store.close()
@@ -254,7 +260,7 @@ def scheduler(root: Path) -> dict[str, object]:
         (into,) = slots(1)
         while not stop.is_set():
             for block in blocks:
-                store.read(block.block_id, into)
+                read(store, block, into)
 
     readers = [threading.Thread(target=keep_reading) for _ in range(2)]
     for reader in readers:
@@ -303,7 +309,7 @@ def restart(root: Path, rows: int) -> dict[str, object]:
     store = opened()
     real = make_blocks(1, 3)[0]
     buffer = aligned_buffer(small.slot_bytes)
-    store.write(real, buffer)
+    store.write_many([(real, buffer)])
     store.close()
     index = folder / "sglang-hc" / "index.sqlite"
     add_rows(index, rows - 1, slot_bytes(small))
@@ -318,7 +324,7 @@ def restart(root: Path, rows: int) -> dict[str, object]:
         store = opened()
         looked = time.perf_counter()
         found = store.contains([real.block_id])
-        status = store.read(real.block_id, buffer)
+        status = read(store, real, buffer)
         ended = time.perf_counter()
         if found != 1 or status is not Outcome.OK or len(store.block_ids()) != rows:
             raise RuntimeError("the index did not come back whole")

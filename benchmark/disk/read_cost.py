@@ -31,8 +31,7 @@ import xxhash
 from benchmark.disk.compare_fio import NO_UPKEEP, machine, make_blocks
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel
-from sglang_hc.store.disk.reader import RUN_BYTES
-from sglang_hc.store.disk.store import Wanted
+from sglang_hc.store.disk.reader import RUN_BYTES, Read
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -63,14 +62,14 @@ def measured(size: int, work: Callable[[], None]) -> dict[str, float]:
 
 def read_single(store: DiskStore, pool: HostPool, blocks: Sequence[Block]) -> None:
     for slot, block in enumerate(blocks):
-        expect_ok([store.read(block.block_id, pool.slot(slot))])
+        expect_ok(store.read_many([Read(block.block_id, pool.view(slot))]))
 
 
 def read_runs(store: DiskStore, pool: HostPool, blocks: Sequence[Block]) -> None:
     most = max(1, RUN_BYTES // store.slot_bytes)
     for first in range(0, len(blocks), most):
         some = range(first, min(first + most, len(blocks)))
-        wanted = [Wanted(blocks[slot].block_id, pool.slot(slot)) for slot in some]
+        wanted = [Read(blocks[slot].block_id, pool.view(slot)) for slot in some]
         expect_ok(store.read_many(wanted))
 
 
@@ -123,7 +122,7 @@ def compare(root: Path, kib: int, total: int, rounds: int) -> list[dict[str, obj
     model = StoredModel.of(layout.chunks(), layout.fingerprint("cost"), "cost")
     spec = DirectorySpec(str(root / str(kib)), 4 * total + 100_000_000)
     store = DiskStore.open([spec], model, NO_UPKEEP)
-    items = [(block, pool.slot(slot)) for slot, block in enumerate(blocks)]
+    items = [(block, pool.view(slot)) for slot, block in enumerate(blocks)]
     expect_ok(store.write_many(items))
     io = DiskThreads(store, pool, Counter())
     arms: dict[str, Callable[[], None]] = {

@@ -39,7 +39,9 @@ from support.disk_store import (
     make_path,
     open_store,
     put,
+    read_block,
     read_bytes,
+    remove,
 )
 
 Check = Callable[[list[Path], "Workload"], None]
@@ -142,7 +144,7 @@ class Workload:
                 gone = make_path(count, seed=batch - 1)[-1].block_id
                 self.removed.add(gone)
                 self.synced.discard(gone)
-                store.remove([gone])
+                remove(store, [gone])
             if batch == batches // 2:
                 store.close()
                 store = open_store(*self.live, size=self.size, backend=self.backend)
@@ -214,7 +216,7 @@ def check_both_models(image: list[Path], work: Workload) -> None:
         found = store.block_ids()
         into = empty_slot(layout.slot_bytes)
         for name in found:
-            if store.read(name, into) is Outcome.OK:
+            if read_block(store, name, into) is Outcome.OK:
                 assert np.array_equal(into, data_of(name, layout.slot_bytes))
         assert layout is LAYOUT or work.synced <= set(found), "a synced block is lost"
         store.check_integrity()
@@ -276,7 +278,8 @@ def test_after_a_power_cut_while_slabs_pass_to_another_model(
             fingerprint=fingerprint,
         )
         for block in make_path(4, seed=50, fingerprint=fingerprint):
-            assert store.write(block, data_of(block, OTHER.slot_bytes)) is Outcome.OK
+            data = memoryview(data_of(block, OTHER.slot_bytes))
+            assert store.write_many([(block, data)]) == [Outcome.OK]
             work.synced.add(block.block_id)
         store.close()
     assert work.cuts.keys() == MOMENTS | {"remove"}

@@ -22,6 +22,7 @@ from support.disk_store import (
     open_store,
     put,
     read_bytes,
+    remove,
 )
 
 BUFFERED = DirectBackend(direct=False)
@@ -208,7 +209,7 @@ def test_damage_found_while_running_turns_the_tier_off(scratch: Path) -> None:
     assert store.contains([blocks[0].block_id]) == 0
     assert read_bytes(store, blocks[0].block_id)[0] is Outcome.IO_ERROR
     store.touch([blocks[0].block_id])
-    assert store.remove([blocks[0].block_id]) == 0
+    assert remove(store, [blocks[0].block_id]) == 0
     store.tick()
     store.close()
     right, _ = serve_all(folder, blocks)

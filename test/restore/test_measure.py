@@ -32,6 +32,7 @@ from sglang_hc.restore.measure_disk import disk_samples
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.start_group import StartGroup
 from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.start_groups import on_ranks
@@ -237,14 +238,14 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     """Both directories are read, whole blocks of six layers; the cost is that of the reads."""
     clock = Clock()
     read: list[bytes] = []
-    original = DiskStore.read
+    original = DiskStore.read_many
 
-    def slow_read(self: DiskStore, block_id: bytes, into: memoryview) -> Outcome:
-        read.append(block_id)
-        clock.now += 1e-3
-        return original(self, block_id, into)
+    def slow_read(self: DiskStore, reads: Sequence[Read]) -> list[Outcome]:
+        read.extend(one.block_id for one in reads)
+        clock.now += 1e-3 * len(reads)
+        return original(self, reads)
 
-    monkeypatch.setattr(DiskStore, "read", slow_read)
+    monkeypatch.setattr(DiskStore, "read_many", slow_read)
     monkeypatch.setattr("sglang_hc.restore.measure_disk.READ_THREADS", 1)
     disks = (f"{tmp_path / 'a'}:1", str(tmp_path / "b"))
     samples = measure(subject(clock, SlowCopyStream(clock)), disks, clock=clock)

@@ -22,6 +22,7 @@ from sglang_hc.store.disk.backend import (
     File,
     aligned_buffer,
 )
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
@@ -87,13 +88,29 @@ def open_store(
 
 def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
     """Write blocks with their bytes."""
-    return store.write_many([(block, data_of(block)) for block in blocks])
+    return store.write_many([(block, memoryview(data_of(block))) for block in blocks])
+
+
+def remove(store: DiskStore, names: Sequence[bytes]) -> int:
+    """Remove blocks from all directories; returns how many."""
+    return sum(directory.remove(names) for directory in store.directories)
+
+
+def read_block(
+    store: DiskStore,
+    name: bytes,
+    into: np.ndarray,
+    layers: Sequence[int] | None = None,
+    deadline: float | None = None,
+) -> Outcome:
+    """Read one block, or some layers of it."""
+    return store.read_many([Read(name, memoryview(into), layers, deadline)])[0]
 
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[object, np.ndarray]:
     """(status, bytes read)."""
     into = empty_slot()
-    return store.read(name, into), into
+    return read_block(store, name, into), into
 
 
 def total_bytes(folder: Path) -> int:

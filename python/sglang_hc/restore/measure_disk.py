@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -83,7 +84,7 @@ def _write(
         batch = range(first, min(first + WRITE_BATCH, pool.num_slots))
         if written >= least and clock() - began > budget_s:
             break
-        items = [(_block(index), pool.slot(index)) for index in batch]
+        items = [(_block(index), pool.view(index)) for index in batch]
         statuses = store.write_many(items)
         if any(status is not Outcome.OK for status in statuses):
             if written >= least:  # a disk that is nearly full
@@ -101,7 +102,7 @@ def _read(
     clock: Callable[[], float],
 ) -> tuple[list[tuple[int, float]], float]:
     def fetch(index: int) -> Outcome:
-        return store.read(_identity(index + 1), pool.slot(index))
+        return store.read_many([Read(_identity(index + 1), pool.view(index))])[0]
 
     samples, repeats = [], []
     with ThreadPoolExecutor(READ_THREADS * directories) as readers:

@@ -48,6 +48,11 @@ class HostPool:
         slot: Bytes = self.bytes[index]
         return slot
 
+    def view(self, index: int) -> memoryview:
+        """The same for calls of the system."""
+        start = index * self.layout.slot_bytes
+        return memoryview(self.buffer)[start : start + self.layout.slot_bytes]
+
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the hidden states of the first `rows` tokens from one slot to another.
 

@@ -16,7 +16,16 @@ from sglang_hc.store.disk import index_file
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.index import NAMESPACES_UNUSED, ROWS_PER_COMMIT, Index
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import MEMORY, data_of, make_path, open_store, put, read_bytes, total_bytes
+from support.disk_store import (
+    MEMORY,
+    data_of,
+    make_path,
+    open_store,
+    put,
+    read_bytes,
+    remove,
+    total_bytes,
+)
 
 OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
 PATHS = st.integers(0, 30)
@@ -57,7 +66,9 @@ class RandomWorkload(RuleBasedStateMachine):
     def write(self, seed: int) -> None:
         blocks = self.path(seed)
         if self.other:
-            answers = self.store.write_many([(b, data_of(b, OTHER.slot_bytes)) for b in blocks])
+            answers = self.store.write_many(
+                [(b, memoryview(data_of(b, OTHER.slot_bytes))) for b in blocks]
+            )
         else:
             answers = put(self.store, blocks)
         assert Outcome.IO_ERROR not in answers
@@ -73,7 +84,7 @@ class RandomWorkload(RuleBasedStateMachine):
 
     @rule(seed=PATHS)
     def delete(self, seed: int) -> None:
-        self.store.remove([block.block_id for block in self.path(seed)][2:])
+        remove(self.store, [block.block_id for block in self.path(seed)][2:])
 
     @rule(seed=PATHS)
     def touch(self, seed: int) -> None:

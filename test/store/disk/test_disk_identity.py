@@ -15,7 +15,7 @@ from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
-from support.disk_store import MEMORY, data_of, empty_slot, open_store
+from support.disk_store import MEMORY, data_of, empty_slot, open_store, read_block
 
 WORLDS = st.tuples(
     st.sampled_from(["llama", "qwen"]),
@@ -51,14 +51,14 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
             options = {"layout": layout, "fingerprint": fingerprint}
             store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
             data = data_of(block, layout.slot_bytes)
-            assert store.write(block, data) is Outcome.OK
+            assert store.write_many([(block, memoryview(data))]) == [Outcome.OK]
             store.close()
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
             store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
             for _, theirs, other in made:
                 into = empty_slot(layout.slot_bytes)
-                status = store.read(other.block_id, into)
+                status = read_block(store, other.block_id, into)
                 mine = theirs == fingerprint
                 assert status is (Outcome.OK if mine else Outcome.MISSING)
                 assert not mine or np.array_equal(into, data_of(other, layout.slot_bytes))

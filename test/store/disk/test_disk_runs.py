@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.store.disk import DiskStore, reader
 from sglang_hc.store.disk.index_file import Place
-from sglang_hc.store.disk.store import Wanted
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
@@ -50,7 +50,9 @@ class Reads(Faults):
 def read_all(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
     """Read them by one call; what is served must be theirs."""
     into = [empty_slot() for _ in blocks]
-    wanted = [Wanted(block.block_id, data) for block, data in zip(blocks, into, strict=True)]
+    wanted = [
+        Read(block.block_id, memoryview(data)) for block, data in zip(blocks, into, strict=True)
+    ]
     outcomes = store.read_many(wanted)
     for block, data, outcome in zip(blocks, into, outcomes, strict=True):
         assert outcome is not Outcome.OK or np.array_equal(data, data_of(block))
@@ -173,8 +175,8 @@ def test_late_and_missing_blocks_of_a_run_are_answers(scratch: Path) -> None:
     store = open_store(scratch, size=ROOM)
     blocks = make_path(4)
     put(store, blocks[:3])
-    wanted = [Wanted(block.block_id, empty_slot()) for block in blocks]
-    wanted[1] = Wanted(blocks[1].block_id, empty_slot(), deadline=0.0)
+    wanted = [Read(block.block_id, memoryview(empty_slot())) for block in blocks]
+    wanted[1] = Read(blocks[1].block_id, memoryview(empty_slot()), deadline=0.0)
     assert store.read_many(wanted) == [
         Outcome.OK, Outcome.TIMED_OUT, Outcome.OK, Outcome.MISSING,
     ]  # fmt: skip

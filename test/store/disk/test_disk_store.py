@@ -22,7 +22,9 @@ from support.disk_store import (
     make_path,
     open_store,
     put,
+    read_block,
     read_bytes,
+    remove,
     slots_taken,
 )
 
@@ -41,7 +43,7 @@ def test_what_is_written_is_read_back_whole_and_by_layer(tmp_path: Path, directo
         assert status is Outcome.OK
         assert np.array_equal(got, data_of(block))
     into = empty_slot()
-    assert store.read(blocks[2].block_id, into, layers=[2, 5]) is Outcome.OK
+    assert read_block(store, blocks[2].block_id, into, layers=[2, 5]) is Outcome.OK
     expected = np.zeros_like(into)
     for layer in (2, 5):
         offset, length = LAYOUT.chunk(layer)
@@ -56,9 +58,9 @@ def test_aligned_memory_goes_to_the_disk_directly(tmp_path: Path) -> None:
     block = make_path(1)[0]
     slot = aligned_buffer(LAYOUT.slot_bytes)
     slot[:] = data_of(block).tobytes()
-    assert store.write(block, slot) is Outcome.OK
+    assert store.write_many([(block, memoryview(slot))]) == [Outcome.OK]
     into = aligned_buffer(LAYOUT.slot_bytes)
-    assert store.read(block.block_id, into) is Outcome.OK
+    assert read_block(store, block.block_id, into) is Outcome.OK
     assert into == slot
     store.close()
 
@@ -140,7 +142,7 @@ def test_delete_frees_the_slot_and_is_reported(tmp_path: Path) -> None:
     blocks = make_path(3)
     names = [block.block_id for block in blocks]
     put(store, blocks)
-    assert store.remove([names[1], b"x" * 16]) == 1
+    assert remove(store, [names[1], b"x" * 16]) == 1
     assert store.contains(names) == 1
     assert store.drain_removed() == [names[1]] and store.drain_removed() == []
     store.check_integrity()
@@ -227,7 +229,7 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
                     if status in (Outcome.DAMAGED, Outcome.IO_ERROR):
                         wrong.append(status.value)
                 if number % 3 == 0:
-                    store.remove([paths[number][-1].block_id])
+                    remove(store, [paths[number][-1].block_id])
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
     for thread in threads:
@@ -243,9 +245,9 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
 def test_memory_that_cannot_take_a_block_is_a_programming_error(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(ValueError, match="bytes for a block of"):
-        store.write(make_path(1)[0], np.zeros(10, dtype=np.uint8))
+        store.write_many([(make_path(1)[0], memoryview(bytearray(10)))])
     with pytest.raises(ValueError, match="must start at a page"):
-        store.read(bytes(16), memoryview(empty_slot(LAYOUT.slot_bytes + 4096))[8:])
+        read_block(store, bytes(16), memoryview(empty_slot(LAYOUT.slot_bytes + 4096))[8:])
     with pytest.raises(ValueError, match="fingerprint"):
         StoredModel.of(LAYOUT.chunks(), FINGERPRINT[:8], "x")
     store.close()

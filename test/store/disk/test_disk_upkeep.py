@@ -162,7 +162,7 @@ def test_models_share_a_directory_one_after_the_other(tmp_path: Path) -> None:
     fingerprint = other.fingerprint("other")
     store = open_store(tmp_path, layout=other, fingerprint=fingerprint, clock=clock)
     blocks = make_path(6, seed=50, fingerprint=fingerprint)
-    sized = [(block, data_of(block, other.slot_bytes)) for block in blocks]
+    sized = [(block, memoryview(data_of(block, other.slot_bytes))) for block in blocks]
     assert store.write_many(sized) == [Outcome.OK] * 6
     assert total_bytes(tmp_path) <= SMALL
     store.check_integrity()

@@ -22,7 +22,7 @@ from sglang_hc.store.process.opening import Io
 from sglang_hc.store.process.supervisor import State
 from sglang_hc.tools.disk.summary import user_of
 from support import waiting
-from support.disk_store import data_of, empty_slot, make_path, open_store
+from support.disk_store import data_of, empty_slot, make_path, open_store, read_block
 from support.io_process import (
     answers,
     check_read,
@@ -210,7 +210,7 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     for block in make_path(20):
         if store.contains([block.block_id]):
             into = empty_slot()
-            assert store.read(block.block_id, into).value == "ok"
+            assert read_block(store, block.block_id, into).value == "ok"
             assert np.array_equal(into, data_of(block))
     store.close()
 

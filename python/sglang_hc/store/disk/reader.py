@@ -29,7 +29,7 @@ class _TimedOut(Exception):
 @dataclass(eq=False)
 class Read:
     """A block that is wanted. into: page-aligned memory. layers: which, None for all. deadline: on
-    `time.monotonic`; None for any time."""
+    `time.monotonic`, checked between calls; None for any time."""
 
     block_id: bytes
     into: memoryview

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.backend import DirectBackend
@@ -41,20 +39,7 @@ from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
-SlotBytes = memoryview | npt.NDArray[np.uint8]
-"""One block's bytes as `forms.BlockLayout` lays them out, in page-aligned memory (O_DIRECT)."""
-
 _DEFAULTS = Upkeep()
-
-
-class Wanted(NamedTuple):
-    """A block to be read into memory. deadline: on `time.monotonic`, None for any time; checked
-    between calls. layers: which, None for all."""
-
-    block_id: bytes
-    into: SlotBytes
-    deadline: float | None = None
-    layers: Collection[int] | None = None
 
 
 class DiskStore:
@@ -198,46 +183,30 @@ class DiskStore:
     # -- I/O threads --------------------------------------------------------------------------
 
     def write_many(
-        self, items: Sequence[tuple[Block, SlotBytes]], first: Directory | None = None
+        self, items: Sequence[tuple[Block, memoryview]], first: Directory | None = None
     ) -> list[Outcome]:
-        """Store blocks; one answer per item. They are dealt over the directories, or go to `first`
-        and to the others only where that one has no room or fails.
+        """Store blocks with their bytes, as `forms.BlockLayout` lays them out in page-aligned
+        memory (O_DIRECT); one answer per item. They are dealt over the directories, or go to
+        `first` and to the others only where that one has no room or fails.
 
         Of every 32, those that go to one directory share a sync and a commit, and lie side by side
         where there is room. The bytes must not change meanwhile. Evicts when there is no room.
         After OK a block survives a power cut; before, no lookup sees it.
         """
-        views = [(block, self._view(data)) for block, data in items]
-        return self._writer.write_many(views, first)
+        for _, data in items:
+            self._check(data)
+        return self._writer.write_many(items, first)
 
-    def write(self, block: Block, data: SlotBytes) -> Outcome:
-        """Store one block. Prefer `write_many`."""
-        return self.write_many([(block, data)])[0]
-
-    def read_many(self, wanted: Sequence[Wanted]) -> list[Outcome]:
+    def read_many(self, reads: Sequence[Read]) -> list[Outcome]:
         """Fetch blocks, or some layers of them, and verify them; one answer each.
 
         Blocks that lie side by side are read by one call of up to 4 MiB. A block that is damaged or
         cannot be read is removed, and its slot is not used again before a restart; the next lookup
         says no, unless another directory has the block too. A late block stays.
         """
-        return self._read(
-            [Read(one.block_id, self._view(one.into), one.layers, one.deadline) for one in wanted]
-        )
-
-    def read(
-        self,
-        block_id: bytes,
-        into: SlotBytes,
-        layers: Collection[int] | None = None,
-        deadline: float | None = None,
-    ) -> Outcome:
-        """Fetch chunks of one block, as `read_many`. layers: which, all by default."""
-        return self._read([Read(block_id, self._view(into), layers, deadline)])[0]
-
-    def _read(self, reads: Sequence[Read]) -> list[Outcome]:
         by_directory: dict[Directory | None, list[Read]] = {}
         for read in reads:
+            self._check(read.into)
             by_directory.setdefault(self.directory_of(read.block_id), []).append(read)
         absent = by_directory.pop(None, [])
         outcomes = {read: self.absence(read.block_id) for read in absent}
@@ -245,10 +214,6 @@ class DiskStore:
             assert directory is not None
             outcomes |= self._readers[directory].read_many(some)
         return [outcomes[read] for read in reads]
-
-    def remove(self, block_ids: Sequence[bytes]) -> int:
-        """Remove blocks from all directories and free their slots; returns how many."""
-        return sum(directory.remove(block_ids) for directory in self.directories)
 
     def clear(self) -> int:
         """Remove all blocks of this model, those in paused directories too; returns how many."""
@@ -285,14 +250,11 @@ class DiskStore:
         for directory in self.directories:
             directory.close()
 
-    def _view(self, data: SlotBytes) -> memoryview:
-        view = memoryview(data)  # type: ignore[arg-type]
-        view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-        if len(view) < self.slot_bytes:
-            raise ValueError(f"{len(view)} bytes for a block of {self.slot_bytes}")
-        if np.frombuffer(view, dtype=np.uint8).ctypes.data % CHUNK_ALIGN:
+    def _check(self, data: memoryview) -> None:
+        if data.format != "B" or len(data) < self.slot_bytes:
+            raise ValueError(f"{data.nbytes} bytes for a block of {self.slot_bytes}")
+        if np.frombuffer(data, dtype=np.uint8).ctypes.data % CHUNK_ALIGN:
             raise ValueError("a block's memory must start at a page")
-        return view
 
 
 def _open_unless_lost(opening: Opening, last: bool) -> list[Directory]:

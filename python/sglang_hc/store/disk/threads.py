@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Read, Write
+from sglang_hc.store import block_io
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Write
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.reader import RUN_BYTES
-from sglang_hc.store.disk.store import DiskStore, Wanted
+from sglang_hc.store.disk.reader import RUN_BYTES, Read
+from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -55,7 +56,7 @@ class DiskThreads:
         self._has_named = False
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
-        self._reads: dict[Directory, Workers[Read]] = {}
+        self._reads: dict[Directory, Workers[block_io.Read]] = {}
         self._writes: dict[Directory, Workers[Write]] = {}
         for directory in store.directories:
             write = partial(self._write, directory)
@@ -106,7 +107,7 @@ class DiskThreads:
         if directory is None:
             self.answer(ticket, self._store.absence(block_id))
         else:
-            self._reads[directory].submit(Read(ticket, block_id, slot, deadline, layers))
+            self._reads[directory].submit(block_io.Read(ticket, block_id, slot, deadline, layers))
 
     def flush(self) -> None:
         """Threads begin at once."""
@@ -143,10 +144,11 @@ class DiskThreads:
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
         self._on_done()
 
-    def _read(self, batch: list[Read]) -> None:
-        slots = self._pool.slot
-        wanted = [Wanted(one.block_id, slots(one.slot), one.deadline, one.layers) for one in batch]
-        self._answer_all(batch, lambda: self._store.read_many(wanted))
+    def _read(self, batch: list[block_io.Read]) -> None:
+        reads = [
+            Read(one.block_id, self._pool.view(one.slot), one.layers, one.deadline) for one in batch
+        ]
+        self._answer_all(batch, lambda: self._store.read_many(reads))
 
     def _write(self, directory: Directory, batch: list[Write]) -> None:
         now = time.monotonic()
@@ -154,11 +156,11 @@ class DiskThreads:
             if move.deadline <= now:
                 self.answer(move.ticket, Outcome.TIMED_OUT)
         fresh = [move for move in batch if now < move.deadline]
-        items = [(move.block, self._pool.slot(move.slot)) for move in fresh]
+        items = [(move.block, self._pool.view(move.slot)) for move in fresh]
         self._answer_all(fresh, lambda: self._store.write_many(items, directory))
 
     def _answer_all(
-        self, batch: Sequence[Read | Write], work: Callable[[], Sequence[Outcome]]
+        self, batch: Sequence[block_io.Read | Write], work: Callable[[], Sequence[Outcome]]
     ) -> None:
         """Do the work of a batch; whatever happens, each of it gets an answer."""
         outcomes: Sequence[Outcome] = [Outcome.IO_ERROR] * len(batch)
