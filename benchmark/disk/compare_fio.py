@@ -38,9 +38,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
@@ -87,33 +84,33 @@ def in_threads(threads: int, work: Callable[[int], None]) -> float:
         return time.perf_counter() - started
 
 
-def slots(count: int) -> list[npt.NDArray[np.uint8]]:
+def slots(count: int) -> list[memoryview]:
     """Slots of a host tier as a server with an I/O process has them."""
     spec = MemorySpec(LAYOUT, count, 0, 0)
     descriptor = memory_file(spec)
     pool = HostMemory(spec, descriptor).pool
     os.close(descriptor)
-    return [pool.slot(number) for number in range(count)]
+    return [pool.view(number) for number in range(count)]
 
 
 def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
     buffers = slots(threads)
     for buffer in buffers:
-        buffer[:] = np.frombuffer(os.urandom(len(buffer)), np.uint8)
+        buffer[:] = os.urandom(len(buffer))
     batches = deque(blocks[start : start + BATCH] for start in range(0, len(blocks), BATCH))
 
     def work(number: int) -> None:
         with suppress(IndexError):
             while True:
-                batch = [(block, memoryview(buffers[number])) for block in batches.popleft()]
+                batch = [(block, buffers[number]) for block in batches.popleft()]
                 if set(store.write_many(batch)) != {Outcome.OK}:
                     raise RuntimeError("a block was not written")
 
     return in_threads(threads, work)
 
 
-def read(store: DiskStore, block: Block, into: npt.NDArray[np.uint8] | memoryview) -> Outcome:
-    return store.read_many([Read(block.block_id, memoryview(into))])[0]
+def read(store: DiskStore, block: Block, into: memoryview) -> Outcome:
+    return store.read_many([Read(block.block_id, into)])[0]
 
 
 def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
@@ -184,8 +181,7 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
 
     results: dict[str, list[Speed]] = {}
     results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
-    for directory in store.directories:
-        directory.remove(block.block_id for block in first)
+    store.clear()
     results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
     results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
     store.close()
@@ -300,7 +296,6 @@ def restart(root: Path, rows: int) -> dict[str, object]:
     folder = root / "restart"
     small = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 512, (512, 512), "bfloat16"))
     spec = DirectorySpec(str(folder), 400_000_000_000)
-
     model = StoredModel.of(small.chunks(), small.fingerprint("restart"), "restart")
 
     def opened() -> DiskStore:
