@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 
 from sglang_hc.tools.simulator.workloads import (
-    L_EVAL_TASKS,
     Workload,
     attentionstore,
     l_eval,
     sharegpt4,
     shuffled,
 )
+from sglang_hc.tools.workloads.l_eval import TASKS
 
 
 def lengths(workload: Workload) -> list[int]:
@@ -57,7 +57,7 @@ def test_l_eval_reuses_contexts_more_the_more_skewed():
 
     assert distinct(0.0) > distinct(1.0) > distinct(2.0)
     lengths = [s.turns[0].spans[0].length for s in l_eval(sessions=3000, alpha=0.0).sessions]
-    mean = sum(task.context for task in L_EVAL_TASKS) / len(L_EVAL_TASKS)
+    mean = sum(task.context for task in TASKS.values()) / len(TASKS)
     assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.08)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +19,8 @@ from sglang_hc.tools.bench.options import Setup
 from sglang_hc.tools.bench.suite import Point
 from sglang_hc.tools.bench.workload import Session, Trace, Turn, Vocabulary, zipf_weights
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.l_eval import TASKS, ContextTask
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Average tokens of one L-Eval task: document, question, answer."""
-
-    context: float
-    question: float
-    answer: float
-
-
-TASKS = {
-    "assistant": Shape(10603.5, 142.7, 404.8),
-    "gsm100": Shape(5451.7, 77.4, 4.3),
-    "quality": Shape(7053.9, 92.4, 19.2),
-}
 MIXED = "mixed"
 
 _DEFAULTS = {
@@ -168,7 +153,7 @@ class DocumentTrace:
         )
         return self._trace(source, documents, asked)
 
-    def _documents(self, task: str) -> list[tuple[Shape, tuple[int, ...]]]:
+    def _documents(self, task: str) -> list[tuple[ContextTask, tuple[int, ...]]]:
         names = list(TASKS)
         shapes = [
             TASKS[task if task != MIXED else names[i % len(names)]] for i in range(self._contexts)
@@ -178,7 +163,7 @@ class DocumentTrace:
             for shape in shapes
         ]
 
-    def _question(self, document: tuple[Shape, tuple[int, ...]], label: str) -> Turn:
+    def _question(self, document: tuple[ContextTask, tuple[int, ...]], label: str) -> Turn:
         shape, context = document
         question = self._vocabulary.sample(self._rng, self._length(shape.question))
         return Turn(context + question, self._length(shape.answer), whole=True, label=label)
@@ -187,7 +172,10 @@ class DocumentTrace:
         return max(1, round(tokens * self._scale))
 
     def _trace(
-        self, source: str, documents: Sequence[tuple[Shape, tuple[int, ...]]], asked: list[Turn]
+        self,
+        source: str,
+        documents: Sequence[tuple[ContextTask, tuple[int, ...]]],
+        asked: list[Turn],
     ) -> Trace:
         read = [
             Turn(context, 1, whole=True, measured=False, label="reading")

@@ -1,6 +1,6 @@
 """Seeded workloads: who asks what, when, and which tokens are shared with whom.
 
-Pure Python, importable alone. Contents are spans of token ids, so that a workload of a hundred
+Contents are spans of token ids, so that a workload of a hundred
 million tokens stays small; equal spans are equal text.
 
 The published data sets are not redistributed and in part not public. What a generator fits and what
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+from sglang_hc.tools.workloads.l_eval import TASKS
 
 TOKEN_IDS = 1 << 31
 """Token ids are drawn from [0, TOKEN_IDS), what the tree can pack."""
@@ -220,23 +223,6 @@ def sharegpt4(
     )
 
 
-@dataclass(frozen=True)
-class ContextTask:
-    """A sub-task of L-Eval: mean tokens of context, instruction and answer (HCache Table 1)."""
-
-    name: str
-    context: float
-    asked: float
-    answer: float
-
-
-L_EVAL_TASKS = (
-    ContextTask("paper assistant", 10603.5, 142.7, 404.8),
-    ContextTask("gsm-100", 5451.7, 77.4, 4.3),
-    ContextTask("quality", 7053.9, 92.4, 19.2),
-)
-
-
 def l_eval(
     seed: int = 0,
     sessions: int = 4000,
@@ -244,7 +230,6 @@ def l_eval(
     *,
     alpha: float = 1.0,
     contexts: int = 200,
-    tasks: Sequence[ContextTask] = L_EVAL_TASKS,
 ) -> Workload:
     """HCache section 6.4: long contexts drawn again and again with Zipf skewness `alpha`.
 
@@ -254,8 +239,7 @@ def l_eval(
     rng = random.Random(seed)
     ids = FreshIds()
     documents = []
-    for index in range(contexts):
-        task = tasks[index % len(tasks)]
+    for task in islice(cycle(TASKS.values()), contexts):
         length = min(15_000, max(64, round(task.context * rng.lognormvariate(-0.045, 0.3))))
         documents.append((task, ids.span(length)))
     rng.shuffle(documents)
@@ -263,7 +247,7 @@ def l_eval(
     arrivals = poisson_arrivals(rng, rate)
     made = []
     for task, document in rng.choices(documents, weights, k=sessions):
-        asked = max(1, round(rng.expovariate(1 / task.asked)))
+        asked = max(1, round(rng.expovariate(1 / task.question)))
         answer = max(1, round(rng.expovariate(1 / task.answer)))
         turn = Turn((document, ids.span(asked)), ids.span(answer))
         made.append(Session(next(arrivals), (turn,), whole=True))
