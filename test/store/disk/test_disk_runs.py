@@ -29,6 +29,8 @@ from support.disk_store import (
     make_path,
     open_store,
     put,
+    read_block,
+    remove,
 )
 
 ROOM = 60_000_000
@@ -201,4 +203,79 @@ def test_a_batch_that_is_dealt_out_leaves_no_gaps(scratch: Path) -> None:
     for directory in store.directories:
         slots = sorted(Place.unpack(packed) for packed in directory.places.values())
         assert [slot - slots[0].slot for _, slot in slots] == list(range(32))
+    store.close()
+
+
+def layers_of(store: DiskStore, block: Block, layers: Sequence[int]) -> tuple[Outcome, bool]:
+    """Read some layers of a block. Returns the outcome, and whether they are the block's."""
+    into = empty_slot()
+    outcome = read_block(store, block.block_id, into, layers=layers)
+    spans = [LAYOUT.chunk(layer) for layer in layers]
+    wanted = data_of(block)
+    same = all(np.array_equal(into[at : at + n], wanted[at : at + n]) for at, n in spans)
+    return outcome, same
+
+
+def test_further_layers_of_a_block_are_read_without_its_header(scratch: Path) -> None:
+    reads = Reads()
+    store = open_store(scratch, backend=FaultyBackend(reads))
+    blocks = make_path(2)
+    put(store, blocks)
+    cases = [(0, [1, 2], 1), (0, [3], 1), (1, [3], 2), (0, [3, 5], 2), (1, [1], 1)]
+    for block, layers, calls in cases:
+        reads.count = 0
+        assert layers_of(store, blocks[block], layers) == (Outcome.OK, True)
+        assert reads.count == calls, (block, layers)
+    store.close()
+
+
+@pytest.mark.parametrize(("kept", "calls"), [(3, 1), (2, 2)])
+def test_headers_of_so_many_blocks_are_kept(scratch: Path, kept: int, calls: int) -> None:
+    reads = Reads()
+    store = open_store(scratch, backend=FaultyBackend(reads))
+    blocks = make_path(3)
+    put(store, blocks)
+    with mock.patch.object(reader, "HEADERS", kept):
+        for block in blocks:
+            assert layers_of(store, block, [1]) == (Outcome.OK, True)
+        reads.count = 0
+        assert layers_of(store, blocks[0], [2]) == (Outcome.OK, True)
+    assert reads.count == calls
+    store.close()
+
+
+def test_a_block_that_is_written_anew_between_its_layers_is_not_damaged(scratch: Path) -> None:
+    """With other bytes, as another batch would round them."""
+    store = open_store(scratch)
+    (block,) = make_path(1)
+    put(store, [block])
+    assert layers_of(store, block, [1]) == (Outcome.OK, True)
+    remove(store, [block.block_id])
+    other = empty_slot()
+    other[:] = data_of(block)[::-1]
+    assert store.write_many([(block, memoryview(other))]) == [Outcome.OK]
+    into = empty_slot()
+    assert read_block(store, block.block_id, into, layers=[2]) is Outcome.OK
+    at, count = LAYOUT.chunk(2)
+    assert np.array_equal(into[at : at + count], other[at : at + count])
+    store.close()
+
+
+@pytest.mark.parametrize("layer", [1, 3, 5])
+def test_a_damaged_layer_is_found_whichever_was_read_first(scratch: Path, layer: int) -> None:
+    store = open_store(scratch)
+    (block,) = make_path(1)
+    put(store, [block])
+    assert layers_of(store, block, [3]) == (Outcome.OK, True)
+    (place,) = places(store, [block])
+    path = next(scratch.rglob(f"slab-{place.slab:08d}.dat"))
+    directory = store.directory_of(block.block_id)
+    assert directory is not None
+    begin = directory.slabs._slabs[place.slab].header.offset(place.slot)
+    at = begin + store.model.header_bytes + LAYOUT.chunk(layer)[0]
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert layers_of(store, block, [layer])[0] is Outcome.DAMAGED
+    assert not store.contains([block.block_id])
     store.close()

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from sglang_hc.store.disk.backend import ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.format import Chunk, Damaged, check_chunk, check_header
+from sglang_hc.store.disk.format import (
+    Chunk,
+    Damaged,
+    SlotHeader,
+    check_chunk,
+    check_header,
+)
 from sglang_hc.store.disk.index_file import Place, Row
 from sglang_hc.store.outcome import Outcome
 
@@ -20,6 +26,9 @@ logger = logging.getLogger(__name__)
 RUN_BYTES = 4 << 20
 """Most bytes asked for at once, a single chunk apart: large enough that calls cost little, small
 enough that a slow disk is noticed before much is read."""
+
+HEADERS = 1024
+"""Headers that are kept of blocks that are read by layers: those of a history of 64 K tokens."""
 
 
 class _TimedOut(Exception):
@@ -66,6 +75,8 @@ class BlockReader:
         self._directory = directory
         self._model = directory.model
         self._pages = ThreadMemory()
+        self._headers: dict[bytes, SlotHeader] = {}
+        """By block, of those some of whose layers were read: its other layers will be, too."""
 
     def read_many(self, reads: Sequence[Read]) -> dict[Read, Outcome]:
         """See `DiskStore.read_many`. A block that is not here any more is MISSING."""
@@ -117,12 +128,14 @@ class BlockReader:
         if read.layers is not None:
             wanted = [number for number in wanted if chunks[number].layer in read.layers]
         try:
-            if not fetched:
-                self._fetch(one, [chunks[number] for number in wanted])
-            header = check_header(one.page, read.block_id, self._model.fingerprint, chunks)
-            for number in wanted:
-                _, start, length = chunks[number]
-                check_chunk(header, number, read.into[start : start + length])
+            header = self._read_more(one, wanted)
+            if header is None:
+                if not fetched:
+                    self._fetch(one, wanted)
+                header = check_header(one.page, read.block_id, self._model.fingerprint, chunks)
+                self._check(header, one, wanted)
+                if read.layers is not None:
+                    self._keep(header)
         except _TimedOut:
             return Outcome.TIMED_OUT
         except (Damaged, OSError, KeyError) as problem:
@@ -137,9 +150,35 @@ class BlockReader:
         directory.io_succeeded()
         return Outcome.OK
 
-    def _fetch(self, one: _Found, chunks: Sequence[Chunk]) -> None:
+    def _read_more(self, one: _Found, wanted: Sequence[int]) -> SlotHeader | None:
+        """Read and prove further layers of a block by the header that the first ones had. None when
+        there was none, or these are not its layers: the block was written anew meanwhile, or is
+        damaged. Raises as `_fetch`."""
+        header = self._headers.get(one.read.block_id)
+        if header is None or one.read.layers is None:
+            return None
+        try:
+            self._fetch(one, wanted, with_header=False)
+            self._check(header, one, wanted)
+        except Damaged:
+            return None
+        return header
+
+    def _keep(self, header: SlotHeader) -> None:
+        while len(self._headers) >= HEADERS:
+            self._headers.pop(next(iter(self._headers)), None)
+        self._headers[header.block_id] = header
+
+    def _check(self, header: SlotHeader, one: _Found, wanted: Sequence[int]) -> None:
+        """Raises Damaged when a chunk is not the one of the header."""
+        for number in wanted:
+            _, start, length = self._model.chunks[number]
+            check_chunk(header, number, one.read.into[start : start + length])
+
+    def _fetch(self, one: _Found, wanted: Sequence[int], *, with_header: bool = True) -> None:
         """Raises Damaged, OSError, _TimedOut, and KeyError when the slab is gone."""
-        for offset, buffers in _pieces(one.page, chunks, one.read.into):
+        chunks = [self._model.chunks[number] for number in wanted]
+        for offset, buffers in _pieces(one.page, chunks, one.read.into, with_header):
             if one.read.is_late:
                 raise _TimedOut
             done = self._directory.slabs.read(one.place, buffers, offset)
@@ -148,12 +187,12 @@ class BlockReader:
 
 
 def _pieces(
-    page: memoryview, wanted: Sequence[Chunk], into: memoryview
+    page: memoryview, wanted: Sequence[Chunk], into: memoryview, with_header: bool
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset in the slot, buffers) of the fewest reads that fetch the header into `page` and the
-    chunks to their places in `into`, none longer than RUN_BYTES or one chunk."""
-    buffers = [page]
-    at = 0
+    """(offset in the slot, buffers) of the fewest reads that fetch the header into `page`, if it is
+    wanted, and the chunks to their places in `into`, none longer than RUN_BYTES or one chunk."""
+    buffers = [page] if with_header else []
+    at = 0 if with_header else len(page)
     start = end = 0  # of the run of neighbouring chunks that is being gathered, in the block
     for chunk in wanted:
         if chunk.offset != end or chunk.offset + chunk.length - start > RUN_BYTES:
