@@ -101,6 +101,65 @@ def test_disk_and_store_read_at_the_same_time() -> None:
     assert seconds == [128 * 3.0, 128 * 2.0, 64 * 3.0, 64 * 3.0, 0.0]
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([SourceTier.DISK, SourceTier.REMOTE]),
+            st.integers(1, 20),
+            st.one_of(st.just(0.0), st.floats(0, 2)),
+        ),
+        min_size=1, max_size=4,
+    ),
+    st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-3), st.floats(0, 1e-2),
+)  # fmt: skip
+def test_what_a_source_has_taken_already_shortens_what_is_left_of_it(
+    runs: list[tuple[SourceTier, int, float]], disk: float, remote: float, floor: float
+) -> None:
+    """Never below nothing, by no more than it has taken, and a longer head never waits longer."""
+    cost = cost_model(disk=disk, remote=remote)
+    line = replace(cost.copies[SourceTier.REMOTE].kv, floor=floor)
+    far = replace(cost.copies[SourceTier.REMOTE], kv=line)
+    cost = replace(cost, copies={**cost.copies, SourceTier.REMOTE: far})
+    last = {tier: number for number, (tier, _, _) in enumerate(runs)}
+    now = [
+        Span(tier, blocks * BLOCK_TOKENS, taken if last[tier] == number else 0.0)
+        for number, (tier, blocks, taken) in enumerate(runs)
+    ]
+    taken = sum(span.taken for span in now)
+    fresh = History(0, [span._replace(taken=0.0) for span in now], 0, 1)
+    heads = range(0, coming(fresh) + 1, BLOCK_TOKENS)
+    left = [History(0, now, 0, 1).read_seconds(cost, KV, head) for head in heads]
+    whole = [fresh.read_seconds(cost, KV, head) for head in heads]
+    assert all(0 <= a <= b <= a + taken + 1e-9 for a, b in zip(left, whole, strict=True))
+    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(left)) and left[-1] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("taken", "left"), [(0.0, 12.0), (1.0, 11.0), (7.99, 4.01), (8.0, 4.0), (99.0, 4.0)]
+)
+def test_what_is_overdue_is_expected_at_once_and_what_was_not_asked_for_takes_its_time(
+    taken: float, left: float
+) -> None:
+    """Of twelve blocks the last eight were asked for; a block takes a second."""
+    cost = cost_model(remote=1 / LAYERS / BLOCK_TOKENS)
+    far = SourceTier.REMOTE
+    spans = [Span(far, 4 * BLOCK_TOKENS), Span(far, 8 * BLOCK_TOKENS, taken)]
+    history = History(0, spans, 0, 1)
+    assert history.read_seconds(cost, KV, 0) == pytest.approx(left)
+    behind = history.read_seconds(cost, KV, 4 * BLOCK_TOKENS)
+    assert behind == pytest.approx(max(0.0, 8.0 - taken))
+
+
+def test_nothing_is_computed_of_what_is_nearly_here() -> None:
+    cost = cost_model(host=1e-9, remote=PREFILL, prefill=PREFILL)
+    reads = LAYERS * PREFILL * 512
+    heads = [
+        best_split(cost, KV, History(512, [Span(SourceTier.REMOTE, 512, part * reads)], 0, 64)).head
+        for part in (0.0, 0.5, 0.85, 1.0, 2.0)
+    ]
+    assert heads == [256, 128, 64, 0, 0]
+
+
 def test_a_slower_source_moves_the_meeting_point_to_the_end() -> None:
     heads = [
         best_split(

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.meeting import History
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.meeting import History, Split, best_split
 from sglang_hc.queue.meeting import LEAST_TOKENS, Action
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.disk_tier import READ_DEADLINE_S
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix
 from support.meeting_world import BLOCK_SECONDS, SPOKEN, WORD, World
+from support.profiles import cost_model
 
 
 def test_the_end_is_read_from_the_last_block_down() -> None:
@@ -166,6 +167,99 @@ def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_bl
         world.deliver()
     match = world.host.tree.match(Prefix(None, SPOKEN))
     assert match.tokens == len(WORD) * BLOCK_TOKENS and all(node.ready for node in match.nodes)
+    world.settle()
+
+
+def spans(world: World) -> list[tuple[str, int, float]]:
+    history = world.meeting.history(world.head, len(WORD), world.now)
+    return [(span.tier.value, span.tokens // BLOCK_TOKENS, span.taken) for span in history.coming]
+
+
+def test_a_read_under_way_counts_from_when_it_was_asked_for_or_the_last_block_came() -> None:
+    world = World()
+    assert spans(world) == [("disk", 12, 0.0)]
+    world.now = 100.0
+    world.meeting.read_down_to(8)
+    assert spans(world) == [("disk", 8, 0.0), ("disk", 4, 0.0)]
+    world.now = 102.0
+    assert spans(world) == [("disk", 8, 0.0), ("disk", 4, 2.0)]
+    world.meeting.read_down_to(6)
+    assert spans(world) == [("disk", 6, 0.0), ("disk", 6, 2.0)]
+    world.now = 103.0
+    world.deliver()
+    assert spans(world) == [("disk", 6, 0.0), ("disk", 6, 0.0)], "one of six has just come"
+    world.now = 103.5
+    assert spans(world)[1] == ("disk", 6, 0.5)
+    world.io.step(at=103.4)  # noticed later than it came
+    world.now = 105.0
+    world.disk.poll()
+    assert spans(world)[1][2] == pytest.approx(1.6)
+    world.settle()
+    assert {taken for *_, taken in spans(world)} == {0.0}, "nothing is under way"
+
+
+def test_a_source_that_brings_blocks_of_others_does_not_read_ours_yet() -> None:
+    world = World()
+    world.disk.fetch(world.path, 0, 2)
+    world.meeting.read_down_to(8)
+    world.now = 5.0
+    assert spans(world)[-1] == ("disk", 4, 5.0)
+    world.deliver()
+    assert spans(world)[-1] == ("disk", 4, 0.0)
+    world.now = 6.0
+    assert spans(world)[-1] == ("disk", 4, 1.0)
+    world.settle()
+
+
+def test_each_tier_has_its_own_time() -> None:
+    world = World(beyond=6)
+    world.meeting.read_down_to(2)
+    world.now = 3.0
+    assert spans(world) == [("remote", 2, 0.0), ("remote", 4, 3.0), ("disk", 6, 3.0)]
+    world.deliver()
+    world.now = 4.0
+    assert spans(world) == [("remote", 2, 0.0), ("remote", 4, 4.0), ("disk", 6, 1.0)]
+    world.settle()
+
+
+class Slow(World):
+    """A store that takes a second for a block, and answers for all of a call at once. The model
+    computes a block in the same time."""
+
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+        cost = cost_model(remote=1 / BLOCK_TOKENS, prefill=1 / BLOCK_TOKENS)
+        plan = LayerPlan(0, 0, 1)
+        return best_split(cost, plan, history, decoding=decoding, early_from=early_from)
+
+
+@pytest.mark.parametrize(
+    ("now", "computes"), [(0.0, 4), (2.0, 3), (4.0, 2), (6.1, 1), (7.5, 0), (8.0, 0), (30.0, 0)]
+)
+def test_of_a_call_under_way_only_what_is_left_is_weighed(now: float, computes: int) -> None:
+    """A store had eight blocks to read when the first chunk began. Its end shows how long the call
+    has taken: what is nearly here is waited for, where all eight used to count as still to come."""
+    world = Slow(beyond=len(WORD))
+    world.meeting.read_down_to(4)
+    world.compute(4 * BLOCK_TOKENS)
+    world.now = now
+    step = world.meeting.next(world.head, 0, world.now)
+    if computes:
+        assert step == (Action.COMPUTE, computes * BLOCK_TOKENS)
+    else:
+        assert step.action is Action.WAIT
+    world.settle()
+
+
+def test_a_call_that_is_overdue_is_waited_for_within_bounds() -> None:
+    world = Slow(beyond=len(WORD))
+    world.meeting.read_down_to(4)
+    world.compute(4 * BLOCK_TOKENS)
+    world.now = 30.0
+    assert world.meeting.next(world.head, 0, world.now).action is Action.WAIT
+    new = world.meeting.new / BLOCK_TOKENS
+    assert world.meeting.next(world.head, 0, world.now + new - 1e-6).action is Action.WAIT
+    step = world.meeting.next(world.head, 0, world.now + new)
+    assert step == (Action.COMPUTE, LEAST_TOKENS)
     world.settle()
 
 

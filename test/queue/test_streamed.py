@@ -16,7 +16,7 @@ from sglang_hc.queue.meeting import Action, TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.outcome import Outcome
-from support.meeting_world import GROUPS, WORD, World
+from support.meeting_world import LAYERS, WORD, World
 
 LOW, END = 4, 7
 """Blocks [LOW, END) are streamed, those behind them read whole."""
@@ -39,7 +39,7 @@ def test_whole_blocks_are_read_first_then_layer_by_layer() -> None:
     world = streaming()
     assert world.io.begun == list(reversed(world.path.block_ids[END:]))
     names = list(reversed(world.path.block_ids[LOW:END]))
-    assert world.io.begun_layers == [(name, group) for group in GROUPS for name in names]
+    assert world.io.begun_layers == [(name, (layer,)) for layer in LAYERS for name in names]
     world.settle()
 
 
@@ -56,7 +56,7 @@ def test_the_pass_begins_when_nothing_but_streamed_blocks_is_missing() -> None:
     assert action(world) is None, "it is asked for once"
     while world.io.moves:
         world.deliver()
-    assert all(reads.has(layer) for group in GROUPS for layer in group)
+    assert all(map(reads.has, LAYERS))
     nodes = world.meeting.join(world.head, 0.0)
     assert nodes is not None and [node.block_id for node in nodes] == world.path.block_ids
     world.settle()
@@ -162,7 +162,7 @@ def test_only_what_is_all_on_a_disk_that_reads_layers_is_streamed(
     counters: Counter[str] = Counter()
     meetings: Meetings[str] = Meetings(world.host.tree, world, counters, lambda: 0.0)
     sources = [SourceTier.DISK] * (len(WORD) - far) + [SourceTier.REMOTE] * far
-    reads = TailReads(world.read, world.stream if can_stream else None)
+    reads = TailReads(world.read, world.disk.came_last, world.stream if can_stream else None)
     missing = Missing(world.path, 0, sources, 0)
     begun = meetings.begin("a", missing, len(WORD), world.disk.coming, reads)
     assert begun == streams == world.asked[0].by_layers, "nothing is worth computing here"

@@ -34,7 +34,7 @@ class Disk:
         stored = self._pool.layout.stored_layers
         groups = [stored[first : first + group] for first in range(0, len(stored), group)]
         nodes = [bench.nodes[0][block] for block in blocks]
-        promotions = [Promotion(node.block_id, node.tokens, None, node.slot) for node in nodes]
+        promotions = [Promotion(node.block_id, node.tokens, None, node.slot, 0.0) for node in nodes]
         self.reads = LayerReads(promotions, groups)
         self._content = {node.slot: self._pool.slot(node.slot).copy() for node in nodes}
         for slot in self._content:

@@ -179,7 +179,7 @@ def test_a_block_is_restored_when_it_has_come_and_no_second_time() -> None:
     world.deliver()
     assert world.restore() == [8]
     assert world.meeting.restored == {8, 9, 11}
-    assert world.meeting.history(0, 8).restored == 3 * BLOCK_TOKENS
+    assert world.meeting.history(0, 8, 0.0).restored == 3 * BLOCK_TOKENS
     world.settle()
 
 

@@ -91,32 +91,32 @@ def reads() -> tuple[ReadWatch, Reads]:
 def test_reads_that_overlap_are_one_observation() -> None:
     disk, found = reads()
     disk.asked(2, 100.0, idle=True)
-    disk.came(Outcome.OK, 101.0)
+    disk.came(Outcome.OK, 101.0, 101.0)
     disk.asked(1, 101.5, idle=True)
-    disk.came(Outcome.OK, 104.0)
+    disk.came(Outcome.OK, 104.0, 104.0)
     assert found == []
-    disk.came(Outcome.OK, 103.0)
+    disk.came(Outcome.OK, 103.0, 103.0)
     assert found == [(SourceTier.DISK, 3, 4.0)]
     disk.asked(1, 200.0, idle=True)
-    disk.came(Outcome.OK, 200.5)
+    disk.came(Outcome.OK, 200.5, 200.5)
     assert found[1:] == [(SourceTier.DISK, 1, 0.5)]
 
 
 def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
     disk, found = reads()
     disk.asked(1, 0.0, idle=False)
-    disk.came(Outcome.OK, 1.0)
+    disk.came(Outcome.OK, 1.0, 1.0)
     disk.asked(1, 2.0, idle=True)
     disk.disturbed()
-    disk.came(Outcome.OK, 3.0)
+    disk.came(Outcome.OK, 3.0, 3.0)
     disk.asked(2, 4.0, idle=True)
-    disk.came(Outcome.IO_ERROR, 5.0)
-    disk.came(Outcome.OK, 5.0)
+    disk.came(Outcome.IO_ERROR, 5.0, 5.0)
+    disk.came(Outcome.OK, 5.0, 5.0)
     disk.asked(1, 6.0, idle=True)
-    disk.came(Outcome.OK, None)
+    disk.came(Outcome.OK, None, 7.0)
     assert found == []
     disk.asked(1, 8.0, idle=True)
-    disk.came(Outcome.OK, 9.0)
+    disk.came(Outcome.OK, 9.0, 9.0)
     assert found == [(SourceTier.DISK, 1, 1.0)]
 
 

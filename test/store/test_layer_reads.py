@@ -8,45 +8,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.meeting import LEAST_GROUPS
-from sglang_hc.store.layer_reads import READ_BYTES, LayerReads, layer_groups
+from sglang_hc.policy.meeting import LEAST_GROUPS, READ_SECONDS
+from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
-from support.meeting_world import GROUPS, WORD, World
+from support.meeting_world import WORD, World
 
 FAILURES = (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.LOST)
 
 
-def layout(plan: LayerPlan, row: int) -> BlockLayout:
-    return BlockLayout(plan, StateShape(plan.num_layers, row, (row, row), "bfloat16"))
+GROUPS = ((0, 1), (2, 3), (4,))
+"""Layers that are read together."""
 
 
-@given(
-    st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 40)),
-    st.integers(1, 1 << 15),
-)
-def test_groups_are_all_stored_layers_in_order_and_large_where_that_costs_no_pipeline(
-    counts: tuple[int, int, int], row: int
+@given(st.integers(0, 3), st.integers(1, 80), st.floats(0.0, 0.1))
+def test_groups_are_all_stored_layers_in_order_and_reads_are_long_where_that_costs_no_pipeline(
+    first: int, count: int, block_seconds: float
 ) -> None:
-    stored = layout(LayerPlan(*counts), row)
-    groups = layer_groups(stored)
-    assert tuple(layer for group in groups for layer in group) == stored.stored_layers
-    sizes = {len(group) for group in groups[:-1]} or {1}
-    assert len(sizes) == 1 and max(map(len, groups)) == len(groups[0])
-    if max(sizes) > 1:
+    stored = tuple(range(first, first + count))
+    groups = layer_groups(stored, block_seconds)
+    assert tuple(layer for group in groups for layer in group) == stored
+    size, layer_seconds = len(groups[0]), block_seconds / count
+    assert {len(group) for group in groups[:-1]} <= {size} and len(groups[-1]) <= size
+    if size > 1:
         assert len(groups) >= LEAST_GROUPS
-        chunk = stored.slot_bytes // len(stored.stored_layers)
-        assert (max(sizes) - 1) * chunk < READ_BYTES
+        assert (size - 1) * layer_seconds < READ_SECONDS * (1 + 1e-9)
+    if count // (size + 1) >= LEAST_GROUPS:
+        assert size * layer_seconds >= READ_SECONDS * (1 - 1e-9), "longer reads were possible"
 
 
-def test_a_model_of_many_small_layers_is_read_a_mebibyte_at_a_time() -> None:
-    groups = layer_groups(layout(LayerPlan(0, 0, 32), 2048))  # K and V of Llama-3.1-8B
-    assert {len(group) for group in groups} == {READ_BYTES // (BLOCK_TOKENS * 4096)}
+@pytest.mark.parametrize(
+    ("count", "layer_seconds", "size"),
+    [(32, 0.0, 5), (32, 1e-9, 5), (32, 0.7e-4, 3), (32, 1.9e-4, 2), (32, 2.1e-4, 1),
+     (12, 0.0, 2), (11, 0.0, 1), (3, 0.0, 1)],
+)  # fmt: skip
+def test_a_slow_source_is_read_a_layer_at_a_time(
+    count: int, layer_seconds: float, size: int
+) -> None:
+    groups = layer_groups(tuple(range(count)), count * layer_seconds)
+    assert len(groups[0]) == size
 
 
 def blocks(count: int) -> list[Promotion]:
-    return [Promotion(bytes([n]), b"", None, slot=n) for n in range(count)]
+    return [Promotion(bytes([n]), b"", None, slot=n, asked=0.0) for n in range(count)]
 
 
 @given(st.data())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import Meeting, TailReads
 from sglang_hc.store.disk_tier import DiskTier, LayerDisk
@@ -18,8 +17,8 @@ from support.host import host_tier, identities, keep, tokens_of
 
 WORD = "abcdefghijkl"
 SPOKEN = tokens_of(WORD + "q")
-GROUPS = ((0, 1), (2, 3), (4,))
-"""Layers that are read together, where blocks are read layer by layer."""
+LAYERS = tuple(range(5))
+"""Of a block. A source as slow as this one is read one layer at a time."""
 
 BLOCK_SECONDS = 3.0
 """What the source is said to take for a block."""
@@ -29,15 +28,17 @@ class World:
     """A history of as many blocks as letters, `held` of them in host memory, and costs that always
     say to compute `share` of what is coming."""
 
-    def __init__(self, slots: int = 40, held: int = 0, share: float = 0.5) -> None:
+    def __init__(self, slots: int = 40, held: int = 0, share: float = 0.5, beyond: int = 0) -> None:
+        """beyond: so many first blocks are in a remote store."""
         self.host = host_tier(slots)
         self.io = FakeIo()
+        self.now = 0.0
         self.disk = DiskTier(
             self.io,
             self.host,
-            lambda: 0.0,
+            lambda: self.now,
             block_seconds=lambda tier: BLOCK_SECONDS,
-            layers=LayerDisk(self.io, GROUPS),
+            layers=LayerDisk(self.io, LAYERS),
         )
         self.prompt = Prefix(None, SPOKEN)
         self.path = BlockPath(self.prompt, identities(tokens_of(WORD)))
@@ -49,9 +50,11 @@ class World:
         if held:
             keep(self.host, tokens_of(WORD[:held]))
         self.head = held * BLOCK_TOKENS
+        self.io.far |= set(self.path.block_ids[:beyond])
+        sources = self.io.sources(self.path.block_ids)
         self.meeting = Meeting(
-            self.prompt, held, [SourceTier.DISK] * (len(WORD) - held), self.host.tree,
-            self.disk.coming, TailReads(self.read, self.stream), self,
+            self.prompt, held, sources[held:], self.host.tree,
+            self.disk.coming, TailReads(self.read, self.disk.came_last, self.stream), self,
         )  # fmt: skip
 
     def read(self, low: int, high: int) -> list[Promotion]:

@@ -27,10 +27,13 @@ from sglang_hc.policy.restore_plan import plan_restore
 
 
 class Span(NamedTuple):
-    """Consecutive stored tokens of one tier."""
+    """Consecutive stored tokens of one tier. taken: seconds for which the tier has read them
+    already, only for the last span of a tier. A call to a store may bring several blocks at once,
+    and none before its end."""
 
     tier: SourceTier
     tokens: int
+    taken: float = 0.0
 
 
 class History(NamedTuple):
@@ -51,13 +54,21 @@ class History(NamedTuple):
 
     def read_seconds(self, cost: CostModel, stored: LayerPlan, head: int) -> float:
         """Until all that is coming behind its first `head` tokens is in host memory. Disk and
-        remote store read at the same time. Raises KeyError for a tier that `cost` does not know."""
+        remote store read at the same time. What is overdue is expected at once; how long it may be
+        waited for is the caller's decision. Raises KeyError for a tier that `cost` does not
+        know."""
         tokens: Counter[SourceTier] = Counter()
+        taken = dict.fromkeys(SourceTier, 0.0)
         for span in self.coming:
             computed = min(head, span.tokens)
             head -= computed
-            tokens[span.tier] += span.tokens - computed
-        return max((cost.copy_stored(t, stored, n) for t, n in tokens.items() if n), default=0.0)
+            left = span.tokens - computed
+            tokens[span.tier] += left
+            if span.taken:  # it has not read what was not asked for
+                taken[span.tier] += min(span.taken, cost.copy_stored(span.tier, stored, left))
+        return max(
+            (cost.copy_stored(t, stored, n) - taken[t] for t, n in tokens.items() if n), default=0.0
+        )
 
 
 def from_below(tier: SourceTier, tokens: int, new: int) -> History:
@@ -82,8 +93,21 @@ class Split(NamedTuple):
 
 
 LEAST_GROUPS = 6
-"""When blocks are streamed, their layers are read in at least so many groups, where the model has
-the layers: the pass waits for the first one, and works behind the last."""
+"""Layers of streamed blocks are read in at least so many groups, where the model has the layers:
+the pass waits for the first group, and works behind the last one."""
+
+READ_SECONDS = 2e-4
+"""Shorter reads of streamed blocks are joined, as far as LEAST_GROUPS allows: a call costs 0.1 ms,
+whatever it reads."""
+
+
+def layers_per_read(layers: int, block_seconds: float) -> int:
+    """How many of the stored layers of a streamed block are read by one call: one from a slow
+    source, more from a fast one. block_seconds: to read a whole block."""
+    most = max(1, layers // LEAST_GROUPS)
+    if block_seconds * most <= READ_SECONDS * layers:
+        return most
+    return math.ceil(READ_SECONDS * layers / block_seconds)
 
 
 def best_split(
@@ -184,7 +208,9 @@ class _Ways:
         if rest > inside:
             restored = stall + self._restore(rest - inside)
             begin = max(restored, others + self._restore(BLOCK_TOKENS))
-        group = 1 / min(LEAST_GROUPS, self._stored.num_layers)
+        layers = self._stored.num_layers
+        block_seconds = BLOCK_TOKENS * self._cost.copy_token(SourceTier.DISK, self._stored)
+        group = layers_per_read(layers, block_seconds) / layers
         end = pass_end(begin, (others, others + window), work, group)
         return Split(head, end, stall, head > 0, tokens)
 

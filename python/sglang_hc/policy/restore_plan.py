@@ -24,11 +24,8 @@ from functools import partial
 from operator import ge, lt
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_model import CostModel, SourceTier
+from sglang_hc.policy.cost_model import LONG_HISTORY, CostModel, SourceTier
 from sglang_hc.policy.makespan import LayerTimes, paths
-
-LONG_HISTORY = 16384
-"""Tokens of the history that tells SHORT_HISTORY from FAST_COMPUTE (the paper's longest)."""
 
 
 class Decision(enum.Enum):

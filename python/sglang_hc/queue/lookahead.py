@@ -207,7 +207,7 @@ class QueueView:
             begun(reads.promotions)
             return reads
 
-        tail = TailReads(read, stream if disk.reads_layers else None)
+        tail = TailReads(read, disk.came_last, stream if disk.reads_layers else None)
         return self.meetings.begin(request, missing, end, disk.coming, tail)
 
     # -- ends of requests ------------------------------------------------------------------------

@@ -75,10 +75,12 @@ class _Given(NamedTuple):
 
 
 class TailReads(NamedTuple):
-    """How blocks [low, high) of one prompt are read, the last one first. Both begin to, and return
-    those that found a slot. stream: layer by layer, blocks on disk; None where nothing is."""
+    """How blocks [low, high) of one prompt are read, the last one first. `read` and `stream` begin
+    to, and return those that found a slot. stream: layer by layer, blocks on disk; None where
+    nothing is. came_last: when a tier last brought a block, whoever asked for it."""
 
     read: Callable[[int, int], list[Promotion]]
+    came_last: Callable[[SourceTier], float]
     stream: Callable[[int, int], LayerReads] | None = None
 
 
@@ -187,7 +189,7 @@ class Meeting:
             return Step(Action.STREAM)
         elif self._may_wait(streamed.seconds, now):
             early_from = 0 if self.as_they_come else BLOCK_TOKENS
-            split = self._costs.split(self.history(head, missing), 0, early_from)
+            split = self._costs.split(self.history(head, missing, now), 0, early_from)
             if split is not None and block + split.head // BLOCK_TOKENS < streamed.end:
                 return Step(Action.WAIT)
         self._streamed = None
@@ -199,14 +201,16 @@ class Meeting:
         reads, self._streamed = self._streamed.reads, None
         return reads
 
-    def history(self, head: int, end: int) -> History:
+    def history(self, head: int, end: int, now: float) -> History:
         """What is to come: the blocks between `head` tokens and block `end`."""
-        # Host memory has what lies before the first one; here it was not worth restoring.
-        blocks = range(head // BLOCK_TOKENS, end)
-        places = [self._sources[max(0, block - self.first)] for block in blocks]
-        coming = [Span(tier, BLOCK_TOKENS * len(list(run))) for tier, run in groupby(places)]
+        places = [(self._source(n), n >= self._low) for n in range(head // BLOCK_TOKENS, end)]
+        taken = self._taken(now)
+        coming: list[Span] = []
+        for (tier, is_asked), run in groupby(reversed(places)):
+            seconds = taken.pop(tier, 0.0) if is_asked else 0.0
+            coming.insert(0, Span(tier, BLOCK_TOKENS * len(list(run)), seconds))
         begun = head % BLOCK_TOKENS  # tokens of the first block that are computed already
-        coming[0] = Span(coming[0].tier, coming[0].tokens - begun)
+        coming[0] = coming[0]._replace(tokens=coming[0].tokens - begun)
         restored = BLOCK_TOKENS * sum(1 for block in self.restored if block >= end)
         held = self.stop - end * BLOCK_TOKENS - restored
         by_layers = self._streamed is not None
@@ -255,9 +259,8 @@ class Meeting:
             self._given = None
             if decoding:  # those have a step between two chunks
                 return Step(Action.WAIT)
-        split = self._costs.split(
-            self.history(head, missing), decoding, 0 if self.as_they_come else None
-        )
+        early_from = 0 if self.as_they_come else None
+        split = self._costs.split(self.history(head, missing, now), decoding, early_from)
         if split is None:
             return Step(Action.OVER)
         lost = self._lost_up_to(block)
@@ -303,6 +306,21 @@ class Meeting:
     def close(self) -> None:
         """Give up what has not joined the tree."""
         self._coming.give_up(self._blocks.values())
+
+    def _source(self, block: int) -> SourceTier:
+        """Where a block lies. Host memory has those before the first one; they were not worth
+        restoring, and count as the first one does."""
+        return self._sources[max(0, block - self.first)]
+
+    def _taken(self, now: float) -> dict[SourceTier, float]:
+        """By tier, for how long it has read blocks of this meeting that have not come: since these
+        were asked for, or since it last brought any block."""
+        asked: dict[SourceTier, float] = {}
+        for block, promotion in self._blocks.items():
+            if not promotion.here:
+                tier = self._source(block)
+                asked[tier] = min(promotion.asked, asked.get(tier, promotion.asked))
+        return {t: max(0.0, now - max(at, self._reads.came_last(t))) for t, at in asked.items()}
 
     def _front(self, block: int) -> BlockNode | None:
         """The last of the first `block` blocks, or the root; None when one is not in host

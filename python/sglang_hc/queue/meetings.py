@@ -72,7 +72,7 @@ class Meetings(Generic[K]):
         prompt, tree = missing.path.prefix, self._tree
         meeting = Meeting(prompt, first, sources, tree, coming, reads, self._costs)
         by_layers = reads.stream is not None and set(sources) == {SourceTier.DISK}
-        history = meeting.history(known, end)._replace(by_layers=by_layers)
+        history = meeting.history(known, end, self._clock())._replace(by_layers=by_layers)
         # A first chunk of a block at least is computed before anything is restored early.
         split = self._costs.split(history, self.decoding, BLOCK_TOKENS)
         if split is None or split.head >= meeting.stop - known:

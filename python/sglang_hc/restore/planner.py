@@ -19,7 +19,7 @@ from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.meeting import History, Split, best_split
-from sglang_hc.policy.restore_plan import LONG_HISTORY, Decision, Reason, RestorePlan, plan_restore
+from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, plan_restore
 from sglang_hc.policy.tries import TRY_SHARE, Tries, affordable
 
 FAR_SECONDS = 8.0
@@ -231,11 +231,10 @@ class RestorePlanner:
         return cost.copy_stored(SourceTier.HOST, loaded, plan.tokens)
 
     def _copy_token(self, tier: SourceTier) -> float:
-        """Seconds to copy all stored layers of one token, in a history so long that the fixed cost
-        of a copy does not show; 0 when it is not known."""
+        """See `CostModel.copy_token`; 0 when it is not known."""
         if self.costs is None or tier not in self.costs.model.copies:
             return 0.0
-        return self.costs.model.copy_stored(tier, self.plan, LONG_HISTORY) / LONG_HISTORY
+        return self.costs.model.copy_token(tier, self.plan)
 
     def _count(self, decision: Decision, reason: Reason) -> None:
         self._counters[f"restore_decision_{decision.value}"] += 1

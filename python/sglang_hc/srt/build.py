@@ -47,7 +47,6 @@ from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk_tier import DiskTier, LayerDisk, not_observed
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
-from sglang_hc.store.layer_reads import layer_groups
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.store.remote import Chain, RemoteBlocks
@@ -270,7 +269,7 @@ def _disk(
     if io.blocks is not None:
         below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
         if ranks.count == 1:  # several would have to agree on each layer
-            layers = LayerDisk(io.blocks, layer_groups(sizes.layout))
+            layers = LayerDisk(io.blocks, sizes.layout.stored_layers)
     if model.config.remote is not None:
         part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
         store = remote_store(model.config, io.memory.pool, part, io.counts)

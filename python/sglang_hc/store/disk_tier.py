@@ -23,7 +23,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
-from sglang_hc.store.layer_reads import LayerIo, LayerReads
+from sglang_hc.store.layer_reads import LayerIo, LayerReads, layer_groups
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -65,10 +65,11 @@ class ReadWatch:
 
     def __init__(self, tier: SourceTier, observed: OnRead) -> None:
         self.under_way = 0
+        self.ended = 0.0
+        """When the tier last answered for a block."""
         self._tier = tier
         self._observed = observed
         self._began = 0.0
-        self._ended = 0.0
         self._blocks = 0
         self._is_clean = False
 
@@ -84,24 +85,23 @@ class ReadWatch:
         """Something else uses the disk now."""
         self._is_clean = False
 
-    def came(self, outcome: Outcome, at: float | None) -> None:
+    def came(self, outcome: Outcome, at: float | None, now: float) -> None:
         """A read is over since `at`, None where that is not known."""
         self.under_way -= 1
         if outcome is Outcome.TIMED_OUT:
             self._blocks -= 1
-        elif outcome is not Outcome.OK or at is None:
-            self._is_clean = False
         else:
-            self._ended = max(self._ended, at)
+            self._is_clean = self._is_clean and outcome is Outcome.OK and at is not None
+            self.ended = max(self.ended, now if at is None else at)
         if self._blocks and self._is_clean and not self.under_way:
-            self._observed(self._tier, self._blocks, self._ended - self._began)
+            self._observed(self._tier, self._blocks, self.ended - self._began)
 
 
 class LayerDisk(NamedTuple):
-    """A disk that reads layer by layer, and which layers it reads together."""
+    """A disk that reads layer by layer. stored: the layers of a block."""
 
     io: LayerIo
-    groups: Sequence[tuple[int, ...]]
+    stored: tuple[int, ...]
 
 
 class DiskTier:
@@ -251,9 +251,10 @@ class DiskTier:
         assert self._layers is not None
         now, disk = self.now(), SourceTier.DISK
         promotions = self.coming.begin_tail(path, low, high, now, is_protected)
-        reads = LayerReads(promotions, self._layers.groups)
+        block_seconds = self._block_seconds(disk)
+        reads = LayerReads(promotions, layer_groups(self._layers.stored, block_seconds))
         self._watches[disk].asked(len(promotions), now, idle=not self._spills)
-        each = LENIENCE * self._block_seconds(disk)
+        each = LENIENCE * block_seconds
         deadline = now + READ_DEADLINE_S + self.reading(disk) * each
         for promotion, group in reads.pieces():
             ticket, layers = next(self._tickets), reads.groups[group]
@@ -261,6 +262,10 @@ class DiskTier:
             self._layers.io.read(ticket, promotion.block_id, promotion.slot, deadline, layers)
         self._io.flush()
         return reads
+
+    def came_last(self, tier: SourceTier) -> float:
+        """When a tier last answered for a block; 0 for never."""
+        return self._watches[tier].ended
 
     def reading(self, tier: SourceTier) -> int:
         """Blocks that are being read from a tier."""
@@ -286,7 +291,7 @@ class DiskTier:
 
     def poll(self) -> None:
         """Apply what is done."""
-        came = []
+        came, now = [], self.now()
         for done in self._io.poll():
             if done.ticket in self._spills:
                 self._end_spill(self._spills.pop(done.ticket), done)
@@ -299,7 +304,7 @@ class DiskTier:
                 promotion, tier = self._reads.pop(done.ticket)
             if outcome is None:  # other layers of the block are on their way
                 continue
-            self._watches[tier].came(outcome, done.at)
+            self._watches[tier].came(outcome, done.at, now)
             if outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 came.append(promotion)
@@ -307,7 +312,7 @@ class DiskTier:
                 self.counters[f"{done.tier}_read_{outcome.value}"] += 1
                 self.coming.fail(promotion)
         if came:
-            self.coming.complete(came, self.now())
+            self.coming.complete(came, now)
 
     @property
     def spilling(self) -> list[BlockNode]:

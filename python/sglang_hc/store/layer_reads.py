@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from sglang_hc.forms import BlockLayout
-from sglang_hc.policy.meeting import LEAST_GROUPS
+from sglang_hc.policy.meeting import layers_per_read
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
-
-READ_BYTES = 1 << 20
-"""A read is at least so large, because a call costs as much as reading some 100 KiB."""
 
 
 class LayerIo(Protocol):
@@ -27,11 +23,10 @@ class LayerIo(Protocol):
         """Fetch the chunks of these layers to their places in a slot, and verify them."""
 
 
-def layer_groups(layout: BlockLayout) -> list[tuple[int, ...]]:
-    """Which layers are read together: all that are stored, in their order."""
-    stored = layout.stored_layers
-    chunk = layout.slot_bytes // len(stored)
-    size = max(1, min(-(-READ_BYTES // chunk), len(stored) // LEAST_GROUPS))
+def layer_groups(stored: tuple[int, ...], block_seconds: float) -> list[tuple[int, ...]]:
+    """Which of the stored layers are read together, in their order. block_seconds: to read one
+    block of many; 0 when that is not known."""
+    size = layers_per_read(len(stored), block_seconds)
     return [stored[start : start + size] for start in range(0, len(stored), size)]
 
 

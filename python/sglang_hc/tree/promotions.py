@@ -30,13 +30,14 @@ class Promotion:
     waits_for: the identity of a parent that is not in the tree yet. Neither: the parent is the
     namespace's root. `moved`: see `BlockNode`.
 
-    is_tail: began with `begin_tail`. here: the bytes have come, or will not. lost: the block cannot
-    join the tree any more."""
+    asked: when it began. is_tail: by `begin_tail`. here: the bytes have come, or will not. lost:
+    the block cannot join the tree any more."""
 
     block_id: bytes
     tokens: bytes
     namespace: str | None
     slot: int
+    asked: float
     is_tail: bool = False
     parent: BlockNode | None = None
     waits_for: bytes | None = None
@@ -111,7 +112,7 @@ class Promotions:
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
-            promotion = self._coming_to(slot, path, index)
+            promotion = self._coming_to(slot, path, index, now)
             if parent is not None:
                 promotion.parent, parent = parent, None
             elif index:
@@ -139,7 +140,7 @@ class Promotions:
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break
-            promotion = self._coming_to(slot, path, index)
+            promotion = self._coming_to(slot, path, index, now)
             promotion.is_tail = True
             before = path.block_ids[index - 1] if index else self._root_of(promotion).block_id
             self._wait(promotion, before)
@@ -182,11 +183,11 @@ class Promotions:
         else:
             self._lose(promotion)
 
-    def _coming_to(self, slot: int, path: BlockPath, index: int) -> Promotion:
+    def _coming_to(self, slot: int, path: BlockPath, index: int, now: float) -> Promotion:
         """A block of a path is on its way to a slot from now on."""
-        prefix = path.prefix
-        promotion = Promotion(path.block_ids[index], prefix.block(index), prefix.namespace, slot)
-        self._coming[promotion.block_id] = promotion
+        prefix, block_id = path.prefix, path.block_ids[index]
+        promotion = Promotion(block_id, prefix.block(index), prefix.namespace, slot, now)
+        self._coming[block_id] = promotion
         return promotion
 
     def _wait(self, promotion: Promotion, before: bytes) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import LEAST_GROUPS, pass_end
+from sglang_hc.policy.meeting import layers_per_read, pass_end
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.meeting import Action, Meeting
@@ -308,7 +308,8 @@ class Engine:
         everything as it is stored. Returns the tokens that were restored in it and before it."""
         _, plan = self._rest(meeting, job, head, stop)
         reads = self._disk.span(meeting.take_streamed().promotions)
-        group = 1 / min(LEAST_GROUPS, self.costs.plan.num_layers)
+        layers = self.costs.plan.num_layers
+        group = layers_per_read(layers, self.costs.block_seconds(SourceTier.DISK)) / layers
         self.now = pass_end(self.now, reads, plan.as_stored_seconds, group)
         self._deliver()
         self.cache.join(job.number, head, self.now)

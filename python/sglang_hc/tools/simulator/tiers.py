@@ -88,7 +88,7 @@ class TieredCache:
         self.jobs: dict[int, Job] = {}
         self._reads_layers = reads_layers
         self._seen: set[bytes] = set()
-        self._now = 0.0
+        self._now = self._came_last = 0.0
         self._started: list[Transfer] = []
 
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
@@ -152,6 +152,7 @@ class TieredCache:
 
     def fetched(self, transfer: Transfer, now: float) -> None:
         """A transfer is through: its blocks become blocks of the host tier."""
+        self._came_last = now
         self._coming.complete(transfer.promotions, now)
 
     def abort(self, number: int) -> None:
@@ -213,7 +214,8 @@ class TieredCache:
             self._started.append(Transfer(job, reads.promotions))
             return reads
 
-        tail = TailReads(read, stream if self._reads_layers else None)
+        layers = stream if self._reads_layers else None
+        tail = TailReads(read, lambda tier: self._came_last, layers)
         return self.meetings.begin(request, missing, end, self._coming, tail)
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
