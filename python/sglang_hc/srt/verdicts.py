@@ -120,6 +120,6 @@ def patience(tiers: Tiers) -> float:
     fetching = tiers.disk is not None and len(tiers.disk.coming) > 0
     if fetching or tiers.queue.meetings.under_way:
         return FETCHING_S
-    if tiers.queue.requests.order:
+    if tiers.queue.window.queue:
         return WAITING_S
     return KEEPING_S if tiers.retention.is_timed else math.inf
