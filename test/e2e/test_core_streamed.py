@@ -21,11 +21,12 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import profiles
-from support.core import Reply, run_in_child
+from support.core import Core, Reply, run_in_child
 from support.disk_store import Faults, FaultyBackend
 from support.meetings import (
     BLOCKS,
     FOLLOW,
+    HeldDisk,
     counted,
     forget,
     halving_profile,
@@ -47,8 +48,42 @@ SLOW_DISK = 1e-3
 """By this price a half of it is computed, and a block or two are read layer by layer."""
 
 
+class LayersOnDemand(HeldDisk):
+    """A disk that answers for layers when a pass waits for one: else all might be here before."""
+
+    def __init__(self, core: Core) -> None:
+        from sglang_hc.restore.arrival import LayerArrival
+
+        super().__init__(core)
+        tier, wait = core.tree.tiers.disk, LayerArrival.wait
+        tier._layers = tier._layers._replace(io=self)
+        self._of_layers: set[int] = set()
+        self._waits = False
+
+        def waits(arrival: LayerArrival, layer: int) -> None:
+            self._waits = True
+            wait(arrival, layer)
+
+        LayerArrival.wait = waits  # type: ignore[method-assign]
+
+    def read(self, ticket: int, *args: Any) -> None:
+        if len(args) == 4:
+            self._of_layers.add(ticket)
+        super().read(ticket, *args)
+
+    def poll(self) -> list[Any]:
+        found, held = self._take(), list(self._held)
+        self._held.clear()
+        for done in held:
+            keeps = done.ticket in self._of_layers and not self._waits
+            (self._held if keeps else found).append(done)
+        return found
+
+
 def both_turns(form: str, folder: str, profile: str) -> tuple[list[int], Reply, dict[str, int]]:
-    return meet(*start(form, folder, profile, streams=True))
+    core, first = start(form, folder, profile, streams=True)
+    LayersOnDemand(core)
+    return meet(core, first)
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv", FORM])
