@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import run_in_child
+from support.meetings import HeldDisk, halving_profile, run, second_turn, start
 from support.ordered_core import OrderedCore
 
 POOL = 640
@@ -161,3 +163,40 @@ def test_the_checker_sees(
     seen = run_in_child(served, flags, False, control)
     found = [sites for sites in seen["sites"] if sites[0].startswith(region)]
     assert found, f"found elsewhere: {seen['races']}"
+
+
+def met(folder: str, control: Callable[[OrderedCore], None] | None = None) -> dict[str, Any]:
+    """A request meets its history while another one decodes."""
+    profile = halving_profile(Path(folder), 6e-3)  # slow enough that computing pays beside others
+    core, first = start("hidden", f"{folder}/d", profile, kind=OrderedCore)
+    assert isinstance(core, OrderedCore)
+    if control is not None:
+        control(core)
+    disk = HeldDisk(core)
+    disk.left = 0
+    core.submit(prompt(5, 40), 60)
+
+    def arrive(number: int) -> None:
+        disk.left = (disk.left or 0) + (number % 3 == 0)
+        if number == 6:
+            core.submit(second_turn(first), 4)
+
+    run(core, arrive)
+    return {
+        "races": [str(race) for race in core.watch.races],
+        "sites": [race.sites for race in core.watch.races],
+        "met": core.tree.stats().get("meetings_restored", 0),
+    }
+
+
+def test_no_access_is_unordered_when_a_running_request_goes_on_behind_its_history(
+    models: None, tmp_path: Path
+) -> None:
+    seen = run_in_child(met, str(tmp_path))
+    assert not seen["races"], "\n".join(seen["races"])
+    assert seen["met"] == 1
+
+
+def test_the_checker_sees_a_meeting_beside_the_models_stream(models: None, tmp_path: Path) -> None:
+    seen = run_in_child(met, str(tmp_path), schedule_stream_always)
+    assert any(sites[0].startswith("KV pool") for sites in seen["sites"]), seen["races"]

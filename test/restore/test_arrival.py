@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 
 from restore.test_restore_pass import LENGTH, Bench, check, token
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import LateLayer, Restoration
+from sglang_hc.restore.read_buffer import ReadBuffer
+from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.identity import Prefix, pack_tokens
 from sglang_hc.tree.promotions import Promotion
+from support.tiers import CPU, PARTS
 
 GARBAGE = 0xEE
 
@@ -27,8 +32,11 @@ class Disk:
     """Reads some blocks of a path layer by layer; each poll brings the next piece, which takes a
     second, and sooner or later there may be a failure, or no more of them."""
 
-    def __init__(self, bench: Bench, blocks: range, group: int) -> None:
-        """group: layers that are read together."""
+    def __init__(
+        self, bench: Bench, blocks: range, group: int, order: Sequence[int] | None = None
+    ) -> None:
+        """group: layers that are read together. order: in which the pieces come; None: as they
+        were asked for."""
         self.now, self.fails_at, self.stops_at, self.polls_per_piece = 0.0, -1, -1, 1
         self._pool = bench.tiers.restorer.path.pool
         stored = self._pool.layout.stored_layers
@@ -39,7 +47,10 @@ class Disk:
         self._content = {node.slot: self._pool.slot(node.slot).copy() for node in nodes}
         for slot in self._content:
             self._pool.slot(slot)[:] = GARBAGE
-        self._pieces: Iterator[tuple[Promotion, int]] = self.reads.pieces()
+        pieces = list(self.reads.pieces())
+        if order is not None:
+            pieces = [pieces[number] for number in order]
+        self._pieces: Iterator[tuple[Promotion, int]] = iter(pieces)
         self._count = self._polls = 0
 
     def poll(self) -> None:
@@ -109,8 +120,10 @@ def test_every_row_is_right_whatever_comes(data: st.DataObject, counts: tuple[in
     first, end = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
     low = data.draw(st.integers(first, end - 1))
     high = data.draw(st.integers(low + 1, end))
-    disk = Disk(bench, range(low, high), data.draw(st.integers(1, 3)))
-    pieces = len(disk.reads.groups) * (high - low)
+    group = data.draw(st.integers(1, 3))
+    pieces = -(-sum(counts) // group) * (high - low)
+    order = data.draw(st.one_of(st.none(), st.permutations(range(pieces))))
+    disk = Disk(bench, range(low, high), group, order)
     disk.fails_at = data.draw(st.integers(-1, pieces - 1))
     disk.stops_at = data.draw(st.integers(-1, pieces - 1))
     bench.valid(0, start)
@@ -184,3 +197,40 @@ def test_rows_of_a_layer_are_not_copied_before_it_has_come() -> None:
             assert np.all(rows.numpy() == 255), "nothing of a later layer"
     bench.tiers.after_pass((), 0)
     bench.check([BLOCK_TOKENS, 0])
+
+
+def test_a_layer_that_overtook_the_one_before_it_is_not_waited_for_beside_the_model() -> None:
+    """Reads of several threads end in any order. A pass that was to write the layer that was here
+    waited for the one before it, when the batch was put together: a late one ended the scheduler.
+    """
+    bench = Bench(LayerPlan(0, 0, 4))
+    restorer = bench.tiers.restorer
+    restorer.path = replace(restorer.path, side_stream=nullcontext)
+    disk = Disk(bench, range(0, 1), 1, order=[0, 2, 3, 1])
+    disk.stops_at = 3
+    for _ in range(3):
+        disk.poll()
+    queue(bench, disk, 0, BLOCK_TOKENS, patience=0.0)
+    assert run_pass(bench, BLOCK_TOKENS) == 1
+    bench.check([BLOCK_TOKENS, 0])
+
+
+def test_a_pass_that_starts_again_gives_back_what_was_copied_early_for_another_request() -> None:
+    """Chunks behind the late layer had left the read buffer and were in no frame of the ring yet:
+    their frames were lost for good."""
+    bench = Bench(LayerPlan(0, 1, 3))
+    restorer = bench.tiers.restorer
+    frames = StagingRing(8, 3 * BLOCK_TOKENS * sum(PARTS), CPU, restorer.path.copy_stream)
+    early = ReadBuffer(bench.tiers.host, restorer.path.pool, frames)
+    restorer.path = replace(restorer.path, read_buffer=early)
+    prompt = Prefix(None, pack_tokens([token(1, position) for position in range(LENGTH)]))
+    early.on_schedule_step(["other"], lambda rid: Waiting(prompt, lambda: 0))
+    assert early.held == 8 - len(frames.free) == 4
+    disk = Disk(bench, range(0, 1), 1)
+    disk.fails_at = 1
+    queue(bench, disk, 0, BLOCK_TOKENS, patience=100.0)
+    bench.queue(1, 0, LENGTH, 0)
+    assert run_pass(bench, BLOCK_TOKENS, LENGTH) == 1
+    bench.check([BLOCK_TOKENS, LENGTH])
+    assert early.counters["early_used_layer_tokens"] == 4 * LENGTH
+    assert len(frames.free) == 8

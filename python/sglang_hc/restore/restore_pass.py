@@ -141,6 +141,9 @@ class RestorePass:
 
     def abandon(self) -> None:
         """Nothing more of this pass is written: another one writes all of it."""
+        for load in self._todo:
+            if load.early is not None:
+                load.early.done()
         self._todo.clear()
         self._open.clear()
         while self._staged:
@@ -165,7 +168,9 @@ class RestorePass:
         if self._side_stream is None:
             return
         for near in range(layer, layer + SIDE_LAYERS):
-            while self._open[near] and (near == layer or self._has_come(near)):
+            if self._open[near] and near > layer and not self._has_come(near):
+                return  # those behind it may be here, but they are copied later
+            while self._open[near]:
                 self._advance()
 
     def _has_come(self, layer: int) -> bool:

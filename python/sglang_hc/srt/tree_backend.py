@@ -176,7 +176,8 @@ class HcRadixCache(RadixCache):
         store, and its state is saved from there on."""
         if not req.retracted_stain:
             req.cached_tokens_storage += restored
-        self.tiers.capture.drop(req.rid)
+        with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
+            self.tiers.capture.drop(req.rid)
 
     def _extend(self, req: Any, slots: torch.Tensor) -> Any:
         """A new node with `slots` for the tokens behind the locked node of a request's prefix.
@@ -331,9 +332,7 @@ class HcRadixCache(RadixCache):
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """A request is over. Without insertion (abort, retraction) keep only what the tree has."""
-        if self.disable or not _keeps(req):
-            self.tiers.capture.drop(req.rid)
-        else:
+        if not self.disable and _keeps(req):
             keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
