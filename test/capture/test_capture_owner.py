@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from sglang_hc.capture.capture import Segment
+from sglang_hc.capture.saving import STRAIGHT_ROWS
 from sglang_hc.forms import LayerPlan
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.tiers import HIDDEN_BYTES, build
 
 PLAN = LayerPlan(0, 2, 0)
-TOKENS = pack_tokens([1] * 40)
+FEW = STRAIGHT_ROWS - 1
+"""Rows that wait in a snapshot."""
+TOKENS = pack_tokens([1] * FEW)
 
 
 def compute(tiers: Tiers, start: int, rows: int) -> None:
@@ -24,26 +27,26 @@ def compute(tiers: Tiers, start: int, rows: int) -> None:
 
 def test_a_block_that_is_not_ready_does_not_make_room() -> None:
     tiers, _, executor = build(PLAN, slots=2, device_slots=100)
-    compute(tiers, 0, 40)
-    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=True)
+    compute(tiers, 0, FEW)
+    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(FEW), final=True)
     assert tiers.host.published_blocks == 1 and not tiers.usable(Prefix(None, TOKENS))[1]
     other = tiers.host.stage(0.0)
     assert other is not None and tiers.host.stage(0.0) is None  # e.g. for a read from disk
     executor.step()
     tiers.poll()
-    assert tiers.usable(Prefix(None, TOKENS))[1] == 40
+    assert tiers.usable(Prefix(None, TOKENS))[1] == FEW
     assert tiers.host.stage(0.0) is not None
     assert tiers.host.published_blocks == 0
 
 
 def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() -> None:
     tiers, _, executor = build(PLAN, slots=3, device_slots=100)
-    compute(tiers, 0, 40)
-    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(40), final=False)
-    compute(tiers, 40, 10)
-    longer = pack_tokens([1] * 50)
+    compute(tiers, 0, FEW)
+    tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(FEW), final=False)
+    compute(tiers, FEW, 10)
+    longer = pack_tokens([1] * (FEW + 10))
     # It takes the tail's place.
-    tiers.capture.commit("r", Prefix(None, longer), torch.arange(50), final=True)
+    tiers.capture.commit("r", Prefix(None, longer), torch.arange(FEW + 10), final=True)
     assert tiers.host.published_blocks == 1 and tiers.host.free_slots == 1
     while not tiers.usable(Prefix(None, longer))[1]:
         executor.step()

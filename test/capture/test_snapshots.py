@@ -33,7 +33,7 @@ class Bench:
         self.scatters = ScatterQueue(self.executor, self.damaged)
         used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
-        twins = torch.empty(size, dtype=torch.uint8) if used.own_memory else None
+        twins = torch.empty(size, dtype=torch.uint8) if device or copy_stream else None
         self.snapshots = Snapshots(self.buffers, twins, used, self.scatters)
 
     def add(self, value: int, rows: int, slot: int, slot_row: int = 0) -> None:

@@ -14,7 +14,6 @@ from sglang_hc.device.cuda_copies import Ranges, each_range
 class FakeCopyStream:
     """Ranges are copied one by one; nothing runs beside the computation; nothing needs pinning."""
 
-    own_memory = True
     batches = True
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -52,8 +51,6 @@ class LateCopyStream(FakeCopyStream):
 
     The source is read at that late moment, so a buffer reused too early shows as wrong bytes.
     """
-
-    own_memory = False
 
     def __init__(self) -> None:
         self.queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()

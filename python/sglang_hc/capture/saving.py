@@ -2,10 +2,9 @@
 
 KV stays in the device pool until it is saved, so all its rows go straight. Hidden states must leave
 the taps after each pass. Decode steps have few rows of each request, so many steps share one
-snapshot and one copy. A prefill has many rows of one request. They go straight into their slots if
-the device has memory of its own, because a copy engine then does all the work, and otherwise if
-snapshots have no room for them. So a prefill of any size is saved; only a decode step's row can
-find no room, while scattering is behind.
+snapshot and one copy. A prefill has many rows of one request, which go straight into their slots;
+so do its last few if snapshots have no room for them. So a prefill of any size is saved; only a
+decode step's row can find no room, while scattering is behind.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class HiddenPath:
         self.snapshots = Snapshots(buffers, twins, copy_stream, scatters)
         self.direct = DirectRows([pool.hidden], copy_stream, scatters, ring)
         self.scatters = scatters
-        self.own_memory = ring is not None
 
 
 class PassRows:
@@ -118,9 +116,7 @@ class PassRows:
     def _straight(self, row: int, rows: int, rewritten: bool) -> bool:
         if rewritten or rows == 1:  # a decode step has one row of each of many requests
             return False
-        if self._path.own_memory and rows >= STRAIGHT_ROWS:
-            return True
-        return self._gathered_room(row) < rows
+        return rows >= STRAIGHT_ROWS or self._gathered_room(row) < rows
 
     def _gathered_room(self, row: int) -> int:
         """Rows from `row` on that fit into snapshots behind what is gathered already."""

@@ -43,9 +43,6 @@ work submitted inside, and for the copy stream's `computed` and `before_compute`
 class CopyStream(Protocol):
     """A queue of copies. All methods belong to one thread and return at once."""
 
-    own_memory: bool
-    """The device has memory of its own, so rows on their way to the host are staged there."""
-
     batches: bool
     """`copy_ranges` takes this thread about as long as one `copy`, however many ranges it has."""
 
@@ -102,7 +99,6 @@ class _Done:
 class HostCopyStream:
     """Copy stream of a machine without an accelerator: every copy happens at once."""
 
-    own_memory = False
     batches = True
     _event = _Done()
 
@@ -155,8 +151,6 @@ class CudaCopyStream:
 
     Buffers must outlive their copies: the caching allocator is told nothing of this stream.
     """
-
-    own_memory = True
 
     def __init__(self, shared: CudaDevice) -> None:
         self._shared = shared

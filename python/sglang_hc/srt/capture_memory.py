@@ -30,8 +30,6 @@ UNCHUNKED_ROWS = 16_384
 model's whole context would be tens of GB."""
 
 SNAPSHOT_BUFFERS = 6
-HOST_SNAPSHOT_ROWS = 1024
-"""Rows of a snapshot on a machine without an accelerator, where they hold prefills too."""
 
 RING_SHARE = 0.05
 """Most of the device's memory that rows on their way to the host may take. A smaller ring than a
@@ -90,11 +88,11 @@ def capture_sizes(
     kv = plan.kv * sum(layer.kv_parts)
     step, proposed = decode_rows(args), args.max_speculative_num_draft_tokens
     verified = step if proposed else 0
-    if device_bytes is None:
-        return CaptureSizes(rows, rows * hidden, 0, HOST_SNAPSHOT_ROWS, 0, verified)
-    ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
     # Three decode steps of all requests: one computed, one copied, one scattered.
     snapshot = min(512, max(128, step * 3 // SNAPSHOT_BUFFERS))
+    if device_bytes is None:
+        return CaptureSizes(rows, rows * hidden, 0, snapshot, 0, verified)
+    ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
     twins = SNAPSHOT_BUFFERS * snapshot * hidden
     return CaptureSizes(rows, rows * hidden, ring, snapshot, twins, verified)
 
