@@ -60,10 +60,10 @@ def served(
     taken: list[int] = []
     after_pass = core.tree.tiers.after_pass
 
-    def noting(segments: Any, rows: int) -> None:
+    def noting(segments: Any) -> None:
         if segments:
             taken.append(max(s.row + s.rows for s in segments))
-        after_pass(segments, rows)
+        after_pass(segments)
 
     core.tree.tiers.after_pass = noting
     prompts = [prompt(i, 100 + 33 * i) for i in range(3)]

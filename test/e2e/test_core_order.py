@@ -199,4 +199,4 @@ def test_no_access_is_unordered_when_a_running_request_goes_on_behind_its_histor
 
 def test_the_checker_sees_a_meeting_beside_the_models_stream(models: None, tmp_path: Path) -> None:
     seen = run_in_child(met, str(tmp_path), schedule_stream_always)
-    assert any(sites[0].startswith("KV pool") for sites in seen["sites"]), seen["races"]
+    assert any(sites[0].startswith("snapshot") for sites in seen["sites"]), seen["races"]

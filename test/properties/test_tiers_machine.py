@@ -220,7 +220,7 @@ class TiersMachine(RuleBasedStateMachine):
         for layer in range(self.plan.num_layers):
             self.tiers.restorer.gate.wait_until(layer)
             self.check_layer(req, layer, usable)
-        self.tiers.after_pass((), 0)
+        self.tiers.after_pass(())
         assert released == [True]
         req.computed = usable
         RESTORED[type(self).__name__] += usable

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from restore.test_restore_pass import LENGTH, Bench, check, token
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.queue.requests import Waiting
-from sglang_hc.restore.arrival import LayerArrival
-from sglang_hc.restore.path import LateLayer, Restoration
+from sglang_hc.restore.arrival import LateLayer, LayerArrival
+from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.layer_reads import LayerReads
@@ -102,7 +102,7 @@ def run_pass(bench: Bench, *reach: int) -> int:
         except LateLayer:
             again += 1
             restorer.start_again(restorer.gate.current)
-    bench.tiers.after_pass((), 0)
+    bench.tiers.after_pass(())
     late = restorer.counters["late_layers"]
     assert again <= late <= 1, "what waits for nothing is not late"
     return late
@@ -195,7 +195,7 @@ def test_rows_of_a_layer_are_not_copied_before_it_has_come() -> None:
         for later in range(layer + 1, 4):
             rows = torch.cat([part[slots] for part in bench.pool.rows(later)], dim=1)
             assert np.all(rows.numpy() == 255), "nothing of a later layer"
-    bench.tiers.after_pass((), 0)
+    bench.tiers.after_pass(())
     bench.check([BLOCK_TOKENS, 0])
 
 

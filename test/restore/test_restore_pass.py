@@ -201,7 +201,7 @@ def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tu
             check(
                 bench.pool, layer, [token(path, p) for p in range(stop)], bench.slots[path, :stop]
             )
-    bench.tiers.after_pass((), 0)
+    bench.tiers.after_pass(())
     assert bench.released == count
     bench.check(reach)
     assert bench.recomputer.ran == recomputed
@@ -249,10 +249,10 @@ def test_an_index_whose_pass_is_over_costs_nothing() -> None:
     bench.queue(0, 0, 64, 0)
     index = bench.tiers.restorer.start()
     bench.tiers.restorer.gate.set_consumer(index)
-    bench.tiers.after_pass((), 0)
+    bench.tiers.after_pass(())
     for part in itertools.chain(*bench.pool.kv):
         part.fill_(UNTOUCHED)
     bench.tiers.restorer.gate.set_consumer(index)
     bench.tiers.restorer.gate.wait_until(0)
-    bench.tiers.after_pass((), 0)
+    bench.tiers.after_pass(())
     assert all(bool((part == UNTOUCHED).all()) for part in itertools.chain(*bench.pool.kv))

@@ -125,10 +125,11 @@ class Capture:
                 return
         stage.cut = False
 
-    def take_pass(self, segments: Sequence[Segment], rows: int) -> None:
-        """Stage what the taps hold of a forward pass of `rows` rows. A longer pass leaves its first
-        rows in the taps."""
+    def take_pass(self, segments: Sequence[Segment]) -> None:
+        """Stage what the taps hold of a forward pass, whose rows `segments` are in order. A longer
+        pass leaves its first rows in the taps."""
         if self.taps is not None and segments:
+            rows = segments[-1].row + segments[-1].rows
             self.take(segments, self.taps.bytes(min(rows, self.taps.rows)))
 
     def take(self, segments: Sequence[Segment], taps: torch.Tensor) -> None:

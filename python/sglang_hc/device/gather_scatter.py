@@ -10,15 +10,11 @@ import torch
 _WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
-class PoolRows(Protocol):
+class DevicePool(Protocol):
     """The device's KV pool as rows of bytes."""
 
     def rows(self, layer: int) -> list[torch.Tensor]:
         """One (slots, part bytes) uint8 view per part of a KV row."""
-
-
-class DevicePool(Protocol):
-    """The device's KV pool as it is read."""
 
     def gather(
         self, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
@@ -48,13 +44,14 @@ def scatter(target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> No
 
 
 def gather(
-    pool: PoolRows, layers: Sequence[int], slots: torch.Tensor, targets: list[torch.Tensor], at: int
+    pool: DevicePool,
+    layers: Sequence[int],
+    slots: torch.Tensor,
+    targets: list[torch.Tensor],
+    at: int,
 ) -> None:
-    """Rows `slots` of each layer to rows [at, at + n) of targets[part][layer's index].
-
-    targets: per part a (layers, capacity, part bytes) uint8 tensor. A layer's rows may be narrower;
-    what is behind them stays.
-    """
+    """`DevicePool.gather`. A layer's rows may be narrower than the targets'; what is behind them
+    stays."""
     for index, layer in enumerate(layers):
         for target, rows in zip(targets, pool.rows(layer), strict=True):
             out = target[index, at : at + slots.numel(), : rows.shape[1]]

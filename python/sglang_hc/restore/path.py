@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.staging import HostSpan, StagingRing
 from sglang_hc.store.host_pool import HostPool
@@ -44,23 +46,6 @@ class Rotation(Protocol):
         (n,) int64. Rows of which both are the same keep their bytes. Does not change its inputs."""
 
 
-class LateLayer(Exception):
-    """A layer that a pass waits for is late, or will not come."""
-
-
-class Arrival(Protocol):
-    """How far the reads of a restoration's blocks are; see `arrival.LayerArrival`."""
-
-    def has(self, layer: int) -> bool:
-        """Whether this layer of the blocks is in host memory."""
-
-    def wait(self, layer: int) -> None:
-        """Until it is. Raises LateLayer."""
-
-    def has_all(self, slot: int) -> bool:
-        """Whether all layers of the block in this host slot are in host memory."""
-
-
 @dataclass(eq=False)
 class Restoration:
     """Tokens [start, stop) of one path, to be written to `device_slots` ((stop - start,) int64).
@@ -80,7 +65,7 @@ class Restoration:
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
     first: int = 0
-    arrival: Arrival | None = None
+    arrival: LayerArrival | None = None
 
     def spans(self, start: int, stop: int) -> list[HostSpan]:
         """Where tokens [start, stop) lie in the host pool."""
@@ -111,6 +96,32 @@ class Restoration:
         packed = b"".join(node.tokens for node in self.nodes[first - self.first :])
         skip = first * BLOCK_TOKENS
         return unpack_tokens(packed)[self.start - skip : self.stop - skip]
+
+    def without_waiting(self, layers: int) -> list[Restoration]:
+        """The same tokens, of what is in host memory by now. Blocks that are not have all `layers`
+        layers recomputed. Each part attends to those before it."""
+        arrival = self.arrival
+        if arrival is None:
+            return [self]
+        assert self.prefix_slots is not None
+        blocks = range(self.start // BLOCK_TOKENS, -(-self.stop // BLOCK_TOKENS))
+        parts = []
+        for is_here, run in groupby(blocks, lambda block: arrival.has_all(self.nodes[block].slot)):
+            numbers = list(run)
+            start = max(self.start, numbers[0] * BLOCK_TOKENS)
+            stop = min(self.stop, (numbers[-1] + 1) * BLOCK_TOKENS)
+            first, last = start - self.start, stop - self.start
+            part = replace(
+                self,
+                start=start,
+                stop=stop,
+                device_slots=self.device_slots[first:last],
+                recompute=self.recompute if is_here else layers,
+                prefix_slots=torch.cat([self.prefix_slots, self.device_slots[:first]]),
+                arrival=None,
+            )
+            parts.append(part)
+        return parts
 
 
 class Recomputer(Protocol):

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
-from sglang_hc.restore.arrival import without_waiting
+from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
-from sglang_hc.restore.path import LateLayer, Restoration, RestorePath
+from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.tree.block_tree import BlockNode
@@ -126,7 +126,8 @@ class Restorer:
         layers = self.path.pool.layout.plan.num_layers
 
         def again(before: Sequence[Restoration]) -> RestorePass:
-            return self._pass(self.path, without_waiting(before, layers))
+            parts = [part for one in before for part in one.without_waiting(layers)]
+            return self._pass(self.path, parts)
 
         self.gate.replace(index, again)
 

@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.restore.path import LateLayer
+from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt import verdicts
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.speculation import hand_over

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang_hc.capture.direct import DeviceRing, tensors_of
 from sglang_hc.device import autotune
 from sglang_hc.device.autotune import Seconds, bytes_differ, seconds_on
-from sglang_hc.device.gather_scatter import PoolRows, gather, scatter
+from sglang_hc.device.gather_scatter import DevicePool, gather, scatter
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
@@ -28,7 +28,7 @@ from sglang_hc.srt.model.projection import (
     unused_slots,
 )
 
-Gather = Callable[[PoolRows, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
+Gather = Callable[[DevicePool, Sequence[int], torch.Tensor, list[torch.Tensor], int], None]
 """`DevicePool.gather` of the pool that comes first."""
 
 CHECKED_ROWS = 48
@@ -171,7 +171,7 @@ class KernelGather:
         self._tables: dict[tuple[int, ...], list[Any]] = {}
 
     def __call__(
-        self, pool: PoolRows, layers: Sequence[int], slots: torch.Tensor,
+        self, pool: DevicePool, layers: Sequence[int], slots: torch.Tensor,
         targets: list[torch.Tensor], at: int,
     ) -> None:  # fmt: skip
         """As `DevicePool.gather`. The first call for some layers copies to the device and waits;
@@ -179,7 +179,7 @@ class KernelGather:
         for table, target in zip(self._tables_of(pool, tuple(layers)), targets, strict=True):
             self._kernels.gather_rows(table, slots, target[:, at:])
 
-    def _tables_of(self, pool: PoolRows, layers: tuple[int, ...]) -> list[Any]:
+    def _tables_of(self, pool: DevicePool, layers: tuple[int, ...]) -> list[Any]:
         """Per part, the addresses of its buffers in these layers."""
         if layers not in self._tables:
             parts = zip(*(pool.rows(layer) for layer in layers), strict=True)

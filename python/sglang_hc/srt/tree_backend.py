@@ -24,13 +24,14 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
-from sglang_hc.restore.path import Arrival, Restoration
+from sglang_hc.restore.arrival import LayerArrival
+from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.passes import prefilled, segments_of
 from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streamed import StreamedPass
@@ -149,7 +150,7 @@ class HcRadixCache(RadixCache):
         slots: torch.Tensor,
         plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-        arrival: Arrival | None = None,
+        arrival: LayerArrival | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already. arrival: see `Restoration`."""
@@ -288,32 +289,21 @@ class HcRadixCache(RadixCache):
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
-            new, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-            lengths = zip(map(int, new), map(int, before), strict=True)
-            self.tiers.restorer.gate.prefill_begins(list(lengths))
+            self.tiers.restorer.gate.prefill_begins(prefilled(forward_batch))
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
         self.streamed.over()
-        tiers = self.tiers
-        if not tiers.capture.needs_taps or forward_batch.forward_mode.is_target_verify():
-            tiers.after_pass((), 0)  # rows of a verify pass are taken when they are accepted
+        capture, mode = self.tiers.capture, forward_batch.forward_mode
+        if not capture.needs_taps or mode.is_target_verify():
+            self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
             return
-        segments, row = [], 0
-        extends = forward_batch.forward_mode.is_extend()
-        lengths = () if extends else forward_batch.seq_lens_cpu.tolist()
-        for index, req in enumerate(requests):
-            if extends:
-                position = int(forward_batch.extend_prefix_lens_cpu[index])
-                count = int(forward_batch.extend_seq_lens_cpu[index])
-            else:
-                position, count = lengths[index] - 1, 1
-            if not tiers.capture.is_open(req.rid) and extends and _keeps(req):
-                before = pack_tokens(req.full_untruncated_fill_ids[:position])
-                tiers.capture.open(req.rid, Prefix(req.extra_key, before))
-            segments.append(Segment(req.rid, position, row, count))
-            row += count
-        tiers.after_pass(segments, row)
+        segments = segments_of(forward_batch, requests)
+        for req, segment in zip(requests, segments, strict=True):
+            if mode.is_extend() and not capture.is_open(req.rid) and _keeps(req):
+                before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
+                capture.open(req.rid, Prefix(req.extra_key, before))
+        self.tiers.after_pass(segments)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         """A prompt, or a chunk of one, is in the tree: keep its blocks.

@@ -61,11 +61,11 @@ class Tiers:
 
     # -- upkeep ----------------------------------------------------------------------------------
 
-    def after_pass(self, segments: Sequence[Segment], rows: int) -> None:
-        """A forward pass of `rows` rows was submitted: end its restorations, stage its rows."""
+    def after_pass(self, segments: Sequence[Segment]) -> None:
+        """A forward pass was submitted: end its restorations, stage its rows."""
         if self.restorer.pass_ended():
             self.poll()
-        self.capture.take_pass(segments, rows)
+        self.capture.take_pass(segments)
 
     def poll(self) -> None:
         """Take in completions. Called in every scheduling pass; never waits."""
