@@ -13,9 +13,9 @@ from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.restore.path import Rotation
 from sglang_hc.srt import plugin
-from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool, fastest_gather
+from sglang_hc.srt.kv_pool import Gather, KvPoolRows, UnsupportedPool, fastest_gather
 from sglang_hc.srt.model.columns import columns_of
-from sglang_hc.srt.model.projection import PROJECTIONS, fastest_projection
+from sglang_hc.srt.model.projection import Projection, by_sglang, fastest_projection
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
 from sglang_hc.srt.model_state import MODEL_STATE, ModelState
@@ -93,7 +93,8 @@ def device_of(model: Model) -> Device:
     recomputer, pieces = recomputer_for(
         model.config, runner, pool, model.allocator, state.own_plan, state.memory.taps, stage
     )
-    project, read = PROJECTIONS["sglang"], gather
+    project: Projection = by_sglang
+    read: Gather = gather
     if pool.device.type == "cuda" and state.layers is not None:
         project = fastest_projection(runner, state.layers, model.allocator)
     if state.memory.ring is not None and state.own_plan.kv:

@@ -17,7 +17,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.srt import calibrate, plugin
 from sglang_hc.srt.model import families
-from sglang_hc.srt.model.exactness import prepare, settle
+from sglang_hc.srt.model.exactness import disagreement, prepare, settle
 from sglang_hc.srt.model_state import hidden_excluded
 from sglang_hc.srt.server_args import ALWAYS_ENV
 from sglang_hc.srt.start_group import StartGroup
@@ -64,7 +64,8 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     hidden = hidden_excluded(runner, layers) is None
     if hidden:
         assert layers is not None
-        hidden = settle(layers, exact).wrong is None or not exact
+        proof = settle(layers, exact)
+        hidden = disagreement(proof, runner.dtype) is None and (proof.wrong is None or not exact)
     return Loaded(runner, layers, hidden)
 
 

@@ -22,8 +22,8 @@ from sglang_hc.device.gather_scatter import DevicePool, gather, scatter
 from sglang_hc.srt.model.columns import Columns, all_columns
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.projection import (
-    PROJECTIONS,
     Projection,
+    by_sglang,
     installed_kernels,
     unused_slots,
 )
@@ -52,7 +52,7 @@ class KvPoolRows:
         self,
         pool: Any,
         adapters: Sequence[LayerAdapter] | None,
-        project: Projection = PROJECTIONS["sglang"],
+        project: Projection = by_sglang,
         read: Gather = gather,
         columns: Callable[[int], Columns] = all_columns,
         draft: Any = None,

@@ -19,6 +19,7 @@ from sglang_hc.srt.capture_memory import CaptureMemory, take_capture_memory
 from sglang_hc.srt.model import families
 from sglang_hc.srt.model.exactness import (
     HiddenProof,
+    disagreement,
     of_all_ranks,
     prepare,
     settle,
@@ -100,7 +101,7 @@ def after_load_model(result: Any, self: Any) -> None:
     if reason is None:
         assert layers is not None
         proof = of_all_ranks(settle(layers, config.exact), group)
-        reason = _not_proven(self, config, proof)
+        reason = disagreement(proof, self.dtype) or _not_proven(self, config, proof)
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: self.ps.tp_size]
@@ -217,8 +218,6 @@ def _auto(
 
 def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> str | None:
     """Why hidden states cannot be used with this model and these flags; None when they can."""
-    from sglang_hc.srt.model.startup_checks import disagreement
-
     args = runner.server_args
     if layers is None:
         if families.family_of(runner.model) is not None:
@@ -229,9 +228,4 @@ def hidden_excluded(runner: Any, layers: list[families.LayerAdapter] | None) -> 
         return "adapters change the projection per request"
     if args.kv_cache_dtype not in ("auto", str(runner.dtype).removeprefix("torch.")):
         return f"the KV cache is {args.kv_cache_dtype}"
-    checked = sorted({0, len(layers) // 2, len(layers) - 1})
-    wrong = disagreement(layers, checked, layers[0].qkv.weight.shape[1], runner.dtype)
-    if wrong is not None:
-        logger.error("sglang-hc: self-check failed, hidden states are not used: %s", wrong)
-        return f"the self-check failed: {wrong}"
     return None

@@ -91,6 +91,3 @@ def register_draft(original: Callable[..., None], *, tree_cache: Any, **kwargs: 
     """AROUND maybe_register_hicache_draft: our tree knows of the draft model since it was built."""
     if not isinstance(tree_cache, HcRadixCache):
         original(tree_cache=tree_cache, **kwargs)
-
-
-__all__ = ["accepted", "draft_layers", "hand_over", "register_draft", "sampled"]

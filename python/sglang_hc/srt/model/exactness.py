@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.device.exactness import cancelling, row_dependence, tiled, windows
 from sglang_hc.srt.model.families import LayerAdapter
-from sglang_hc.srt.model.startup_checks import model_kv
+from sglang_hc.srt.model.startup_checks import TOLERANCE, model_kv
 from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
@@ -123,10 +124,20 @@ def measure(layers: Sequence[LayerAdapter]) -> HiddenProof:
         wrong = _products_differ(layers, digest)
         difference = 0.0
         for index in sorted({0, len(layers) // 2, len(layers) - 1}):
-            error, found = _layer_differs(layers[index], index, digest)
+            error, found = layer_differs(layers[index], index, digest)
             difference = max(difference, error)
             wrong = wrong or found
     return HiddenProof(wrong, difference, digest.hexdigest())
+
+
+def disagreement(proof: HiddenProof, dtype: torch.dtype) -> str | None:
+    """Why K and V from hidden states are not the model's own, whatever is rounded; None: they are.
+    dtype: of the model."""
+    if proof.difference <= TOLERANCE[dtype]:
+        return None
+    reason = f"the self-check failed: K and V differ from the model's own by {proof.difference:.2e}"
+    logger.error("sglang-hc: hidden states are not used: %s", reason)
+    return reason
 
 
 def _products_differ(layers: Sequence[LayerAdapter], digest: Any) -> str | None:
@@ -163,8 +174,9 @@ def _restoring(
     return lambda rows: adapter.linear(rows, weight[first:], part)
 
 
-def _layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[float, str | None]:
-    """(largest difference, what differs) of one layer with the model's own weights."""
+def layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[float, str | None]:
+    """(largest difference, what differs by it) of one layer with the model's own weights. What is no
+    number, or of another size, differs by infinity. digest: gets the bits of its K and V."""
     weight = adapter.qkv.weight
     generator = torch.Generator().manual_seed(index)
     states = torch.randn((LAYER_ROWS, adapter.qkv.input_size), generator=generator)
@@ -182,12 +194,16 @@ def _layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[floa
         own = model_kv(adapter.attention, adapter.radix, *inputs)
         for name, scale, a, b in zip("KV", scales, own, restored, strict=True):
             rows = b[first:last]
+            if a.numel() != rows.numel():
+                return math.inf, f"{name} of layer {index} has another size than the model's"
             wanted = a.reshape(rows.shape)
             if torch.equal(wanted, rows):
                 continue
             error = float((wanted.float() - rows.float()).abs().max()) / scale
-            difference = max(difference, error)
-            wrong = f"{name} of {last - first} rows of layer {index} differs by {error:.1e}"
+            error = math.inf if math.isnan(error) else error
+            if wrong is None or error > difference:
+                difference = error
+                wrong = f"{name} of {last - first} rows of layer {index} differs by {error:.1e}"
     return difference, wrong
 
 

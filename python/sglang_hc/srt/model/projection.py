@@ -79,10 +79,6 @@ def by_fused(
     )  # fmt: skip
 
 
-PROJECTIONS: Mapping[str, Projection] = {"sglang": by_sglang}
-"""What needs nothing but SGLang."""
-
-
 def installed_kernels() -> Any:
     """The package of kernels, or None."""
     try:
@@ -94,7 +90,7 @@ def installed_kernels() -> Any:
 def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dict[str, Projection]:
     """The ways that these layers allow. context: longest sequence; a kernel writes no row whose
     position its table of angles does not have."""
-    ways = dict(PROJECTIONS)
+    ways: dict[str, Projection] = {"sglang": by_sglang}
     if kernels is not None and all(_plain(adapter, context) for adapter in adapters):
         ways["epilogue"] = partial(by_epilogue, kernels)
         ways["fused"] = partial(by_fused, kernels)

@@ -43,7 +43,7 @@ from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
-from sglang_hc.srt.model.projection import PROJECTIONS, projection_for
+from sglang_hc.srt.model.projection import Projection, by_sglang, projection_for
 from sglang_hc.srt.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _of_layer(
     adapter = layers[len(layers) // 2]
     device = adapter.qkv.weight.device
     pool = scratch_pool(adapter, rows, kv_dtype(runner))
-    project = PROJECTIONS["sglang"]
+    project: Projection = by_sglang
     if hidden and device.type == "cuda":
         # What is measured is what serves: the way is chosen again on the whole pool, by the same
         # rules and on a layer of the same size.
