@@ -175,7 +175,7 @@ def _restoring(
 
 
 def layer_differs(adapter: LayerAdapter, index: int, digest: Any) -> tuple[float, str | None]:
-    """(largest difference, what differs by it) of one layer with the model's own weights. What is no
+    """(largest difference, what differs by it) of a layer with the model's own weights. What is no
     number, or of another size, differs by infinity. digest: gets the bits of its K and V."""
     weight = adapter.qkv.weight
     generator = torch.Generator().manual_seed(index)
