@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event, HostCopyStream
+from sglang_hc.device.copy_stream import CopyStream, CudaCopyStream, Event
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import SourceTier
@@ -94,11 +94,11 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def timer_for(copy_stream: CopyStream) -> Timer | None:
-    """The timer of a copy stream; None for a copy stream whose work cannot be timed."""
+def timer_for(copy_stream: CopyStream) -> Timer:
+    """The timer of a copy stream."""
     if isinstance(copy_stream, CudaCopyStream):
         return CudaTimer(copy_stream.stream)
-    return HostTimer() if isinstance(copy_stream, HostCopyStream) else None
+    return HostTimer()
 
 
 class _Pending(NamedTuple):

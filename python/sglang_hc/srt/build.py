@@ -187,10 +187,10 @@ def _tiers(
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
-    timer, watch = timer_for(copy_stream), None
+    watch = None
     # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
-    if costs is not None and timer is not None and ranks.count == 1:
-        watch = CostWatch(costs, state.plan, timer, copy_stream)
+    if costs is not None and ranks.count == 1:
+        watch = CostWatch(costs, state.plan, timer_for(copy_stream), copy_stream)
     whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
     planner = RestorePlanner(
         costs,
