@@ -105,7 +105,7 @@ class Stored:
         self.io = open_io("process", spec, self._directory(disk) if disk else None)
         self.pool = self.io.memory.pool
         _fill(self.pool, engine.dtype)
-        engine.copy_stream.pin(self.pool.buffer, self.layout.slot_bytes)
+        engine.copy_stream.pin(self.pool.buffer)
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(engine.vocabulary, (tokens,), generator=generator).tolist()
         self._histories: dict[str, History] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_hc.device import copy_stream, cuda_copies, pinning
+from sglang_hc.device import copy_stream, cuda_copies
 from support.cuda import STREAM, HostRuntime, fake_cuda
 from support.streams import COMPUTE, SimulatedCopyStream, StreamDevice
 
@@ -56,7 +56,7 @@ def test_copies_of_a_host_are_never_late() -> None:
     assert event.done() and bool(target.all())
     event.wait()
     copies.before_compute(event)
-    copies.pin(bytearray(1), 1)
+    copies.pin(bytearray(1))
     assert copies.opposite() is copies
     copies.close()
 
@@ -129,7 +129,7 @@ def test_both_directions_the_side_and_the_model_have_a_stream_each(
     assert [stream.cuda_stream for stream in streams] == [9, 11, 12, 13]
 
 
-def test_copies_across_registrations_are_cut_and_pages_given_back_at_the_end(
+def test_both_directions_share_what_is_registered_and_give_it_back_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both copy streams of a device know what is registered, whichever was asked to."""
@@ -140,15 +140,14 @@ def test_copies_across_registrations_are_cut_and_pages_given_back_at_the_end(
     monkeypatch.setattr(copy_stream, "distinct_stream", lambda draw, taken: draw())
     back = copies.opposite()
     page = mmap.PAGESIZE
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 2 * page)
     buffer = mmap.mmap(-1, 6 * page)
-    back.pin(buffer, page)
-    assert len(runtime.registered) == 3
+    back.pin(buffer)
+    assert len(runtime.registered) == 1
     pool = torch.frombuffer(buffer, dtype=torch.uint8).view(6, page)
     pool.copy_(torch.randint(0, 256, pool.shape, dtype=torch.uint8))
     target = torch.zeros(4, 100, dtype=torch.uint8)
     copies.copy(target, pool[1:5, 8:108])
-    assert runtime.calls == ["2d"]  # rows 2 and 3; a single row before and after is contiguous
+    assert runtime.calls == ["2d"]
     assert torch.equal(target, pool[1:5, 8:108])
     assert copies.batches
     ranges = cuda_copies.Ranges(*(np.array(n) for n in ([5 * page, 0], [0, 200], [200, 200])))
@@ -185,16 +184,13 @@ def test_cuda_copies_of_strided_rows_between_pinned_host_and_device() -> None:
 
 
 @needs_cuda
-def test_cuda_copies_of_scattered_ranges_by_every_way_and_across_registrations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cuda_copies_of_scattered_ranges_by_every_way() -> None:
     device = torch.device("cuda")
     page = mmap.PAGESIZE
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 16 * page)
     copies = copy_stream.copy_stream_for(device)
     assert isinstance(copies, copy_stream.CudaCopyStream)
     buffer = mmap.mmap(-1, 64 * page)
-    copies.pin(buffer, page)
+    copies.pin(buffer)
     host = torch.frombuffer(buffer, dtype=torch.uint8).view(64, page)
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     order = np.random.default_rng(0).permutation(64)[:40]

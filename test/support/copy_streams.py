@@ -26,7 +26,7 @@ class FakeCopyStream:
     def side_stream(self) -> SideStream | None:
         return None
 
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
+    def pin(self, buffer: Any) -> None:
         return None
 
     def close(self) -> None:

@@ -77,12 +77,9 @@ class CopyStream(Protocol):
         """A copy stream that is not ordered with this one, for copies in the other direction, which
         a GPU makes at the same time. Where copies happen at once, it is this one."""
 
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
+    def pin(self, buffer: Any) -> None:
         """Make host memory (any object with the buffer protocol) fit for copies beside compute.
-
-        unit: no range and no contiguous row of a copy crosses a multiple of so many bytes, counted
-        from the first byte; None if one may. Raises ConfigError when the memory cannot be locked.
-        """
+        Raises ConfigError when it cannot be locked."""
 
     def close(self) -> None:
         """Wait for the copies and give pinned memory back. Ends the opposite copy stream too."""
@@ -127,7 +124,7 @@ class HostCopyStream:
     def opposite(self) -> CopyStream:
         return self
 
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
+    def pin(self, buffer: Any) -> None:
         return None
 
     def close(self) -> None:
@@ -167,12 +164,12 @@ class CudaCopyStream:
         self.stream.wait_event(computed.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        host = target if source.is_cuda else source
-        if host.dim() != 2:
-            self._copy_whole(target, source)
+        # torch would gather strided rows on the host first; the copy engine takes them as they are.
+        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
+            copy_2d(self._shared.runtime, target, source, self.stream.cuda_stream)
             return
-        for rows in self._shared.pinned.whole(host):
-            self._copy_whole(target[rows], source[rows])
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
 
     def copy_ranges(self, target: torch.Tensor, source: torch.Tensor, ranges: Ranges) -> None:
         self._copy_ranges(target, source, ranges, self.stream.cuda_stream)
@@ -193,20 +190,12 @@ class CudaCopyStream:
             self._opposite._opposite = self
         return self._opposite
 
-    def pin(self, buffer: Any, unit: int | None = None) -> None:
-        self._shared.pinned.pin(buffer, unit)
+    def pin(self, buffer: Any) -> None:
+        self._shared.pinned.pin(buffer)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._shared.device)
         self._shared.pinned.release()
-
-    def _copy_whole(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # torch would gather strided rows on the host first; the copy engine takes them as they are.
-        if target.dim() == 2 and not (target.is_contiguous() and source.is_contiguous()):
-            copy_2d(self._shared.runtime, target, source, self.stream.cuda_stream)
-            return
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
 
 
 class CudaDevice:

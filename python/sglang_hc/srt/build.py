@@ -88,7 +88,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     ranks = ranks_of(model.state.group)
     kinds = _kinds(model, sizes, ranks)
     io = _open_io(model, sizes)
-    device.copy_stream.pin(io.memory.pool.buffer, sizes.layout.slot_bytes)
+    device.copy_stream.pin(io.memory.pool.buffer)
     tiers = _tiers(model, device, sizes, kinds, io, ranks)
     compute = ComputeStream.of(model.runner)
     tree = kinds.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
