@@ -24,7 +24,6 @@ class HostRuntime:
         self.major, self.status, self.refuse = major, status, refuse
         self.calls: list[str] = []
         self.registered: dict[int, int] = {}
-        self.order: list[int] = []
         self._register_calls = 0
 
     def cudaMemcpy2DAsync(
@@ -67,7 +66,6 @@ class HostRuntime:
         if number in self.refuse:
             return 2
         self.registered[address] = size
-        self.order.append(size)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
