@@ -299,10 +299,11 @@ class HcRadixCache(RadixCache):
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
             return
         segments = segments_of(forward_batch, requests)
-        for req, segment in zip(requests, segments, strict=True):
-            if mode.is_extend() and not capture.is_open(req.rid) and _keeps(req):
-                before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
-                capture.open(req.rid, Prefix(req.extra_key, before))
+        if mode.is_extend():
+            for req, segment in zip(requests, segments, strict=True):
+                if not capture.is_open(req.rid) and _keeps(req):
+                    before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
+                    capture.open(req.rid, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
