@@ -80,7 +80,7 @@ class _Enough(Exception):
 
 
 class LayerRecomputer:
-    """Recomputes the first layers of a restoration. Implements `transfer.restore.Recomputer`.
+    """Recomputes the first layers of a restoration. Implements `restore.path.Recomputer`.
 
     Belongs to the scheduler thread, on the compute stream.
     """
