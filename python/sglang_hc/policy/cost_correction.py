@@ -57,22 +57,27 @@ class Resource(enum.Enum):
 
 
 class _Factor:
-    """One resource's factor, in logarithms."""
+    """One resource's factor, in logarithms. It is 0 without a `prior` until something was seen."""
 
-    def __init__(self) -> None:
-        self.recent: deque[float] = deque([0.0] * PRIOR, WINDOW)
-        self.in_force = 0.0
+    def __init__(self, prior: int = PRIOR, bound: float = BOUND) -> None:
+        self._recent: deque[float] = deque([0.0] * prior, WINDOW)
+        self._limit = math.log(bound)
+        self._in_force = 0.0 if prior else -math.inf
         self.observations = 0
+
+    @property
+    def value(self) -> float:
+        """The factor in force."""
+        return math.exp(self._in_force)
 
     def add(self, quotient: float) -> bool:
         """Returns whether the factor in force has changed."""
-        limit = math.log(BOUND)
-        self.recent.append(max(-limit, min(limit, math.log(quotient))))
+        self._recent.append(max(-self._limit, min(self._limit, math.log(quotient))))
         self.observations += 1
-        median = statistics.median(self.recent)
-        if abs(median - self.in_force) <= math.log(DEAD_BAND):
+        median = statistics.median(self._recent)
+        if abs(median - self._in_force) <= math.log(DEAD_BAND):
             return False
-        self.in_force = median
+        self._in_force = median
         return True
 
 
@@ -88,33 +93,20 @@ class CorrectedCosts:
         self.model = measured
         self.changes = 0
         self._factors = {resource: _Factor() for resource in Resource}
-        self._remote: deque[float] = deque(maxlen=WINDOW)
-        self._remote_seconds = 0.0
-        self._remote_observations = 0
+        self._remote = _Factor(prior=0, bound=math.inf)
+        """Seconds for a token of a layer from a remote store, of which no profile knows."""
 
     def observe(self, resource: Resource, predicted: float, observed: float) -> None:
         """Something that uses this resource alone took `observed` seconds; by `measured` it takes
         `predicted`. Times that are not positive and finite say nothing and are ignored: a profile
         by which something is free cannot be corrected by a factor.
         """
-        if not (0.0 < predicted < math.inf and 0.0 < observed < math.inf):
-            return
-        if self._factors[resource].add(observed / predicted):
-            self.changes += 1
-            self.model = self._corrected()
+        self._observe(self._factors[resource], predicted, observed)
 
     def observe_remote(self, seconds: float) -> None:
-        """One token of one stored layer came from a remote store in `seconds`, which no profile
-        knows: what is seen is the price. Times that are not positive and finite are ignored."""
-        if not 0.0 < seconds < math.inf:
-            return
-        self._remote.append(seconds)
-        self._remote_observations += 1
-        median, known = statistics.median(self._remote), self._remote_seconds
-        if not known or not 1 / DEAD_BAND <= median / known <= DEAD_BAND:
-            self._remote_seconds = median
-            self.changes += 1
-            self.model = self._corrected()
+        """One token of one stored layer came from a remote store in `seconds`. Times that are not
+        positive and finite are ignored."""
+        self._observe(self._remote, 1.0, seconds)
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
@@ -127,7 +119,7 @@ class CorrectedCosts:
 
     def factor(self, resource: Resource) -> float:
         """What `measured` is multiplied by now."""
-        return math.exp(self._factors[resource].in_force)
+        return self._factors[resource].value
 
     def levels(self) -> dict[str, float]:
         """For /server_info and the metrics: the factor in force of each resource that was seen;
@@ -144,10 +136,16 @@ class CorrectedCosts:
             f"cost_observations_{resource.value}": factor.observations
             for resource, factor in self._factors.items()
         }
-        found["cost_observations_remote"] = self._remote_observations
+        found["cost_observations_remote"] = self._remote.observations
         return {**found, "cost_corrections": self.changes}
 
     # -- the corrected model ---------------------------------------------------------------------
+
+    def _observe(self, factor: _Factor, predicted: float, observed: float) -> None:
+        seen = 0.0 < predicted < math.inf and 0.0 < observed < math.inf
+        if seen and factor.add(observed / predicted):
+            self.changes += 1
+            self.model = self._corrected()
 
     def _corrected(self) -> CostModel:
         cost = self.measured
@@ -155,8 +153,8 @@ class CorrectedCosts:
         if project is not None:
             project = _scaled(project, self.factor(Resource.PROJECTION))
         copies = {tier: self._copy(tier) for tier in cost.copies}
-        if self._remote_seconds:
-            line = Fit(0.0, self._remote_seconds)
+        if self._remote.value:
+            line = Fit(0.0, self._remote.value)
             copies[SourceTier.REMOTE] = TierCopy(line, line if project is not None else None)
         return replace(
             cost,
