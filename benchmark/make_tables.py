@@ -91,29 +91,41 @@ def _microseconds(timed: dict[str, float]) -> str:
 
 
 def _hooks(result: dict[str, Any]) -> str:
-    """Medians of what the hooks cost, beside stock SGLang where that does the same."""
+    """Medians of what the hooks cost, at an old commit too, beside stock SGLang where that does the
+    same."""
+    old = result["old_commit"]
     rows = [
-        (f"pass with nothing to do, {requests}", _microseconds(timed), "")
-        for requests, timed in result["idle"].items()
+        (f"pass with nothing to do, {requests}", _microseconds(timed), "", _microseconds(before))
+        for (requests, timed), before in zip(
+            result["idle"].items(), old["idle"].values(), strict=True
+        )
     ]
     for what in ("match", "evict"):
         rows += [
-            (f"{what}: {case['case']}", _microseconds(case["ours"]), _microseconds(case["stock"]))
-            for case in result[what]["cases"]
+            (f"{what}: {case['case']}", *map(_microseconds, (case["ours"], case["stock"], before)))
+            for case, before in zip(
+                result[what]["cases"],
+                (before["ours"] for before in old[what]["cases"]),
+                strict=True,
+            )
         ]
-    return report.Table("hooks", ("cost", "us", "us of stock"), tuple(rows)).markdown()
+    columns = ("cost", "us", "us of stock", f"us at {old['machine']['commit'][:7]}")
+    return report.Table("hooks", columns, tuple(rows)).markdown()
 
 
 def _hooks_queue(result: dict[str, Any]) -> str:
-    """Medians of a pass over a waiting queue, in us."""
+    """Medians of a pass over a waiting queue, in us, and at an old commit."""
     kinds = ("nothing new", "one admitted, one new", "and its blocks fetched")
     rows = []
-    for one in result["queue"]["passes"]:
+    passes = zip(result["queue"]["passes"], result["old_commit"]["queue"]["passes"], strict=True)
+    for one, old in passes:
         where = "with a disk" if one["disk"] else "host memory only"
         schedule = ", ready-first" if one["schedule"] == "ready-first" else ""
-        rows.append(
-            (where + schedule, *(_microseconds(one[kind]) if kind in one else "" for kind in kinds))
+        cells = (
+            f"{_microseconds(one[kind])}, {_microseconds(old[kind])}" if kind in one else ""
+            for kind in kinds
         )
+        rows.append((where + schedule, *cells))
     return report.Table("hooks-queue", ("tiers", *kinds), tuple(rows)).markdown()
 
 

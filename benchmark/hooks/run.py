@@ -232,6 +232,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--passes", type=int, default=5000, help="passes timed for idle")
     parser.add_argument("--rounds", type=int, default=2000, help="matches timed per arm")
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the memory run")
+    parser.add_argument("--old", type=Path, help="result of an old commit, to be kept beside")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -244,6 +245,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "evict": {"leaves": LEAVES, "tokens": TURN, "cases": measure_evict(args.rounds)},
         "memory": measure_memory(args.blocks),
     }
+    if args.old is not None:
+        result["old_commit"] = json.loads(args.old.read_text())
     text = json.dumps(result, indent=1) + "\n"
     print(text, end="")
     if args.out is not None:

@@ -59,6 +59,7 @@ class Queue:
         retention = tiers.retention
         order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
         scheduler: Any = NoScheduler()
+        scheduler.decoding = 1  # those who wait, wait for others
         self.waiting: list[Any] = scheduler.waiting_queue
         self.cache = HcRadixCache(cache_params(), tiers, scheduler, ComputeStream(CPU), order)
         self.running: list[Any] = []

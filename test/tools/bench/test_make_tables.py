@@ -104,13 +104,21 @@ def test_medians_of_costs_become_tables(tmp_path: Path) -> None:
 
     cost = {"stock": {"median_us": 9.6}, "ours": {"median_us": 11.4}, "case": "all there"}
     passes = [{"disk": True, "schedule": "ready-first", "nothing new": {"median_us": 3.4}}]
-    one = {
+    hooks = {
         "idle": {"1 running": {"median_us": 6.72}},
         "match": {"cases": [cost]},
         "evict": {"cases": [cost]},
         "queue": {"passes": passes},
+    }
+    old = {
+        **hooks,
+        "idle": {"1 running": {"median_us": 9.1}},
+        "machine": {"commit": "0123456789ab"},
+    }
+    one = {
+        **hooks,
         "throughput": [rates([100, 5, 6])],
-        "old_commit": {"throughput": [rates([1, 2, 3])]},
+        "old_commit": {**old, "throughput": [rates([1, 2, 3])]},
         "sources": {"slow": {"layer_plan": "kv:2", "seconds": {"kv": 0.25}}},
     }
     names = ("hooks", "hooks-queue", "fio", "sources")
@@ -119,9 +127,10 @@ def test_medians_of_costs_become_tables(tmp_path: Path) -> None:
     assert run(tmp_path) == 0
     cells = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines()]
     for row in (
-        ["pass with nothing to do, 1 running", "7", ""],
-        ["evict: all there", "11", "10"],
-        ["with a disk, ready-first", "3", "", ""],
+        ["cost", "us", "us of stock", "us at 0123456"],
+        ["pass with nothing to do, 1 running", "7", "", "9"],
+        ["evict: all there", "11", "10", "11"],
+        ["with a disk, ready-first", "3, 3", "", ""],
         ["1 x 2", "6, 2, 9"],
         ["slow", "kv:2", "250"],
     ):
