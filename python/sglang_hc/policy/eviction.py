@@ -138,7 +138,8 @@ class EvictionPolicy(ABC, Generic[B]):
     """
 
     by_need = False
-    """Victims come by need: when one must not make room for a waiting request, no later one may."""
+    """Whether victims come in the order of need. If one is protected from making room, all later
+    ones are."""
 
     def __init__(self, pinned: PinnedBlocks | None = None) -> None:
         """pinned: blocks that must stay for now. One that comes up as a victim is put aside until
@@ -288,7 +289,8 @@ class LfuPolicy(EvictionPolicy[B]):
 
 
 def _whole(block: Block) -> bytes:
-    """The identity by which a block is known when it comes back: a tail comes back as another."""
+    """The identity by which a block is known when it comes back. A tail comes back longer, under
+    another identity, so its parent stands for it."""
     parent = block.parent
     if parent is None or block.num_tokens == BLOCK_TOKENS:
         return block.block_id

@@ -1,8 +1,8 @@
-"""When something that is never done is tried, so that a wrong reason not to do it can be unlearned.
+"""When the server does what its costs advise against, to see whether they are right.
 
 A server whose profile says that restoring is slow restores nothing, and so never sees how fast it
-would have been. Therefore it restores a little now and then. When it does follows from a count of
-refusals, so that the same run makes the same tries.
+would have been. Therefore it restores a little now and then. A count of refusals says when, so that
+the same run makes the same tries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Tries:
         self._gap = min(2 * self._gap, LAST_GAP)
 
     def follow(self, changes: int) -> None:
-        """The costs were changed so often until now (`CorrectedCosts.changes`)."""
+        """changes: how often the costs were changed so far (`CorrectedCosts.changes`)."""
         if changes != self._changes:
             self._changes = changes
             self._gap = 1

@@ -109,8 +109,8 @@ class Missing:
 class TurnEstimate:
     """When a place in the queue will have its turn, from the rate of past admissions."""
 
-    def __init__(self, memory: int = 64) -> None:
-        self._seconds = RunningMean(memory)
+    def __init__(self) -> None:
+        self._seconds = RunningMean(memory=64)
         self._last: float | None = None
 
     def admitted(self, count: int, now: float) -> None:

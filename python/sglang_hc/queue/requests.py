@@ -38,7 +38,7 @@ class Waiting(NamedTuple):
 
 
 def not_told() -> Waiting:
-    """Of a request of which nothing but its place in the queue is known."""
+    """Stands for a request of which only the place in the queue is known."""
     raise LookupError("nobody has said what this request is")
 
 
@@ -116,8 +116,7 @@ class WaitingTable(Generic[K]):
         return len(self._records)
 
     def arrived(self, name: K, look: Callable[[], Waiting] = not_told) -> WaitingRequest:
-        """The request was queued, perhaps again: nothing of what was known before counts. look:
-        says what it is."""
+        """The request was queued, perhaps again: a new record begins. look: says what it is."""
         self.left(name)
         self._arrivals += 1
         record = self._records[name] = WaitingRequest(self._arrivals, look)
@@ -186,10 +185,10 @@ class WaitingTable(Generic[K]):
 
 
 def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:
-    """Places in `old` of those that have left a queue that otherwise has only grown at its tail.
+    """Places in `old` of those that have left the queue, which else has only grown at its tail.
 
-    None for any other change, and when somebody behind the first DEPARTED_WITHIN has left. What
-    stayed is compared as a whole: Python steps only as far as the last who left.
+    None for any other change, and when somebody behind the first DEPARTED_WITHIN has left. Slices
+    are compared in C; the loop in Python ends at the last one that has left.
     """
     gone: list[int] = []
     at, compare = 0, True

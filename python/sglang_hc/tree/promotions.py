@@ -77,8 +77,8 @@ class Promotions:
         on_published: Callable[[Sequence[bytes]], object],
         on_lost: Callable[[bytes], object],
     ) -> None:
-        """Name every block that began once, by its identity: to `on_published`, with the others
-        that joined the tree in the same call, or to `on_lost`."""
+        """Each block that began is named once, by its identity: to `on_published`, together with
+        the others that joined the tree in the same call, or to `on_lost`."""
         self._on_published.append(on_published)
         self._on_lost.append(on_lost)
 
