@@ -127,40 +127,65 @@ def merged(older: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict
 
 def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The tables of the README. Each comparison is over the tokens that both arms scored."""
+    return {"after-a-cut": _by_head(rows), "by-text": _by_text(rows), "behind": _behind(rows)}
 
-    def find(behind: list[int] | None = None, **wanted: Any) -> dict[str, Any] | None:
-        fits = (row for row in rows if row.items() >= wanted.items())
-        return next((row for row in fits if row.get("behind") == behind), None)
 
-    by_head, by_kind = [], []
-    for dtype in DTYPES:
-        for window in WINDOWS:
-            place = {"dtype": dtype, "window": window}
-            for head in HEADS:
-                of = [find(**place, form=form, arm=f"ours {head}", kind="all") for form in FORMS]
-                kv = of[0]
-                if kv is None:
-                    continue
-                perplexities = [f"{kv['reference']:.2f}", f"{kv['perplexity']:.2f}"]
-                nkvt = find(**place, form="kv", arm=f"NKVT {head}", kind="all")
-                changes = [_change(row, kv["cuts"]) for row in of]
-                start = [dtype, str(window), str(head), str(kv["cuts"]), kv["against"]]
-                by_head.append([*start, *perplexities, *changes, _factor(nkvt)])
-            for kind in ("all", *KINDS, BOOK):
-                ours = {**place, "form": "kv", "arm": "ours 64", "kind": kind}
-                kv = find(**ours)
-                if kv is not None:
-                    parts = [_change(find(list(part), **ours), kv["cuts"]) for part in BEHIND]
-                    start = [dtype, str(window), kind, str(kv["cuts"]), str(kv["tokens"])]
-                    by_kind.append([*start, _change(kv, kv["cuts"]), *parts])
+PLACES = [{"dtype": dtype, "window": window} for dtype in DTYPES for window in WINDOWS]
+
+
+def _find(
+    rows: list[dict[str, Any]], behind: list[int] | None = None, **wanted: Any
+) -> dict[str, Any] | None:
+    fits = (row for row in rows if row.items() >= wanted.items())
+    return next((row for row in fits if row.get("behind") == behind), None)
+
+
+def _by_head(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    lines = []
+    for place in PLACES:
+        for head in HEADS:
+            wanted = {**place, "arm": f"ours {head}", "kind": "all"}
+            of = [_find(rows, **wanted, form=form) for form in FORMS]
+            kv = of[0]
+            if kv is None:
+                continue
+            perplexities = [f"{kv['reference']:.2f}", f"{kv['perplexity']:.2f}"]
+            nkvt = _find(rows, **place, form="kv", arm=f"NKVT {head}", kind="all")
+            changes = [_change(row, kv["cuts"]) for row in of]
+            start = [*map(str, place.values()), str(head), str(kv["cuts"]), kv["against"]]
+            lines.append([*start, *perplexities, *changes, _factor(nkvt)])
     against = [f"{form} against TT" for form in FORMS]
     head = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)", *against, "NKVT"]
+    return {"columns": head, "rows": lines}
+
+
+def _by_text(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The default head in KV form, by kind of text."""
+    lines = []
+    for place in PLACES:
+        wanted = {**place, "form": "kv", "arm": f"ours {DEFAULT_HEAD}"}
+        every = _find(rows, **wanted, kind="all")
+        if every is not None:
+            of = [_find(rows, **wanted, kind=kind) for kind in (*KINDS, BOOK)]
+            start = [*map(str, place.values()), str(every["tokens"] // every["cuts"])]
+            lines.append([*start, *(_change(row, every["cuts"] // len(KINDS)) for row in of)])
+    return {"columns": ["dtype", "window", "tokens of a cut", *KINDS, BOOK], "rows": lines}
+
+
+def _behind(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same by the distance behind the cut."""
+    lines = []
+    for place in PLACES:
+        for kind in ("all", *KINDS, BOOK):
+            wanted = {**place, "form": "kv", "arm": f"ours {DEFAULT_HEAD}", "kind": kind}
+            kv = _find(rows, **wanted)
+            if kv is not None:
+                parts = [_find(rows, list(part), **wanted) for part in BEHIND]
+                start = [*map(str, place.values()), kind, str(kv["cuts"]), str(kv["tokens"])]
+                lines.append([*start, *(_change(row, kv["cuts"]) for row in (kv, *parts))])
     parts = [f"tokens {first + 1}-{last}" for first, last in BEHIND]
-    kinds = ["dtype", "window", "text", "cuts", "tokens", "all tokens", *parts]
-    return {
-        "after-a-cut": {"columns": head, "rows": by_head},
-        "behind": {"columns": kinds, "rows": by_kind},
-    }
+    columns = ["dtype", "window", "text", "cuts", "tokens", "all tokens", *parts]
+    return {"columns": columns, "rows": lines}
 
 
 def _change(row: dict[str, Any] | None, cuts: int) -> str:
