@@ -164,7 +164,7 @@ def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> 
 def test_whatever_is_met_takes_what_the_planner_says(
     forms: str, by_layers: bool, rate: float, blocks: int, asked: int
 ) -> None:
-    """The decisions are taken again before each chunk, by what has come until then. Of 1,900 drawn
+    """The decisions are taken again before each chunk, by what has come until then. Of 3,300 drawn
     cases the slowest took 1.06 times as long as planned; less is planned too much where the disk
     and the device share the work of few blocks."""
     alone, history = model(forms, gpus=1), blocks * BLOCK_TOKENS
