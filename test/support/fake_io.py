@@ -57,6 +57,8 @@ class FakeIo:
         """Identities of all reads of whole blocks that were asked for."""
         self.begun_layers: list[tuple[bytes, tuple[int, ...]]] = []
         """And those of some layers."""
+        self.asked: list[bytes] = []
+        """Both in one order, a block that is read in layers with its first ones."""
         self.flushed: list[list[bytes]] = []
         """`begun` as it was at each `flush`."""
         self.uses: dict[bytes, float | None] = {}
@@ -150,6 +152,8 @@ class FakeIo:
             self.begun.append(block_id)
         else:
             self.begun_layers.append((block_id, layers))
+        if not layers or 0 in layers:
+            self.asked.append(block_id)
         self.moves.append(Move(ticket, block_id, slot, deadline, write=False))
 
     def flush(self) -> None:

@@ -41,12 +41,14 @@ UNKNOWN_COSTS = UnknownCosts()
 class ConstantRates(UnknownCosts):
     """Seconds to read a block, and prefilled tokens per second; restoring is free.
 
-    meets: of what is coming at a request's turn the first half is computed.
+    meets: of what is coming at a request's turn the first half is computed. streams: and the third
+    quarter is read layer by layer, where that can be.
     """
 
     seconds_per_block: float
     prefill_tokens_per_s: float
     meets: bool = False
+    streams: bool = False
 
     def block_seconds(self, tier: SourceTier) -> float:
         return self.seconds_per_block
@@ -57,5 +59,8 @@ class ConstantRates(UnknownCosts):
     def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
         if not self.meets:
             return None
-        half = sum(span.tokens for span in history.coming) // BLOCK_TOKENS // 2 * BLOCK_TOKENS
-        return Split(half, half / self.prefill_tokens_per_s, half / self.prefill_tokens_per_s)
+        coming = sum(span.tokens for span in history.coming) // BLOCK_TOKENS
+        half, rest = coming // 2 * BLOCK_TOKENS, coming - coming // 2
+        streamed = -(-rest // 2) * BLOCK_TOKENS if self.streams and history.by_layers else 0
+        seconds = half / self.prefill_tokens_per_s
+        return Split(half, seconds, seconds, streamed=streamed)

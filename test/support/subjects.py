@@ -13,7 +13,7 @@ from typing import Protocol
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
-from sglang_hc.store.disk_tier import OnRead
+from sglang_hc.store.disk_tier import LayerDisk, OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from sglang_hc.tree.identity import Prefix
@@ -22,6 +22,7 @@ from support.host import host_queue, identities, keep, tokens_of, words_in
 from support.rates import UNKNOWN_COSTS
 
 DISK_BLOCKS = 1000
+STORED_LAYERS = (0, 1, 2)
 
 
 class Subject(Protocol):
@@ -91,6 +92,7 @@ class ServerSubject:
             costs=costs,
             can_meet=can_meet,
             on_read=on_read,
+            layers=LayerDisk(self.io, STORED_LAYERS),
         )
 
     @property
@@ -156,8 +158,8 @@ class ServerSubject:
         return {self._words[block_id] for block_id in self.io.held()}
 
     def _started(self) -> list[str]:
-        begun, self.io.begun = self.io.begun, []
-        return [self._words[block_id] for block_id in begun]
+        asked, self.io.asked = self.io.asked, []
+        return [self._words[block_id] for block_id in asked]
 
     def _waiting(self, word: str) -> Waiting:
         return Waiting(Prefix(None, tokens_of(word)), lambda: self.on_device)
@@ -181,7 +183,9 @@ class SimulatorSubject:
         self._names: list[str] = []
         self._words: dict[bytes, str] = {}
         sizes = TierSizes(0, host_slots, DISK_BLOCKS)
-        self.cache = TieredCache(sizes, costs, policy=eviction, prefetch=prefetch)
+        self.cache = TieredCache(
+            sizes, costs, policy=eviction, prefetch=prefetch, reads_layers=True
+        )
         self.cache.write_seconds = 0.0
         assert self.cache.host is not None
         self.host = self.cache.host
