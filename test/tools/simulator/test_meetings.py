@@ -251,6 +251,18 @@ def test_where_host_memory_holds_only_a_part_the_rest_is_computed() -> None:
     assert met <= recomputed + 3 * GpuCosts(MODEL).prefill_seconds(BLOCK_TOKENS, HISTORY)
 
 
+@pytest.mark.parametrize(("host", "restored"), [(20, 0), (60, 0), (66, 1)])
+def test_streamed_blocks_need_the_front_in_host_memory(host: int, restored: int) -> None:
+    """The history has 64 blocks. With 60 slots everything comes, but the computed front finds none,
+    so nothing can continue it and the rest is computed."""
+    alone = model(gpus=1)
+    cache, met, recomputed = served(4 * balance(alone), host=host, model=alone, reads_layers=True)
+    counters = cache.prefetcher.counters
+    assert counters["meetings"] == counters["meetings_streamed"] == 1
+    assert counters["meetings_restored"] == restored
+    assert met <= (0.3 if restored else 1.2) * recomputed
+
+
 def test_the_simulator_prices_as_the_plan_does() -> None:
     hardware = load_hardware("A100-40G")
     machine = Machine(hardware.flops, hardware.memory_bandwidth, 26e9, 6.9e9)
