@@ -187,11 +187,11 @@ def test_a_full_disk_uses_the_slots_there_are(scratch: Path) -> None:
     faults = Faults()
     store = open_store(scratch, backend=FaultyBackend(faults))
     put(store, make_path(6, seed=1))
-    slots = store.directories[0].slabs.usage()[1]
+    slots = store.directories[0].slabs.usage(store.model.slot_bytes)[1]
     faults.on_allocate = ENOSPC
     for seed in range(2, 8):
         assert set(put(store, make_path(4, seed=seed))) == {Outcome.OK}
-    assert store.directories[0].slabs.usage()[1] == slots
+    assert store.directories[0].slabs.usage(store.model.slot_bytes)[1] == slots
     assert store.counters()["evicted_blocks"] > 0
     store.check_integrity()
     store.close()

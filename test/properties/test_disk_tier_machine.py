@@ -137,10 +137,9 @@ class DiskMachine(TiersMachine):
     @invariant()
     def what_is_under_way_has_its_slot_for_itself(self) -> None:
         host = self.tiers.host
-        assert all(node.pins for node in self.disk.spilling)
-        spilling = {node.slot for node in self.disk.spilling}
+        pinned = {node.slot for node in host.tree.nodes() if node.pins}
         for move in self.io.moves:
-            assert move.slot in spilling if move.write else host.is_staged(move.slot)
+            assert move.slot in pinned if move.write else host.is_staged(move.slot)
         reads = [move.slot for move in self.io.moves if not move.write]
         assert len(reads) == len(set(reads))
 

@@ -145,9 +145,9 @@ class Rank(DiskMachine):
     def what_is_under_way_has_its_slot_for_itself(self) -> None:
         super().what_is_under_way_has_its_slot_for_itself()
         host = self.tiers.host
-        spilling = {node.slot for node in self.disk.spilling}
+        pinned = {node.slot for node in host.tree.nodes() if node.pins}
         for move in self.store.moves:
-            assert move.slot in spilling if move.write else host.is_staged(move.slot)
+            assert move.slot in pinned if move.write else host.is_staged(move.slot)
         reads = [move.slot for io in (self.io, self.store) for move in io.moves if not move.write]
         assert len(reads) == len(set(reads))
 

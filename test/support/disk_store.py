@@ -68,7 +68,8 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
 
 def slots_taken(store: DiskStore) -> list[int]:
     """By directory."""
-    return [directory.slabs.usage()[0] for directory in store.directories]
+    size = store.model.slot_bytes
+    return [directory.slabs.usage(size)[0] for directory in store.directories]
 
 
 def open_store(

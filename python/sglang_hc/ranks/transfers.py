@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
-
-
-class Transfers(Protocol):
-    """What moves the blocks of one rank; see `BlockIo`."""
-
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None: ...
-
-    def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool: ...
-
-    def flush(self) -> None: ...
-
-    def poll(self) -> list[BlockDone]: ...
+from sglang_hc.store.remote import StoreIo
 
 
 class AgreedTransfers:
@@ -34,7 +22,7 @@ class AgreedTransfers:
     """
 
     def __init__(
-        self, inner: Transfers, tier: SourceTier, ballot: Ballot, clock: Callable[[], float]
+        self, inner: OwnDisk | StoreIo, tier: SourceTier, ballot: Ballot, clock: Callable[[], float]
     ) -> None:
         """tier: what `inner` is. clock: the one of decisions, which deadlines are on."""
         self._inner = inner

@@ -30,7 +30,7 @@ class Write(msgspec.Struct, array_like=True, tag=True):
 
 
 class Read(msgspec.Struct, array_like=True, tag=True):
-    """See `BlockIo.read`. layers: only these (`layer_reads.LayerIo`); None for whole blocks."""
+    """See `BlockIo.read`. layers: only these (`OwnDisk.read`); None for whole blocks."""
 
     ticket: int
     block_id: bytes
@@ -140,7 +140,8 @@ class OwnDisk(BlockIo, Protocol):
         deadline: float,
         layers: tuple[int, ...] | None = None,
     ) -> None:
-        """As `BlockIo.read`; layers: only these, None for all of them."""
+        """As `BlockIo.read`. layers: fetch the chunks of these alone to their places in the slot;
+        None for all of them."""
 
     def changes(self) -> Mapping[bytes, bool]:
         """Identities that came or left by themselves since the last call, and whether they are

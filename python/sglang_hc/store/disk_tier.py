@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
-from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
 from sglang_hc.store.disk import Block
-from sglang_hc.store.layer_reads import LayerIo, LayerReads, layer_groups
+from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
@@ -100,7 +100,7 @@ class ReadWatch:
 class LayerDisk(NamedTuple):
     """A disk that reads layer by layer. stored: the layers of a block."""
 
-    io: LayerIo
+    io: OwnDisk
     stored: tuple[int, ...]
 
 
@@ -313,11 +313,6 @@ class DiskTier:
                 self.coming.fail(promotion)
         if came:
             self.coming.complete(came, now)
-
-    @property
-    def spilling(self) -> list[BlockNode]:
-        """Blocks whose write is under way."""
-        return list(self._spills.values())
 
     @property
     def busy(self) -> int:

@@ -7,20 +7,10 @@ blocks before the next layers. Each chunk is proven like that of a whole block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from sglang_hc.policy.meeting import layers_per_read
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
-
-
-class LayerIo(Protocol):
-    """Where chunks are read. Answers come as those of `BlockIo.read`."""
-
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: tuple[int, ...]
-    ) -> None:
-        """Fetch the chunks of these layers to their places in a slot, and verify them."""
 
 
 def layer_groups(stored: tuple[int, ...], block_seconds: float) -> list[tuple[int, ...]]:

@@ -112,7 +112,7 @@ def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
         put(store, make_path(4, seed=seed))
         store.tick()
     slots = store.directories[0].slabs
-    taken, there = slots.usage()
+    taken, there = slots.usage(store.model.slot_bytes)
     there += slots.growable_slots(store.model.slot_bytes)
     assert taken <= 0.6 * there + 1
     store.check_integrity()

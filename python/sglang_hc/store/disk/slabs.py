@@ -310,11 +310,10 @@ class SlabSet:
         with self._lock:
             return sum(slab.header.file_bytes for slab in self._slabs.values())
 
-    def usage(self, slot_bytes: int | None = None) -> tuple[int, int]:
-        """(slots taken, slots there are), of one size or of all."""
+    def usage(self, slot_bytes: int) -> tuple[int, int]:
+        """(slots taken, slots there are) of this size."""
         with self._lock:
-            slabs = self._slabs.values()
-            chosen = [s for s in slabs if slot_bytes in (None, s.header.slot_bytes)]
+            chosen = [s for s in self._slabs.values() if s.header.slot_bytes == slot_bytes]
             return sum(s.used for s in chosen), sum(s.header.slots for s in chosen)
 
     def growable_slots(self, slot_bytes: int) -> int:

@@ -102,7 +102,7 @@ class DiskThreads:
         deadline: float,
         layers: tuple[int, ...] | None = None,
     ) -> None:
-        """As `BlockIo.read`, or `LayerIo.read`."""
+        """As `OwnDisk.read`."""
         directory = self._store.directory_of(block_id)
         if directory is None:
             self.answer(ticket, self._store.absence(block_id))

@@ -174,7 +174,7 @@ class ProcessBlocks:
         deadline: float,
         layers: tuple[int, ...] | None = None,
     ) -> None:
-        """As `BlockIo.read`, or `LayerIo.read`."""
+        """As `OwnDisk.read`."""
         if self._open:
             self._send(Read(ticket, block_id, slot, deadline, layers))
         else:
