@@ -7,7 +7,7 @@ IndexFull when the change would not fit the file's share of the budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -34,8 +34,8 @@ class Index(IndexFile):
 
     def __init__(self, path: str, read_only: bool = False) -> None:
         super().__init__(path, read_only)
-        self._namespaces_made = 0
-        """Since those without a block were forgotten."""
+        self._namespaces: set[str] = set()
+        """Those that surely are in the file: used since the last ones without a block left it."""
 
     # -- models, namespaces, slabs ------------------------------------------------------------
 
@@ -67,6 +67,7 @@ class Index(IndexFile):
         self._forget_namespaces()
 
     def _forget_namespaces(self) -> None:
+        self._namespaces.clear()
         sql = "SELECT namespace FROM namespaces EXCEPT SELECT namespace FROM blocks"
         unused = self._read(tuple[int], sql)
         for start in range(0, len(unused), ROWS_PER_COMMIT):
@@ -75,17 +76,17 @@ class Index(IndexFile):
                     "DELETE FROM namespaces WHERE namespace=?",
                     unused[start : start + ROWS_PER_COMMIT],
                 )
-        self._namespaces_made = 0
 
-    def _make_namespaces(self, labels: Sequence[str]) -> None:
-        if self._namespaces_made + len(labels) > NAMESPACES_UNUSED:
+    def _make_namespaces(self, labels: Collection[str]) -> None:
+        if len(self._namespaces) + len(labels) > NAMESPACES_UNUSED:
             self._forget_namespaces()
+        new = [label for label in labels if label not in self._namespaces]
+        if not new:
+            return
         with self._transaction(durable=False) as connection:
-            values = ",".join(["(?)"] * len(labels))
-            made = connection.execute(
-                f"INSERT OR IGNORE INTO namespaces(label) VALUES {values}", labels
-            )
-            self._namespaces_made += made.rowcount
+            values = ",".join(["(?)"] * len(new))
+            connection.execute(f"INSERT OR IGNORE INTO namespaces(label) VALUES {values}", new)
+        self._namespaces.update(new)
 
     def slabs(self) -> list[SlabHeader]:
         """Slab files, by number."""
@@ -123,7 +124,7 @@ class Index(IndexFile):
         rows = [row._replace(namespace=clip_label(row.namespace, NAMESPACE_BYTES)) for row in rows]
         # Few statements for many rows: at each the interpreter's lock changes hands.
         with self._lock:  # so that no namespace is forgotten before it has a block
-            self._make_namespaces([*{row.namespace for row in rows}])
+            self._make_namespaces({row.namespace for row in rows})
             with self._transaction(durable=True) as connection:
                 for model in {row.model for row in rows}:
                     names = [row.block_id for row in rows if row.model == model]
