@@ -231,12 +231,12 @@ def test_it_does_not_outlive_its_parent_while_it_starts(tmp_path: Path) -> None:
     index = tmp_path / "sglang-hc" / "index.sqlite"
     index.unlink()
     os.mkfifo(index)
+    lock = tmp_path / "sglang-hc" / "lock"
+    lock.write_text("")
     parent = subprocess.Popen(
         [sys.executable, "-c", START.format(folder=str(tmp_path))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    lock = tmp_path / "sglang-hc" / "lock"
-    lock.write_text("")
     waiting.until(lambda: lock.read_text().isdigit())
     parent.kill()
     parent.wait()
