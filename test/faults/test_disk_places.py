@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+import sqlite3
 import time
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +17,10 @@ import pytest
 
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.directory import DirectoryError
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import IndexFull
 from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
 from support.disk_store import (
     FINGERPRINT,
     LAYOUT,
@@ -139,4 +144,46 @@ def test_a_file_system_that_reserves_no_space_is_used_without(scratch: Path, cod
     for block in blocks:
         status, got = read_bytes(store, block.block_id)
         assert status is Outcome.OK and np.array_equal(got, data_of(block))
+    store.close()
+
+
+def test_a_sound_index_stays_when_a_full_disk_keeps_it_from_being_opened(scratch: Path) -> None:
+    """SQLite calls it a disk I/O error when there is no room for its shared memory. The index was
+    deleted then, to be made again, for which there was no room either."""
+    store = open_store(scratch)
+    blocks = make_path(4)
+    put(store, blocks)
+    store.close()
+    index = scratch / "sglang-hc" / "index.sqlite"
+    before = index.read_bytes()
+    error = sqlite3.OperationalError("disk I/O error")
+    full = types.SimpleNamespace(f_bavail=31, f_frsize=4096)
+    with (
+        mock.patch.object(Index, "_prepare", side_effect=error),
+        mock.patch.object(os, "statvfs", return_value=full),
+        pytest.raises(DirectoryError, match=r"disk I/O error, and the disk is full\); free some"),
+    ):
+        open_store(scratch)
+    assert index.read_bytes() == before
+    full.f_bavail = 32
+    with mock.patch.object(os, "statvfs", return_value=full):
+        index.write_bytes(b"")
+        store = open_store(scratch)  # a damaged one is made again
+    assert store.contains([block.block_id for block in blocks]) == 4
+    store.close()
+
+
+def test_an_index_that_takes_nothing_is_said_once_a_minute(
+    scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    store = open_store(scratch, clock=clock)
+    with mock.patch.object(Index, "insert", side_effect=IndexFull("database or disk is full")):
+        for seed in range(3):
+            assert put(store, make_path(1, seed=seed)) == [Outcome.NO_SPACE]
+        assert caplog.text.count("takes no changes now: database or disk is full") == 1
+        clock.pass_time(60)
+        put(store, make_path(1))
+    assert caplog.text.count("takes no changes now") == 2
+    assert store.counters()["index_refused"] == 4
     store.close()

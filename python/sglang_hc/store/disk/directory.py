@@ -30,6 +30,7 @@ LOCK_NAME = "lock"
 GIGABYTE = 10**9
 _TOUCHES_KEPT = 1 << 16
 _ACCESS_QUANTUM_S = 10
+_SILENCE_S = 60.0
 
 
 _STARTED = time.time() - time.monotonic()
@@ -122,6 +123,7 @@ class Directory:
         self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
         """Uses that the index was not told of yet: (microseconds since 1970, hits, identities in
         path order)."""
+        self._silent_until = 0.0
         self._counting = threading.Lock()
         self._counted: Counter[str] = Counter()
 
@@ -168,6 +170,14 @@ class Directory:
         if self.breaker.succeeded():
             logger.warning("%s answers again; it is used again", self.root)
 
+    def index_refused(self, error: IndexFull) -> None:
+        """The index did not take a change. Each time is counted, one in a minute is logged."""
+        self.count("index_refused")
+        now = self.clock()
+        if now >= self._silent_until:
+            self._silent_until = now + _SILENCE_S
+            logger.warning("%s: the index takes no changes now: %s", self.root, error)
+
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Index work. A damaged index takes the directory out of use; IndexDamaged is raised then,
@@ -186,8 +196,8 @@ class Directory:
         try:
             with self.guarded():
                 yield
-        except IndexFull:
-            self.count("index_refused")
+        except IndexFull as error:
+            self.index_refused(error)
         except IndexDamaged:
             pass
 

@@ -103,6 +103,8 @@ _PAGE = 4096
 _BASE_BYTES = 256 << 10
 _BYTES_PER_SLOT = 512
 _PIECE_BYTES = 4 << 20
+_REFUSALS = ("database or disk is full", "database is locked", "database table is locked")
+"""How SQLite's messages begin; Python 3.10 knows no codes."""
 
 
 def index_bytes(slots: int) -> int:
@@ -249,8 +251,7 @@ def translated() -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if str(error).startswith(_REFUSALS):
             raise IndexFull(str(error)) from error
         raise IndexDamaged(str(error)) from error
     except (ValueError, TypeError, OverflowError, msgspec.DecodeError) as error:

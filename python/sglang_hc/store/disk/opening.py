@@ -213,7 +213,11 @@ def version_message(path: str, found: str) -> str:
 
 def replace_index(root: str, backend: DirectBackend, reason: str) -> Index:
     """A new index made from the slots, in place of one that cannot be used. Raises OSError,
-    IndexDamaged, IndexFull, UnknownVersion."""
+    IndexDamaged, UnknownVersion, and IndexFull without a change where the disk is full: there
+    SQLite speaks of I/O errors in an index that is sound."""
+    disk = os.statvfs(root)
+    if disk.f_bavail * disk.f_frsize < FIXED_FILES_BYTES:
+        raise IndexFull(f"{reason}, and the disk is full")
     logger.warning("%s: index %s; rebuilding it from the slots", root, reason)
     path = os.path.join(root, INDEX_NAME)
     count = rebuild_index(root, path, backend)

@@ -220,8 +220,7 @@ def _row(directory: Directory, block: Block, place: Place) -> NewRow:
 def _failed(directory: Directory, error: Exception) -> Outcome:
     """The answer to writes that failed so; counted and logged."""
     if isinstance(error, IndexFull):
-        logger.warning("%s: the index takes no more blocks: %s", directory.root, error)
-        directory.count("index_refused")
+        directory.index_refused(error)
         return Outcome.NO_SPACE
     if isinstance(error, OSError):
         if error.errno in FULL:
