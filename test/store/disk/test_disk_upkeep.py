@@ -9,7 +9,10 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.disk import eviction
 from sglang_hc.store.disk.index_file import Place
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
@@ -106,8 +109,10 @@ def test_a_write_is_refused_when_nothing_may_go(tmp_path: Path) -> None:
     store.close()
 
 
-def test_watermarks_leave_free_slots(tmp_path: Path) -> None:
-    store = open_store(tmp_path, watermarks=(0.6, 0.5))
+def test_watermarks_leave_free_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "HIGH", 0.6)
+    monkeypatch.setattr(eviction, "LOW", 0.5)
+    store = open_store(tmp_path)
     for seed in range(12):
         put(store, make_path(4, seed=seed))
         store.tick()

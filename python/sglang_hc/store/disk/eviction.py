@@ -13,6 +13,9 @@ from heapq import nlargest
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.index_file import Place, Row
 
+HIGH, LOW = 0.95, 0.90
+"""Shares of the slots that a directory can have."""
+
 _BATCH_SHARE = 64
 _PAGE = 256
 _MOST_PAGES = 64
@@ -22,17 +25,12 @@ class Evictor:
     """Frees slots of the size that a directory's model needs. Its methods raise IndexDamaged.
 
     uses: when waiting requests will use blocks, see `DiskStore.expect`; changed by its owner.
-    watermarks: (high, low), shares of the slots a directory can have; `trim` evicts down to `low`
-    once more than `high` are taken, so that writers find free slots without waiting.
     """
 
-    def __init__(
-        self, directory: Directory, uses: Mapping[bytes, float], watermarks: tuple[float, float]
-    ) -> None:
+    def __init__(self, directory: Directory, uses: Mapping[bytes, float]) -> None:
         self._directory = directory
         self._slot_bytes = directory.model.slot_bytes
         self._uses = uses
-        self._high, self._low = watermarks
 
     def slot(self, behind: Place | None = None, more: int = 0) -> Place | None:
         """A leased free slot, as of `SlabSet.allocate`; None when nothing can go. Raises OSError
@@ -49,13 +47,14 @@ class Evictor:
         return slot
 
     def trim(self) -> None:
-        """Evict down to the low watermark if the high one is passed, nothing that is needed."""
+        """If more than HIGH of the slots are taken, evict down to LOW, nothing that is needed: so
+        writers find free slots without waiting."""
         directory = self._directory
         used, there = directory.slabs.usage(self._slot_bytes)
         there += directory.slabs.growable_slots(self._slot_bytes)
-        if used > self._high * there:
+        if used > HIGH * there:
             with directory.making_room:
-                self._evict(used - int(self._low * there), needed=False)
+                self._evict(used - int(LOW * there), needed=False)
 
     def expire(self, before: float) -> None:
         """Remove every block last used before that time (seconds since 1970)."""

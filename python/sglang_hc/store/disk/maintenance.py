@@ -25,13 +25,11 @@ class Upkeep:
 
     ttl_s: a block not used for that long is removed; None keeps it until its room is needed.
     scrub_bytes_per_s: pace of verifying stored blocks, shared by the directories; 0 for never.
-    watermarks: (high, low) shares of a directory's slots. background: on threads of its own;
-    otherwise whoever has the store calls `tick`.
+    background: on threads of its own; otherwise whoever has the store calls `tick`.
     """
 
     ttl_s: float | None = None
     scrub_bytes_per_s: int = 16 << 20
-    watermarks: tuple[float, float] = (0.95, 0.90)
     background: bool = True
 
 

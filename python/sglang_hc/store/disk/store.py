@@ -53,7 +53,7 @@ class DiskStore:
         self.slot_bytes = model.block_bytes
         """Bytes of one block, which is a slot of the host tier."""
         self._uses: dict[bytes, float] = {}
-        evictors = {d: Evictor(d, self._uses, upkeep.watermarks) for d in directories}
+        evictors = {d: Evictor(d, self._uses) for d in directories}
         self._readers = {directory: BlockReader(directory) for directory in directories}
         self._writer = BlockWriter(evictors, model.slot_bytes)
         share = 1 / len(directories)
