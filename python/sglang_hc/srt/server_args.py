@@ -110,7 +110,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
     if config is not None and not config.disable:
         check_prefill_graphs(self, wished)
         check_radix_cache(self)
-        _refuse(*_unserved_algorithm(self))  # SGLang may have chosen another one
+        _refuse_algorithm(self)  # SGLang may have chosen another one
 
 
 def check_radix_cache(args: Any) -> None:
@@ -151,114 +151,82 @@ def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
 
 def refuse_modes(args: Any, config: HcConfig) -> None:
     """Raise ConfigError for a mode in which restored state could be wrong."""
-    for refusal in [*_refusals(args), *_refusals_with_ranks(args, config)]:
-        _refuse(*refusal)
+    _refuse_algorithm(args)
+    for name, why in SWITCHES.items():
+        _refuse(getattr(args, name), _flag(name), why)
+    for name in ("attn_cp_size", "dcp_size"):
+        what = f"{_flag(name)} above 1"
+        _refuse(getattr(args, name) > 1, what, "a rank holds a part of the tokens only")
+    for name in ("cpu_offload_gb", "offload_group_size"):
+        _refuse(getattr(args, name) > 0, _flag(name), OFFLOADED)
+    apart = args.disaggregation_mode not in (None, "null")
+    _refuse(apart, "--disaggregation-mode", "prefill and decode do not share a cache")
+    backend = args.radix_cache_backend
+    another = backend not in (None, "hc")
+    _refuse(another, f"--radix-cache-backend {backend}", "there is one tree per server")
+    if args.tp_size * args.pp_size > 1:
+        _refuse_with_ranks(args, config)
+    if args.pp_size > 1:
+        _refuse_with_stages(args, config)
 
 
-def _refuse(wrong: bool, flag: str, why: str) -> None:
-    if wrong:
-        raise ConfigError(
-            f"sglang-hc does not support {flag} yet: {why}. Leave the flag out, or add "
-            "--hc-disable to serve without the tiers"
-        )
-
-
-def _unserved_algorithm(args: Any) -> tuple[bool, str, str]:
+def _refuse_algorithm(args: Any) -> None:
     algorithm = args.speculative_algorithm
-    return (
-        algorithm is not None and algorithm.upper() not in SPECULATION,
-        f"--speculative-algorithm {algorithm}",
-        "its draft model keeps state that is not restored",
-    )
+    wrong = algorithm is not None and algorithm.upper() not in SPECULATION
+    why = "its draft model keeps state that is not restored"
+    _refuse(wrong, f"--speculative-algorithm {algorithm}", why)
 
 
-def _refusals_with_ranks(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
+def _refuse_with_ranks(args: Any, config: HcConfig) -> None:
     """What the ranks of one model cannot do together."""
-    if args.tp_size * args.pp_size == 1:
-        return []
     ranks = f"with {'--tp-size' if args.pp_size == 1 else '--pp-size'} above 1"
-    return [
-        *(_refusals_with_stages(args, config) if args.pp_size > 1 else []),
-        (
-            args.nnodes > 1,
-            f"--nnodes above 1 {ranks}",
-            "ranks tell each other what they have through the memory of one machine",
-        ),
-        (
-            bool(args.enable_attn_tp_input_scattered),
-            "--enable-attn-tp-input-scattered",
-            "a rank sees the hidden states of a part of the tokens only",
-        ),
-        (
-            config.overflow == "reembed",
-            f"--hc-overflow reembed {ranks}",
-            "state that moves was not tested on several ranks",
-        ),
-    ]
+    why = "ranks tell each other what they have through the memory of one machine"
+    _refuse(args.nnodes > 1, f"--nnodes above 1 {ranks}", why)
+    why = "a rank sees the hidden states of a part of the tokens only"
+    _refuse(args.enable_attn_tp_input_scattered, "--enable-attn-tp-input-scattered", why)
+    why = "state that moves was not tested on several ranks"
+    _refuse(config.overflow == "reembed", f"--hc-overflow reembed {ranks}", why)
 
 
-def _refusals_with_stages(args: Any, config: HcConfig) -> list[tuple[bool, str, str]]:
+def _refuse_with_stages(args: Any, config: HcConfig) -> None:
     """What the stages of a pipeline cannot do, beside what ranks cannot."""
-    stages = "with --pp-size above 1"
-    return [
+    all_three = args.dp_size > 1 and args.tp_size > 1
+    lora = args.enable_lora or args.lora_paths
+    for wrong, what, why in (
+        (all_three, "--dp-size and --tp-size above 1", "all three together were not tested"),
         (
-            args.dp_size > 1 and args.tp_size > 1,
-            f"--dp-size and --tp-size above 1 {stages}",
-            "all three together were not tested",
-        ),
-        (
-            args.speculative_algorithm is not None,
-            f"--speculative-algorithm {stages}",
+            args.speculative_algorithm,
+            "--speculative-algorithm",
             "SGLang verifies no proposed tokens in a pipeline",
         ),
         (
             args.pp_async_batch_depth > 0,
-            f"--pp-async-batch-depth {stages}",
+            "--pp-async-batch-depth",
             "results that are handled later were not tested",
         ),
         (
-            bool(args.enable_dynamic_chunking),
+            args.enable_dynamic_chunking,
             "--enable-dynamic-chunking",
             "stages would learn the sizes of chunks beside requests that restore",
         ),
+        (config.exact, "--hc-exact", "recomputed layers are proven on the first stage only"),
         (
-            config.exact,
-            f"--hc-exact {stages}",
-            "recomputed layers are proven on the first stage only",
-        ),
-        (
-            bool(config.read_buffer_gb),
-            f"--hc-read-buffer-gb {stages}",
+            config.read_buffer_gb,
+            "--hc-read-buffer-gb",
             "it would hold other tokens on each stage",
         ),
-        (
-            bool(args.enable_lora or args.lora_paths),
-            f"--enable-lora {stages}",
-            "both together were not tested",
-        ),
-    ]
+        (lora, "--enable-lora", "both together were not tested"),
+    ):
+        _refuse(wrong, f"{what} with --pp-size above 1", why)
 
 
-def _refusals(args: Any) -> list[tuple[bool, str, str]]:
-    switches = (
-        (bool(getattr(args, name)), f"--{name.replace('_', '-')}", why)
-        for name, why in SWITCHES.items()
-    )
-    return [
-        _unserved_algorithm(args),
-        *switches,
-        (args.attn_cp_size > 1, "--attn-cp-size above 1", "a rank holds a part of the tokens only"),
-        (args.dcp_size > 1, "--dcp-size above 1", "a rank holds a part of the tokens only"),
-        (
-            args.disaggregation_mode not in (None, "null"),
-            "--disaggregation-mode",
-            "prefill and decode do not share a cache",
-        ),
-        (args.cpu_offload_gb > 0, "--cpu-offload-gb", OFFLOADED),
-        (args.offload_group_size > 0, "--offload-group-size", OFFLOADED),
-        (
-            args.radix_cache_backend not in (None, "hc"),
-            f"--radix-cache-backend {args.radix_cache_backend}",
-            "there is one tree per server",
-        ),
-    ]
+def _refuse(wrong: object, what: str, why: str) -> None:
+    if wrong:
+        raise ConfigError(
+            f"sglang-hc does not support {what} yet: {why}. Leave the flag out, or add "
+            "--hc-disable to serve without the tiers"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
