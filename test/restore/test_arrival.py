@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,13 +17,18 @@ from restore.test_restore_pass import LENGTH, Bench, check, token
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.restore.arrival import LateLayer, LayerArrival
-from sglang_hc.restore.path import Restoration
+from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.read_buffer import ReadBuffer
+from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from sglang_hc.tree.promotions import Promotion
+from support.restores import FRAME, expected, host_with, path_tokens
+from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, PARTS
 
 GARBAGE = 0xEE
@@ -33,15 +39,18 @@ class Disk:
     second, and sooner or later there may be a failure, or no more of them."""
 
     def __init__(
-        self, bench: Bench, blocks: range, group: int, order: Sequence[int] | None = None
+        self,
+        pool: HostPool,
+        nodes: Sequence[BlockNode],
+        group: int,
+        order: Sequence[int] | None = None,
     ) -> None:
-        """group: layers that are read together. order: in which the pieces come; None: as they
-        were asked for."""
+        """nodes: of the blocks, which are in the pool. group: layers that are read together. order:
+        in which the pieces come; None: as they were asked for."""
         self.now, self.fails_at, self.stops_at, self.polls_per_piece = 0.0, -1, -1, 1
-        self._pool = bench.tiers.restorer.path.pool
+        self._pool = pool
         stored = self._pool.layout.stored_layers
         groups = [stored[first : first + group] for first in range(0, len(stored), group)]
-        nodes = [bench.nodes[0][block] for block in blocks]
         promotions = [Promotion(node.block_id, node.tokens, None, node.slot, 0.0) for node in nodes]
         self.reads = LayerReads(promotions, groups)
         self._content = {node.slot: self._pool.slot(node.slot).copy() for node in nodes}
@@ -76,6 +85,13 @@ class Disk:
 
     def pause(self, seconds: float) -> None:
         self.now += seconds
+
+
+def disk_of(
+    bench: Bench, first: int, end: int, group: int, order: Sequence[int] | None = None
+) -> Disk:
+    """Reads blocks [first, end) of the first path."""
+    return Disk(bench.tiers.restorer.path.pool, bench.nodes[0][first:end], group, order)
 
 
 def queue(bench: Bench, disk: Disk, start: int, stop: int, patience: float) -> None:
@@ -123,7 +139,7 @@ def test_every_row_is_right_whatever_comes(data: st.DataObject, counts: tuple[in
     group = data.draw(st.integers(1, 3))
     pieces = -(-sum(counts) // group) * (high - low)
     order = data.draw(st.one_of(st.none(), st.permutations(range(pieces))))
-    disk = Disk(bench, range(low, high), group, order)
+    disk = disk_of(bench, low, high, group, order)
     disk.fails_at = data.draw(st.integers(-1, pieces - 1))
     disk.stops_at = data.draw(st.integers(-1, pieces - 1))
     bench.valid(0, start)
@@ -153,7 +169,7 @@ def test_every_row_is_right_whatever_comes(data: st.DataObject, counts: tuple[in
 @pytest.mark.parametrize(("patience", "late"), [(6.9, 1), (7.1, 0)])
 def test_all_layers_together_are_waited_for_so_long(patience: float, late: int) -> None:
     bench = Bench(LayerPlan(0, 2, 2))
-    disk = Disk(bench, range(0, 1), 1)
+    disk = disk_of(bench, 0, 1, 1)
     disk.polls_per_piece = 2
     disk.pause = lambda seconds: None  # type: ignore[method-assign]
     queue(bench, disk, 0, BLOCK_TOKENS, patience)
@@ -164,7 +180,7 @@ def test_all_layers_together_are_waited_for_so_long(patience: float, late: int) 
 def test_a_pass_that_does_not_come_waits_and_recomputes_as_well() -> None:
     for fails_at in (-1, 1):
         bench = Bench(LayerPlan(0, 1, 2))
-        disk = Disk(bench, range(0, 2), 1)
+        disk = disk_of(bench, 0, 2, 1)
         disk.fails_at = fails_at
         queue(bench, disk, 0, 2 * BLOCK_TOKENS, patience=100.0)
         bench.tiers.restorer.run_now()
@@ -185,7 +201,7 @@ def test_blocks_that_joined_the_tree_stay_until_their_copies_are_over() -> None:
 
 def test_rows_of_a_layer_are_not_copied_before_it_has_come() -> None:
     bench = Bench(LayerPlan(0, 0, 4))
-    disk = Disk(bench, range(0, 1), 1)
+    disk = disk_of(bench, 0, 1, 1)
     queue(bench, disk, 0, BLOCK_TOKENS, patience=100.0)
     restorer = bench.tiers.restorer
     restorer.gate.set_consumer(restorer.start())
@@ -206,7 +222,7 @@ def test_a_layer_that_overtook_the_one_before_it_is_not_waited_for_beside_the_mo
     bench = Bench(LayerPlan(0, 0, 4))
     restorer = bench.tiers.restorer
     restorer.path = replace(restorer.path, side_stream=nullcontext)
-    disk = Disk(bench, range(0, 1), 1, order=[0, 2, 3, 1])
+    disk = disk_of(bench, 0, 1, 1, order=[0, 2, 3, 1])
     disk.stops_at = 3
     for _ in range(3):
         disk.poll()
@@ -226,7 +242,7 @@ def test_a_pass_that_starts_again_gives_back_what_was_copied_early_for_another_r
     prompt = Prefix(None, pack_tokens([token(1, position) for position in range(LENGTH)]))
     early.on_schedule_step(["other"], lambda rid: Waiting(prompt, lambda: 0))
     assert early.held == 8 - len(frames.free) == 4
-    disk = Disk(bench, range(0, 1), 1)
+    disk = disk_of(bench, 0, 1, 1)
     disk.fails_at = 1
     queue(bench, disk, 0, BLOCK_TOKENS, patience=100.0)
     bench.queue(1, 0, LENGTH, 0)
@@ -234,3 +250,68 @@ def test_a_pass_that_starts_again_gives_back_what_was_copied_early_for_another_r
     bench.check([BLOCK_TOKENS, LENGTH])
     assert early.counters["early_used_layer_tokens"] == 4 * LENGTH
     assert len(frames.free) == 8
+
+
+class LateRecomputer:
+    """Submits what the model would write, behind what it reads: the loaded layers before it."""
+
+    def __init__(self, device: StreamDevice, pool: StreamPool, truth: list[list[torch.Tensor]]):
+        self.restore: RestorePass
+        self._device, self._pool, self._truth = device, pool, truth
+
+    def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
+        rows, slots = slice(restoration.start, restoration.stop), restoration.device_slots
+        for layer in range(restoration.recompute):
+            self.restore.wait(layer)
+            parts = [part[rows] for part in self._truth[layer]]
+            self._device.submit(COMPUTE, partial(self._pool.toy.write_kv, layer, parts, slots))
+            between()
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), beside=st.booleans(), seed=st.integers(0, 10**6))
+def test_a_late_device_never_sees_what_a_pass_that_was_given_up_still_writes(
+    data: st.DataObject, beside: bool, seed: int
+) -> None:
+    """Copies, projections, recomputed layers and attention take any order that fences allow."""
+    plan = LayerPlan(0, data.draw(st.integers(0, 4)), 3)
+    layers, blocks = plan.num_layers, 4
+    host, pool = host_with(plan, [blocks * BLOCK_TOKENS], slots=8)
+    tokens = path_tokens(0, blocks * BLOCK_TOKENS)
+    nodes = host.tree.match(Prefix(None, pack_tokens(tokens))).nodes
+    slots = torch.randperm(300)[: len(tokens)]
+    whole = Restoration(nodes, 0, len(tokens), slots, 0, slots[:0])
+    truth = [expected(pool, whole, layer) for layer in range(layers)]
+    disk = Disk(pool, nodes[data.draw(st.integers(0, blocks - 1)) :], data.draw(st.integers(1, 2)))
+    disk.fails_at = data.draw(st.integers(0, 8))
+    device = StreamDevice(seed, data.draw(st.sampled_from([0.05, 0.5, 0.95])))
+    copy_stream, target = SimulatedCopyStream(device), StreamPool(device, 300, layers)
+    recomputer = LateRecomputer(device, target, truth)
+    ring = StagingRing(data.draw(st.integers(1, 4)), FRAME, CPU, copy_stream)
+    side = copy_stream.side_stream() if beside else None
+    path = RestorePath(pool, target, ring, recomputer, side_stream=side)
+    arrival = LayerArrival(disk.reads, disk.poll, 100.0, lambda: disk.now, disk.pause)
+
+    def run(restorations: Sequence[Restoration]) -> None:
+        recomputer.restore = restore = RestorePass(path, restorations)
+        try:
+            restore.recompute()
+            for layer in range(layers):
+                restore.wait(layer)
+                target.attend(layer)
+            restore.finish()
+        except LateLayer:
+            restore.abandon()
+            raise
+
+    try:
+        run([replace(whole, arrival=arrival)])
+    except LateLayer:
+        device.run_only(data.draw(st.sampled_from([COMPUTE, COPIES, SIDE])))
+        run(replace(whole, arrival=arrival).without_waiting(layers))
+    device.run()
+    assert [layer for layer, _ in target.seen[-layers:]] == list(range(layers))
+    for layer, parts in target.seen:
+        for part, wanted in zip(parts, truth[layer], strict=True):
+            assert torch.equal(part[slots], wanted)
+    assert len(ring.free) == ring.bytes // ring.frame_bytes
