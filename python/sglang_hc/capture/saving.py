@@ -80,11 +80,11 @@ class PassRows:
 
         rewritten: their places were written before. A scatter must write them after the old rows.
         """
+        if self._straight(row, rows, rewritten):
+            return rows
         if not self._asked and self._gathered_room(row) < rows:
             self._asked = True
             self._path.scatters.poll()
-        if self._straight(row, rows, rewritten):
-            return rows
         return max(0, min(rows, self._gathered_room(row)))
 
     def add(self, row: int, rows: int, spans: Sequence[RowSpan], rewritten: bool) -> None:
