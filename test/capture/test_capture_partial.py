@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.capture.capture import Segment
+from sglang_hc.capture.saving import STRAIGHT_ROWS
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -217,3 +218,27 @@ def test_whatever_the_room_a_right_prefix_is_published(
         commit(tiers, seed, count)
         kept(tiers, seed, count)
     assert tiers.host.staged_slots == 0
+
+
+@pytest.mark.parametrize(
+    ("between", "taken"), [(STRAIGHT_ROWS - 1, STRAIGHT_ROWS + 1), (STRAIGHT_ROWS, 2)]
+)
+def test_many_rows_that_nobody_keeps_take_no_room_of_those_around_them(
+    between: int, taken: int
+) -> None:
+    """The prefill of a request whose state is not kept stood between two rows that are, and took
+    the snapshots from them."""
+    tiers, _, _ = build(HIDDEN, slots=4, device_slots=100, rows=16, buffers=2)
+    segments, row = [], 0
+    for rid, rows in (("1", 1), ("nobody", between), ("2", 1)):
+        segments.append(Segment(rid, 0, row, rows))
+        row += rows
+    parts = [states(2, seed, 0, rows) for seed, rows in ((1, 1), (9, between), (2, 1))]
+    for rid in "12":
+        tiers.capture.open(rid, Prefix(None, b""))
+    tiers.capture.take(segments, torch.cat(parts, dim=1))
+    assert tiers.capture.hidden is not None
+    assert tiers.capture.hidden.snapshots.room == 32 - taken
+    for seed in (1, 2):
+        commit(tiers, seed, 1)
+        assert kept(tiers, seed, 1) == 1

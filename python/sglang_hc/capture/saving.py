@@ -99,6 +99,8 @@ class PassRows:
                 shifted(spans, row, row + rows, -row),
             )
             return
+        if self._is_far(row):
+            self.end()
         if not self._spans:
             self._low = row
         self._spans += spans
@@ -120,8 +122,14 @@ class PassRows:
 
     def _gathered_room(self, row: int) -> int:
         """Rows from `row` on that fit into snapshots behind what is gathered already."""
-        low = self._low if self._spans else row
-        return self._snapshots.room - (row - low)
+        gathered = 0
+        if self._spans:
+            gathered = (self._stop if self._is_far(row) else row) - self._low
+        return self._snapshots.room - gathered
+
+    def _is_far(self, row: int) -> bool:
+        """Whether many rows that nobody keeps lie between those that are gathered and this one."""
+        return bool(self._spans) and row - self._stop >= STRAIGHT_ROWS
 
 
 def kv_rows(
