@@ -12,7 +12,7 @@ What the request leaves behind, prompt and reply, is then pinned when it is over
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -110,6 +110,18 @@ def answer(retention: Retention | None, method: str, body: dict[str, Any]) -> di
     if not blocks:
         return _error(404, "no tier has a block of these tokens; pin after a request was served")
     return {"status": 200, "session": session, "blocks": blocks, "ttl_s": body["ttl_s"]}
+
+
+def joined(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer for those of all replicas: what those that could have together."""
+    good = [reply for reply in replies if reply["status"] == 200]
+    reply = dict((good or replies)[0])
+    for name in ("blocks", "max_blocks"):
+        if name in reply:
+            reply[name] = sum(one[name] for one in good)
+    if "pins" in reply:
+        reply["pins"] = [pin for one in good for pin in one["pins"]]
+    return reply
 
 
 def _listing(retention: Retention, namespace: str | None) -> dict[str, Any]:

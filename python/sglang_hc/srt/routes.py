@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput
 
 from sglang_hc.errors import decode_json
 from sglang_hc.srt.overflow import DroppedTokensHeader, cut_tokens
-from sglang_hc.srt.pins import PREFIX, PinSeconds, SessionName
+from sglang_hc.srt.pins import PREFIX, PinSeconds, SessionName, joined
 
 router = APIRouter(prefix="/hc")
 
@@ -76,18 +76,11 @@ async def pins(namespace: str | None = None) -> JSONResponse:
 
 
 async def _ask(method: str, body: dict[str, Any]) -> JSONResponse:
-    """Ask every scheduler (one per data-parallel rank); one that could is enough."""
+    """Ask every scheduler (one per data-parallel rank)."""
     manager = get_global_state().tokenizer_manager
     results = await manager.dumper_control(DumperControlReqInput(method=PREFIX + method, body=body))
-    replies = [reply for result in results for reply in result.response]
-    good = [reply for reply in replies if reply["status"] == 200]
-    reply = dict((good or replies)[0])
-    status = reply.pop("status")
-    if len(good) > 1:
-        reply["blocks"] = sum(one.get("blocks", 0) for one in good)
-        if "pins" in reply:
-            reply["pins"] = [pin for one in good for pin in one["pins"]]
-    return JSONResponse(reply, status)
+    reply = joined([reply for result in results for reply in result.response])
+    return JSONResponse(reply, reply.pop("status"))
 
 
 def _tokens(body: PinBody) -> tuple[list[int], str | None]:

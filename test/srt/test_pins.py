@@ -1,0 +1,29 @@
+"""One answer about pins for a server of several replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_hc.srt.pins import joined
+
+NOT_FOUND: dict[str, Any] = {"status": 404, "error": {"message": "no tier has a block"}}
+
+
+def listing(blocks: int) -> dict[str, Any]:
+    pins = [{"session": f"s{blocks}", "blocks": blocks}] if blocks else []
+    return {"status": 200, "pins": pins, "blocks": blocks, "max_blocks": 100}
+
+
+def test_what_replicas_have_is_added_up_and_so_is_what_they_may_have() -> None:
+    together = joined([listing(70), listing(0), listing(60)])
+    assert together["blocks"] == 130 <= together["max_blocks"] == 300
+    assert [pin["session"] for pin in together["pins"]] == ["s70", "s60"]
+
+
+def test_one_replica_that_could_is_enough() -> None:
+    pinned = {"status": 200, "session": "s", "blocks": 3, "ttl_s": 5.0}
+    assert joined([NOT_FOUND, pinned]) == pinned
+    assert joined([pinned, pinned]) == {**pinned, "blocks": 6}
+    ended = {"status": 200, "session": "s"}
+    assert joined([ended, ended]) == ended, "an answer without blocks gets none"
+    assert joined([NOT_FOUND, NOT_FOUND]) == NOT_FOUND
