@@ -147,8 +147,8 @@ class DiskMachine(TiersMachine):
     def whoever_waits_waits_for_what_is_under_way(self) -> None:
         requests = self.view.requests
         requests.check_integrity()
-        assert all(block_id in self.disk.coming for block_id in requests.under_way)
-        assert len(requests.under_way) == len(self.disk.coming)
+        awaited = {block_id for name in requests for block_id in requests[name].awaits}
+        assert awaited <= self.view.coming and len(self.view.coming) == len(self.disk.coming)
 
     @invariant()
     def what_can_be_served_is_not_known_as_bad(self) -> None:

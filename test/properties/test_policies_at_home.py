@@ -352,7 +352,7 @@ def run_both(rates: str, eviction: str, prefetch: str, history: list) -> Counter
     for action, word in history:
         assert fetch_step(server, action, word) == fetch_step(simulator, action, word)
         assert server.in_host() == simulator.in_host()
-        assert len(server.requests.under_way) == len(simulator.requests.under_way)
+        assert len(server.coming) == len(simulator.coming)
         assert server.counters == simulator.counters
         server.requests.check_integrity()
     return server.counters

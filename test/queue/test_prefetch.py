@@ -46,8 +46,8 @@ class Tiers:
         self.slots = slots
         self.asking: set[str] = set()
         self.begun: list[tuple[str, str]] = []
-        self.staged, self.meets = set[bytes](), set[str]()
-        self.looks = self.kept_free = 0
+        self.coming = self.staged = set[bytes]()
+        self.meets, self.looks, self.kept_free = set[str](), 0, 0
 
     def path(self, request: str) -> list[bytes]:
         return [request[: end + 1].encode() for end in range(len(request))]
@@ -210,9 +210,9 @@ def test_a_shared_block_is_fetched_once_and_awaited_by_both() -> None:
     assert not world.prefetcher.ready("sb", 0.0)
     world.come("sb")
     assert world.prefetcher.ready("sb", 0.0)
-    assert world.look() == [] and len(world.prefetcher.requests.under_way) == 1, (
-        "nobody wants the last one"
-    )
+    assert world.look() == [] and world.below.staged == {b"sa"}, "nobody wants the last one"
+    world.arrive("sa")
+    assert world.look() == [] and not world.prefetcher.ready("sa", 0.0), "it is on its way"
 
 
 def test_as_much_as_finds_room_begins_and_the_rest_when_there_is_more() -> None:
@@ -365,7 +365,7 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        starts.append((float(len(prefetcher.requests.under_way)), count))
+        starts.append((float(len(below.staged)), count))
         return begin(request, missing, first, count, is_protected)
 
     below.start = start  # type: ignore[method-assign]
@@ -396,5 +396,5 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
         else:
             world.look()
         prefetcher.requests.check_integrity()
-        assert len(prefetcher.requests.under_way) == len(below.staged)
+        assert all(prefetcher.requests[r].awaits <= below.staged for r in prefetcher.requests)
         assert len(below.host) + len(below.staged) <= slots

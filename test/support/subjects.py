@@ -7,6 +7,7 @@ the calls that the scheduler, or the simulator's engine, would make.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from functools import partial
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class Subject(Protocol):
 
     @property
     def requests(self) -> WaitingTable: ...
+
+    @property
+    def coming(self) -> Collection[bytes]: ...
 
     @property
     def counters(self) -> Counter[str]: ...
@@ -98,6 +102,10 @@ class ServerSubject:
     @property
     def requests(self) -> WaitingTable:
         return self.queue.requests
+
+    @property
+    def coming(self) -> Collection[bytes]:
+        return self.queue.coming
 
     @property
     def counters(self) -> Counter[str]:
@@ -193,6 +201,10 @@ class SimulatorSubject:
     @property
     def requests(self) -> WaitingTable:
         return self.cache.prefetcher.requests
+
+    @property
+    def coming(self) -> Collection[bytes]:
+        return self.cache.coming
 
     @property
     def counters(self) -> Counter[str]:

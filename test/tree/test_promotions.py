@@ -141,7 +141,7 @@ def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> 
         if action == "begin":
             word = WORDS[number % len(WORDS)]
             path = world.path(word).block_ids
-            coming = [identity in world.coming for identity in path]
+            coming = [identity in world.coming.block_ids for identity in path]
             first = next(
                 (i for i, b in enumerate(path) if not world.host.has(b) and not coming[i]),
                 len(path),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
@@ -25,11 +26,10 @@ from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
-from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
-from sglang_hc.tree.promotions import Promotion, Promotions
+from sglang_hc.tree.promotions import Promotions
 
 
 class Mover(Protocol):
@@ -103,7 +103,10 @@ class QueueView:
         self._changed: set[bytes] = set()
         self._priority = priority
         below = disk if disk is not None else mover
+        self.coming: Collection[bytes] = ()
+        """See `prefetch.Below`."""
         if below is not None:
+            self.coming = below.coming.block_ids
             below.coming.subscribe(self._came, self._lost)
         if disk is not None and priority is not None:
             priority.subscribe(self._changed.update)
@@ -193,20 +196,8 @@ class QueueView:
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
 
-        def begun(promotions: Sequence[Promotion]) -> None:
-            for promotion in promotions:
-                self.requests.begin(promotion.block_id)
-
-        def read(low: int, high: int) -> list[Promotion]:
-            promotions = disk.fetch_tail(missing.path, low, high, is_protected)
-            begun(promotions)
-            return promotions
-
-        def stream(low: int, high: int) -> LayerReads:
-            reads = disk.fetch_layers(missing.path, low, high, is_protected)
-            begun(reads.promotions)
-            return reads
-
+        read = partial(disk.fetch_tail, missing.path, is_protected=is_protected)
+        stream = partial(disk.fetch_layers, missing.path, is_protected=is_protected)
         tail = TailReads(read, disk.came_last, stream if disk.reads_layers else None)
         return self.meetings.begin(request, missing, end, disk.coming, tail)
 

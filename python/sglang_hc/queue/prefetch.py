@@ -24,8 +24,6 @@ from sglang_hc.queue.fetches import Missing, RestoreCosts, TurnEstimate
 from sglang_hc.queue.requests import Waiting, not_told
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
-PREFETCH_MODES = ("queue", "on-arrival", "off")
-
 PATIENCE = 5.0
 """Most seconds a request is passed over for one fetch before it recomputes instead."""
 
@@ -52,6 +50,10 @@ K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
 class Below(Protocol[K_contra]):
     """The tiers, as the prefetcher sees them."""
+
+    @property
+    def coming(self) -> Collection[bytes]:
+        """Identities of the blocks that are on their way to host memory."""
 
     def missing(self, request: K_contra) -> Missing | None:
         """What a fetch would bring for a waiting request. None: not known yet, but soon."""
@@ -301,7 +303,7 @@ class Prefetcher(Generic[K]):
             self.give_up(request)
             return True
         # Nothing is on its way, and blocks that are protected from the head stay so until its turn.
-        return self._is_head(request) and not self.requests.under_way
+        return self._is_head(request) and not self._below.coming
 
     # -- inner parts -----------------------------------------------------------------------------
 
@@ -309,12 +311,12 @@ class Prefetcher(Generic[K]):
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
         room. Returns the blocks that were wanted, and are waited for, besides those under way."""
         ids, first, end = missing.path.block_ids, missing.first, missing.first + missing.count
-        under_way = self.requests.under_way
-        while first < end and ids[first] in under_way:
+        coming = self._below.coming
+        while first < end and ids[first] in coming:
             self.requests.wait(request, ids[first : first + 1])
             first += 1
         # A later block of the path may still be on its way for a request that has left.
-        end = next((i for i in range(first, end) if ids[i] in under_way), end)
+        end = next((i for i in range(first, end) if ids[i] in coming), end)
         if at_turn and missing.first == first < end and self._meet(request, missing, end):
             return 0
         wanted = self._worth(missing, first, end, turn_in)

@@ -10,7 +10,7 @@ request leaves the queue.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -87,8 +87,7 @@ class WaitingRequest:
 class WaitingTable(Generic[K]):
     """The records of all waiting requests by name, and who waits for which block.
 
-    Belongs to the scheduler thread. A block stays under way until it has `ended`, whether or not
-    anybody still waits for it.
+    Belongs to the scheduler thread. Which blocks are on their way at all, `tree.promotions` knows.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class WaitingTable(Generic[K]):
         self.get = self._records.get
         """The record of a request; None for one that is not known. Asked often in every pass."""
         self._arrivals = 0
-        self._under_way: dict[bytes, set[K]] = {}
+        self._waiters: dict[bytes, set[K]] = {}
 
     def __getitem__(self, name: K) -> WaitingRequest:
         """The record of a request; a new one for a request that was not queued here."""
@@ -130,33 +129,25 @@ class WaitingTable(Generic[K]):
     def left(self, name: K) -> None:
         """The request was admitted, was aborted, or is over: its record ends here. Nothing happens
         if it is unknown. `LookAhead.leave` calls this, after the request has left the window."""
-        record = self._records.pop(name, None)
-        for block_id in record.awaits if record is not None else ():
-            self._under_way[block_id].discard(name)
+        if name in self._records:
+            self.stop_waiting(name)
+            del self._records[name]
 
     # -- blocks on their way to host memory ------------------------------------------------------
 
-    @property
-    def under_way(self) -> KeysView[bytes]:
-        return self._under_way.keys()
-
-    def begin(self, block_id: bytes) -> None:
-        """A block is under way from now on; whoever needs it may wait for it."""
-        self._under_way.setdefault(block_id, set())
-
     def wait(self, name: K, block_ids: Iterable[bytes]) -> None:
-        """The request waits for blocks, which are under way from now on if they were not before."""
-        awaits, under_way = self[name].awaits, self._under_way
+        """The request waits for blocks that are on their way."""
+        awaits, waiters = self[name].awaits, self._waiters
         for block_id in block_ids:
-            names = under_way.get(block_id)
+            names = waiters.get(block_id)
             if names is None:
-                under_way[block_id] = {name}
+                waiters[block_id] = {name}
             else:
                 names.add(name)
             awaits.add(block_id)
 
     def is_fetching(self, name: K) -> bool:
-        """Whether blocks that this request waits for are under way."""
+        """Whether blocks that this request waits for are on their way."""
         record = self._records.get(name)
         return record is not None and bool(record.awaits)
 
@@ -164,7 +155,7 @@ class WaitingTable(Generic[K]):
         """Blocks have come, or will not. Returns who waited for any, and for how many of them."""
         waited: dict[K, int] = {}
         for block_id in block_ids:
-            for name in self._under_way.pop(block_id, ()):
+            for name in self._waiters.pop(block_id, ()):
                 self._records[name].awaits.discard(block_id)
                 waited[name] = waited.get(name, 0) + 1
         return waited
@@ -173,15 +164,18 @@ class WaitingTable(Generic[K]):
         """The request waits no longer for the blocks on their way."""
         record = self[name]
         for block_id in record.awaits:
-            self._under_way[block_id].discard(name)
+            names = self._waiters[block_id]
+            names.remove(name)
+            if not names:
+                del self._waiters[block_id]
         record.awaits.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless both directions of who-waits-for-what agree."""
-        for block_id, names in self._under_way.items():
-            assert all(block_id in self._records[name].awaits for name in names)
+        for block_id, names in self._waiters.items():
+            assert names and all(block_id in self._records[name].awaits for name in names)
         for name, record in self._records.items():
-            assert all(name in self._under_way[block_id] for block_id in record.awaits)
+            assert all(name in self._waiters[block_id] for block_id in record.awaits)
 
 
 def departed(old: Sequence[T], new: Sequence[T]) -> list[int] | None:

@@ -14,7 +14,7 @@ keep their slots and wait until `join` names the block that they continue, or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
@@ -65,8 +65,10 @@ class Promotions:
     def __len__(self) -> int:
         return len(self._coming)
 
-    def __contains__(self, block_id: bytes) -> bool:
-        return block_id in self._coming
+    @property
+    def block_ids(self) -> KeysView[bytes]:
+        """Identities of the blocks on their way, as they are at any time."""
+        return self._coming.keys()
 
     def holds(self, promotion: Promotion) -> bool:
         """Whether the bytes are in the promotion's slot, and the slot is still the promotion's."""

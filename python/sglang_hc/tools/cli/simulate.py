@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from sglang_hc.queue.prefetch import PREFETCH_MODES
+from sglang_hc.config import FLAGS
 from sglang_hc.tools.cli.load import (
     add_load_options,
     read_machine,
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prefetch",
-        choices=PREFETCH_MODES,
+        choices=FLAGS["prefetch"].choices,
         help="disk to host (default: queue with queue and belady, else off)",
     )
     parser.add_argument(

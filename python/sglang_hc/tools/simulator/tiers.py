@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
@@ -112,8 +112,10 @@ class TieredCache:
         self.prefetcher: Prefetcher[int] = Prefetcher(
             self.window, self, costs, (sizes.host, sizes.disk), prefetch, stretch
         )
+        self.coming: Collection[bytes] = ()
         if self.host is not None:
             self._coming = Promotions(self.host)
+            self.coming = self._coming.block_ids
             self._coming.subscribe(self.prefetcher.complete, self.prefetcher.fail)
         tree = BlockTree(FINGERPRINT) if self.host is None else self.host.tree
         counters = self.prefetcher.counters
@@ -199,10 +201,7 @@ class TieredCache:
         job = self.jobs[request]
 
         def begin(low: int, high: int) -> list[Promotion]:
-            begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
-            for promotion in begun:
-                self.window.requests.begin(promotion.block_id)
-            return begun
+            return self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
 
         def read(low: int, high: int) -> list[Promotion]:
             begun = begin(low, high)
@@ -267,7 +266,7 @@ class TieredCache:
             self.disk.access(job.chain)
         if load and self.host is not None:
             missing = self.missing(job.number)
-            if not any(block_id in self._coming for block_id in found.disk_blocks):
+            if not any(block_id in self.coming for block_id in found.disk_blocks):
                 self.start(job.number, missing, missing.first, missing.count, None)
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
