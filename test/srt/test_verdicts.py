@@ -17,7 +17,7 @@ def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: b
         disk=SimpleNamespace(coming=range(coming)),
         queue=SimpleNamespace(
             meetings=SimpleNamespace(under_way=meets),
-            requests=SimpleNamespace(order=["r"] * waiting),
+            window=SimpleNamespace(queue=("r",) * waiting),
         ),
         retention=SimpleNamespace(is_timed=is_timed),
     )
