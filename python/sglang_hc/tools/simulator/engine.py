@@ -51,6 +51,30 @@ class _Running:
 
 
 @dataclass
+class _Met:
+    """A request that meets its history, of which `stop` tokens are stored.
+
+    head: tokens that the device has, or gets with the next chunk; the last `held` of them are in
+    host memory, and `context` before those are on the device. restored: tokens until now, without
+    those that came early. began: a chunk of it has run.
+    """
+
+    job: Job
+    meeting: Meeting
+    stop: int
+    head: int
+    context: int
+    held: int
+    restored: int = 0
+    began: bool = False
+
+    @property
+    def early(self) -> int:
+        """Tokens behind the head that the device has, because they were restored as they came."""
+        return BLOCK_TOKENS * len(self.meeting.restored)
+
+
+@dataclass
 class Engine:
     """One server working through a workload.
 
@@ -251,86 +275,89 @@ class Engine:
         """Compute the front of a history in chunks while the disk reads its end, up to `stop`
         tokens, then restore the rest (`queue/meeting.py`). Returns the tokens that were restored.
         """
-        head, prompt, cache = found.device + found.host, job.prompt_tokens, self.cache
-        restored, context, held, first = 0, found.device, found.host, True
-        meeting = cache.meetings.of(job.number)
+        meeting = self.cache.meetings.of(job.number)
         assert meeting is not None
+        met = _Met(job, meeting, stop, found.device + found.host, found.device, found.host)
         self._batch_changed()  # by who was admitted before in the same pass
-        while head < prompt:
+        while met.head < job.prompt_tokens:
             self._carry()
             self._deliver()
-            if not held and self._may_follow(meeting, job.number, head):
-                return restored + self._follow(meeting, job, head, stop)
-            if not first and self._restore_early(job.number, head, stop):
+            if not met.held and self._may_follow(met):
+                self._follow(met)
+                break
+            if met.began and self._restore_early(met):
                 continue
-            step = cache.next_step(job.number, head, self.now)
-            if step.action is Action.WAIT and not first:
+            step = self.cache.next_step(job.number, met.head, self.now)
+            if met.began and step.action is Action.WAIT:
                 self._wait_one_pass()
-                continue
-            if (
-                step.action is Action.RESTORE
-                and not first
-                and cache.join(job.number, head, self.now)
-            ):
-                early, plan = self._rest(meeting, job, head, stop)
+            elif met.began and step.action is Action.RESTORE and self._join(met):
+                plan = self._rest(met)
                 self.now += plan.seconds
-                return restored + early + plan.tokens
-            tokens = prompt - head
-            if cache.meetings.of(job.number) is not None:
-                # What is here already joins behind the first chunk, which has at least one block.
-                end = -(-(head + max(step.tokens, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
-                tokens = min(tokens, end - head)
-                meeting.restored = frozenset(
-                    block for block in meeting.restored if block * BLOCK_TOKENS >= head + tokens
-                )
-            plan = self.costs.restored(held, context, tokens)
-            self.now += plan.seconds
-            restored += plan.tokens
-            head += tokens
-            held, context, first = 0, head, False
-            cache.computed(job, head, self.now)
-            cache.meetings.decoding = len(self._running)
-        return restored
+                met.restored += met.early + plan.tokens
+                break
+            else:
+                self._compute(met, step.tokens)
+        return met.restored
 
-    def _may_follow(self, meeting: Meeting, number: int, head: int) -> bool:
-        """Whether nothing behind `head` tokens is missing but what is read layer by layer, and
-        those before it are in host memory, so that the last pass may follow these reads."""
-        step = self.cache.stream_step(number, head, self.now)
+    def _compute(self, met: _Met, wanted: int) -> None:
+        """Run the next chunk of the prompt, with what is restored from host memory before it."""
+        job, tokens = met.job, met.job.prompt_tokens - met.head
+        if self.cache.meetings.of(job.number) is not None:
+            # What is here already joins behind the first chunk, which has at least one block.
+            end = -(-(met.head + max(wanted, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
+            tokens = min(tokens, end - met.head)
+            first = (met.head + tokens) // BLOCK_TOKENS
+            met.meeting.restored = frozenset(n for n in met.meeting.restored if n >= first)
+        plan = self.costs.restored(met.held, met.context, tokens)
+        self.now += plan.seconds
+        met.restored += plan.tokens
+        met.head += tokens
+        met.held, met.context, met.began = 0, met.head, True
+        self.cache.computed(job, met.head, self.now)
+        self.cache.meetings.decoding = len(self._running)
+
+    def _join(self, met: _Met) -> bool:
+        return self.cache.join(met.job.number, met.head, self.now)
+
+    def _may_follow(self, met: _Met) -> bool:
+        """Whether nothing behind the head is missing but what is read layer by layer, and the
+        blocks before it are in host memory, so that the last pass may follow these reads."""
+        step = self.cache.stream_step(met.job.number, met.head, self.now)
         if step is None or step.action is not Action.STREAM:
             return False
-        if meeting.can_join(head):
+        if met.meeting.can_join(met.head):
             return True
-        meeting.take_streamed()  # nothing follows these reads any more
+        met.meeting.take_streamed()  # nothing follows these reads any more
         return False
 
-    def _follow(self, meeting: Meeting, job: Job, head: int, stop: int) -> int:
+    def _follow(self, met: _Met) -> None:
         """The last pass of a request, each layer of which waits for its reads. It restores
-        everything as it is stored. Returns the tokens that were restored in it and before it."""
-        _, plan = self._rest(meeting, job, head, stop)
-        reads = self._disk.span(meeting.take_streamed().promotions)
+        everything as it is stored."""
+        plan = self._rest(met)
+        reads = self._disk.span(met.meeting.take_streamed().promotions)
         layers = self.costs.plan.num_layers
         group = layers_per_read(layers, self.costs.block_seconds(SourceTier.DISK)) / layers
         self.now = pass_end(self.now, reads, plan.as_stored_seconds, group)
         self._deliver()
-        self.cache.join(job.number, head, self.now)
-        return stop - head
+        self._join(met)
+        met.restored += met.stop - met.head
 
-    def _rest(self, meeting: Meeting, job: Job, head: int, stop: int) -> tuple[int, RestorePlan]:
-        """What a last pass behind `head` tokens has to do: (tokens up to `stop` that the device has
-        already, the plan for the others and the new ones)."""
-        early = BLOCK_TOKENS * len(meeting.restored)
-        left = max(0, stop - head - early)
-        return early, self.costs.restored(left, head + early, job.prompt_tokens - stop)
+    def _rest(self, met: _Met) -> RestorePlan:
+        """What the last pass does: it restores what the device lacks up to `stop`, and runs the new
+        tokens."""
+        left = max(0, met.stop - met.head - met.early)
+        return self.costs.restored(left, met.head + met.early, met.job.prompt_tokens - met.stop)
 
-    def _restore_early(self, number: int, head: int, stop: int) -> bool:
-        """Restore what has come of the tokens from `head` to `stop`, where blocks are restored as
-        they come. False for nothing."""
-        meeting = self.cache.meetings.of(number)
-        if meeting is None or not meeting.as_they_come or meeting.is_here(head):
+    def _restore_early(self, met: _Met) -> bool:
+        """Restore what has come, where blocks are restored as they come. False for nothing."""
+        meeting = met.meeting
+        if self.cache.meetings.of(met.job.number) is not meeting or not meeting.as_they_come:
             return False
-        blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
+        if meeting.is_here(met.head):
+            return False
+        blocks = range(met.head // BLOCK_TOKENS, met.stop // BLOCK_TOKENS)
         came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
-        if not came or not meeting.can_join(head):
+        if not came or not meeting.can_join(met.head):
             return False
         self.now += self.costs.restored_early(len(came))
         meeting.restored |= came
