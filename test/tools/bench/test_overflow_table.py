@@ -100,15 +100,17 @@ def test_an_arm_stands_against_recomputation_with_its_head() -> None:
 def test_the_book_stands_for_itself() -> None:
     found = {
         "float32 kv 512 0": cell("prose", ours_64=[70.0], TT_64=[64.0]),
-        "float32 book 512 1000": cell("book", ours_64=[64.0], TT_64=[64.0]),
+        "float32 kv 512 1": cell("reference", ours_64=[58.0], TT_64=[64.0]),
+        "float32 book 512 1000": cell("book", ours_64=[65.0], TT_64=[64.0]),
+        "float32 book 512 1001": cell("book", ours_64=[65.0], TT_64=[64.0]),
     }
     made = by_place(rows.rows_of(found))
-    assert made["kv", "ours 64", "all", "None"] == {
-        **made["kv", "ours 64", "prose", "None"], "kind": "all"
-    }  # fmt: skip
-    assert made["kv", "ours 64", "book", "None"]["change"] == 0
-    kinds = [line[2] for line in rows.tables(list(made.values()))["behind"]["rows"]]
-    assert kinds == ["all", "prose", "book"]
+    every = made["kv", "ours 64", "all", "None"]
+    assert (every["cuts"], every["change"]) == (2, 0)
+    tables = rows.tables(list(made.values()))
+    assert [line[2] for line in tables["behind"]["rows"]] == ["all", "prose", "reference", "book"]
+    changes = ["+9.83% ± 0.00%", "-8.95% ± 0.00%", "+1.57% ± 0.00% (2 cuts)"]
+    assert tables["by-text"]["rows"] == [["float32", "512", "64", *changes]]
 
 
 def test_moved_state_is_compared_by_the_distance_behind_the_cut() -> None:
