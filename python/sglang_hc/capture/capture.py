@@ -172,7 +172,7 @@ class Capture:
         rows.add(segment.row, count, spans, rewritten)
 
     def commit(self, rid: str, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
-        """The radix tree keeps so much of this request: make the blocks that the host tier lacks.
+        """The radix tree keeps `kept` of this request: make the blocks that the host tier lacks.
 
         slots: (tokens,) int64 device slots of what is kept. final: the request is over, and its
         stage ends. Until then the partial last block is kept as a copy, because the request goes on

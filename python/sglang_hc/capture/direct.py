@@ -24,7 +24,7 @@ Fill = Callable[[list[torch.Tensor], int, int, int], None]
 each target, of shape (layers, capacity, row bytes), by work on the compute stream."""
 
 _PIECES = 4
-"""One burst uses the ring in so many parts, so that copies run beside the gathering."""
+"""The ring is handed out in this many parts, so that copies run beside the gathering."""
 
 
 class _Lent(NamedTuple):

@@ -25,7 +25,7 @@ from sglang_hc.store.executor import RowSpan
 from sglang_hc.store.host_pool import Bytes, HostPool
 
 STRAIGHT_ROWS = 16
-"""From so many rows of one request in one pass on, a copy of their own is worth it."""
+"""Fewest rows of one request in one pass that are worth a copy of their own."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class _CudaEvent:
 class CudaCopyStream:
     """Copy stream on its own CUDA stream. "Compute" is the stream current at the time of the call.
 
-    Buffers must outlive their copies: the caching allocator is told nothing of this stream.
+    Buffers must outlive their copies, because the caching allocator does not know this stream.
     """
 
     def __init__(self, shared: CudaDevice) -> None:

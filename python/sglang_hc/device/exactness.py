@@ -27,7 +27,7 @@ ROWS = (1, 2, 3, 7, 16, 33, 64, 129, 256, 1000)
 MOST_ROWS = max(ROWS)
 
 MANY_ROWS = 100
-"""Windows of so many rows or more are taken at two places instead of four."""
+"""Windows of at least this many rows are compared at two places instead of four."""
 
 TILE_ROWS = 16
 """Rows of one fixed tile. On an AMD EPYC with one thread and a weight of 3072 x 1024, a single row

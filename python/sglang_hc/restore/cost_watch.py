@@ -1,19 +1,19 @@
-"""What restorations and prefills really take, seen without waiting for any of it.
+"""Times restorations and prefills while the server runs, without waiting for any of them.
 
 Only what uses one resource alone is an observation; everything else is left out rather than put
 down to the wrong resource:
 
     copies       on an accelerator the copies that a pass enqueues at once into free frames, between
                  two events of the copy stream; on a CPU all the time that the pass takes, without
-                 its projections, unless K is rotated in it. Where both forms are copied, each that
-                 has a share of at least MIXED_SHARE of the prediction is said to be off by the same
-                 ratio: they share a link.
+                 its projections, unless K is rotated in it. Where both forms are copied, the same
+                 ratio counts for each that has at least MIXED_SHARE of the prediction, because they
+                 share a link.
     projection   the sink's own work: between two events around it, or by the clock.
     prefill      a batch of prefills alone (no decodes, no restoration), from the attention of its
                  first layer to that of its last: embedding and logits are not in it.
 
 What reads from below host memory take is seen where they are asked for (`store.disk_tier`). On CUDA
-times come from events that are asked in later passes; no call here waits for the device.
+times come from events that later passes query; no call here waits for the device.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
 from sglang_hc.restore.restore_pass import LayerGate, RestorePass
 
 MIXED_SHARE = 0.2
-"""Least share of a prediction for which an observation of several forms counts for one of them."""
+"""An observation of several forms counts for those with at least this share of the prediction."""
 
 PENDING = 64
-"""Observations that may wait for the device; further ones are left out."""
+"""Most observations that wait for the device; further ones are dropped."""
 
 
 class Timer(Protocol):
@@ -125,7 +125,7 @@ class CostWatch:
     def between(
         self, resources: tuple[Resource, ...], predicted: float, begin: Any, end: Any
     ) -> None:
-        """Something that is predicted to take so long lies between two points of the timer."""
+        """Work that should take `predicted` seconds lies between two points of the timer."""
         if len(self._pending) < PENDING:
             self._pending.append(_Pending(resources, predicted, begin, end))
         self.poll()
@@ -136,7 +136,7 @@ class CostWatch:
             self.costs.observe(resource, predicted, observed)
 
     def poll(self) -> None:
-        """Take in what is through by now. Never waits."""
+        """Take in the times that are known by now. Never waits."""
         while self._pending:
             resources, predicted, begin, end = self._pending[0]
             seconds = self.timer.seconds(begin, end)
@@ -148,8 +148,8 @@ class CostWatch:
     # -- restorations ----------------------------------------------------------------------------
 
     def copies(self, rows: Counter[int]) -> tuple[tuple[Resource, ...], float]:
-        """Copies of so many rows per layer from host memory: whom they tell of, and the seconds
-        that they are measured to take."""
+        """Copies of `rows` rows of each layer from host memory: the resources that their time says
+        something about, and the predicted seconds."""
         cost, host = self.costs.measured, SourceTier.HOST
         kv = sum(cost.copy_kv(host, rows[layer]) for layer in self.plan.kv_layers)
         hidden = 0.0

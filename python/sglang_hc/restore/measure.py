@@ -36,8 +36,8 @@ ATTEMPTS = 3
 """Most times that one kind is measured while its samples show a busy machine, if there is time."""
 
 LAYERS = 4
-"""Layers of one timed restoration, and passes of one timed prefill on an accelerator: so many that
-work is submitted ahead of its execution, as in a forward pass."""
+"""Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
+work to be submitted ahead of its execution, as in a forward pass."""
 
 TOKENS = (64, 256, 1024, 2048)
 """Sizes of a copy or projection: from one block to a usual history."""
@@ -49,7 +49,7 @@ machine: a few new tokens behind a long history are what a restoration ends with
 
 MAX_ROWS = max(new + context for new, context in PREFILLS)
 GROWTH = 4
-"""A size costs at most so many times what the one before it cost."""
+"""A size is expected to cost at most this many times what the one before it cost."""
 
 SHARES = {"kv": 0.15, "hidden": 0.15, "project": 0.15, "prefill": 0.4}
 """Shares of the budget; disk has the rest."""
@@ -77,8 +77,8 @@ class Subject:
     sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
     hidden: whether hidden states can be projected to K and V here.
-    most: the largest of a number over the ranks that run this layer together, each of which makes
-    the same calls. The number itself where there is one rank.
+    most: the largest of a number over all ranks that run this layer together; each rank makes the
+    same calls. With one rank it is the number itself.
     """
 
     shape: StateShape
@@ -104,7 +104,7 @@ def measure(
     """Samples for `CostModel.from_samples`. disks: the `--hc-disk` directories. computed: the
     processor time of this thread in seconds, where this thread does all the work itself.
 
-    What several ranks run together they run equally often: all decide by the longest times of any.
+    Several ranks run everything equally often, because all decide by the longest time of any.
 
     A kind whose samples show a busy machine is measured up to ATTEMPTS times within its share of
     the budget, and the quietest attempt counts. The two smallest sizes of each kind (four of

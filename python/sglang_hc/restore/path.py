@@ -43,7 +43,7 @@ class Rotation(Protocol):
         self, layer: int, parts: Sequence[torch.Tensor], old: torch.Tensor, new: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """KV rows of a layer, (n, part bytes) uint8 per part, from positions `old` to `new`, both
-        (n,) int64. Rows of which both are the same keep their bytes. Does not change its inputs."""
+        (n,) int64. Rows whose positions are equal keep their bytes. Does not change its inputs."""
 
 
 @dataclass(eq=False)
@@ -98,8 +98,9 @@ class Restoration:
         return unpack_tokens(packed)[self.start - skip : self.stop - skip]
 
     def without_waiting(self, layers: int) -> list[Restoration]:
-        """The same tokens, of what is in host memory by now. Blocks that are not have all `layers`
-        layers recomputed. Each part attends to those before it."""
+        """The same tokens in parts that wait for nothing. Blocks that are in host memory by now are
+        loaded; all `layers` layers of the others are recomputed. Each part attends to the parts
+        before it."""
         arrival = self.arrival
         if arrival is None:
             return [self]

@@ -188,7 +188,7 @@ class ReadBuffer:
 
     @property
     def held(self) -> int:
-        """Frames that hold what nobody has taken."""
+        """Frames with chunks that no restoration has taken yet."""
         return len({id(c) for known in self._copied.values() for c, _ in known.values()})
 
     def check_integrity(self) -> None:
@@ -218,7 +218,7 @@ class ReadBuffer:
                     yield layer, group
 
     def _worth(self, blocks: int, history: int, context: int, length: int) -> int:
-        """Bytes to copy for a history of so many tokens in so many blocks."""
+        """Bytes worth copying early, of a history of `history` tokens in `blocks` blocks."""
         size = blocks * self._layout.slot_bytes
         if self._cost is None or history <= 0:
             return size if history > 0 else 0

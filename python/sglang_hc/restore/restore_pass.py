@@ -140,7 +140,7 @@ class RestorePass:
         self._staging.release(self.finish)
 
     def abandon(self) -> None:
-        """Nothing more of this pass is written: another one writes all of it."""
+        """Write nothing more, because another pass will write all of this one."""
         for load in self._todo:
             if load.early is not None:
                 load.early.done()
@@ -221,7 +221,7 @@ class RestorePass:
     def _around(
         self, found: dict[int, list[Early]], layer: int, count: int, limit: int
     ) -> Iterator[_Load]:
-        """Loads of a layer part of which is on the device already."""
+        """The loads of a layer of which the read buffer has a part."""
         first, lag = 0, self._layout.lag(layer)
         spans: list[HostSpan] = []
 
@@ -264,8 +264,8 @@ class RestorePass:
             )
 
     def _advance(self) -> None:
-        """Write the oldest staged piece to the pool, in the stream in which restorations run. Where
-        none is staged, because the next one is still being read, this waits for it."""
+        """Write the oldest staged piece to the pool, in the stream in which restorations run. If
+        none is staged, the next one is still being read, and this waits for it."""
         if not self._staged:
             for arrival in self._arrivals:
                 arrival.wait(self._todo[0].layer)

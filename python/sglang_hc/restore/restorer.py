@@ -113,8 +113,8 @@ class Restorer:
         return index
 
     def keep(self, nodes: Sequence[BlockNode]) -> None:
-        """Blocks that were read while they were restored have joined the tree: they stay until the
-        copies that were enqueued by now are over."""
+        """Pin blocks that joined the tree after their restoration had begun, until the copies that
+        were enqueued by now are over."""
         self._host.pin(nodes)
         self._releasing.append((self.path.copy_stream.record(), nodes))
 
@@ -142,7 +142,7 @@ class Restorer:
         return self.path.copy_stream.record()
 
     def join_early(self, tokens: int) -> None:
-        """So many tokens that were restored early serve their request."""
+        """Count tokens that were restored early and now serve their request."""
         self.counters["restored_tokens"] += tokens
         self.counters["early_restored_tokens"] += tokens
 

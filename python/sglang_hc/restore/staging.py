@@ -24,7 +24,7 @@ CUDA_FRAMES = (8, 32 << 20)
 7B multi-head model: double buffering for the longest histories of HCache's evaluation."""
 
 FEW_RUNS = 3
-"""A piece of at most so many runs has one copy for each; a piece of more runs has one batched copy.
+"""Up to this many runs of a piece are copied one by one; a piece of more runs is one batched copy.
 A history in adjacent slots has up to three runs, because only parts of its first and last blocks
 may be needed."""
 

@@ -53,7 +53,7 @@ class HostMatch:
         self._tiers = tiers
         self._tree = tiers.host.tree
         self._lag = tiers.layout.draft.lag
-        """A position's state takes so many more tokens to tell."""
+        """Tokens behind a position that its state depends on as well."""
         self._found: Found | None = None
 
     def tokens(self, req: Any, key: RadixKey, device_node: Any, on_device: int) -> int:

@@ -198,7 +198,7 @@ def gathers(kernels: Any) -> dict[str, Gather]:
 def fastest_gather(
     pool: KvPoolRows, layers: Sequence[int], allocator: Any, ring: DeviceRing
 ) -> Gather:
-    """The way for this model on this GPU; before any request, when nobody uses a slot or the ring.
+    """The fastest way for this model on this GPU. Runs before any request, when no slot is in use.
 
     layers: those whose KV is saved, at least one.
     """
@@ -220,7 +220,7 @@ def choose_gather(
     _fill(pool, layers, checked)
 
     def targets(rows: int) -> list[torch.Tensor]:
-        """Where a piece of so many rows lies in the ring."""
+        """Where a piece of `rows` rows lies in the ring."""
         return tensors_of(ring.memory, [(len(layers), rows, width) for width in pool.part_bytes])
 
     check, timed = targets(len(checked)), targets(len(slots))

@@ -33,7 +33,7 @@ from sglang_hc.srt.start_group import StartGroup
 logger = logging.getLogger(__name__)
 
 WHOLE_HEADS = frozenset({"GPT2LMHeadModel"})
-"""Models of which SGLang tells each rank's attention the heads of all ranks."""
+"""Models whose attention SGLang builds with the heads of all ranks on each rank."""
 
 MODEL_STATE = "_hc_model"
 """Attribute of a ModelRunner that holds our `ModelState`."""

@@ -1,4 +1,4 @@
-"""Which of the server's schedulers this one is, and what it has of the server's memory and disks.
+"""This scheduler's place among those of the server, and its share of memory and disks.
 
 Data-parallel replicas (`--dp-size`) have nothing to agree on. A conversation that returns to
 another replica finds its state only in a remote store. The pipeline stages of a replica

@@ -173,7 +173,7 @@ class HcRadixCache(RadixCache):
         return slots, node
 
     def continue_behind(self, req: Any, restored: int) -> None:
-        """A running request goes on behind so many restored tokens: they count as served by the
+        """A running request goes on behind `restored` restored tokens. They count as served by the
         store, and its state is saved from there on."""
         if not req.retracted_stain:
             req.cached_tokens_storage += restored

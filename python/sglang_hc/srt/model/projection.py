@@ -98,7 +98,7 @@ def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dic
 
 
 def fastest_projection(runner: Any, adapters: list[LayerAdapter], allocator: Any) -> Projection:
-    """The way for this model on this GPU; before any request, when nobody uses a slot."""
+    """The fastest way for this model on this GPU. Runs before any request: no slot is in use."""
     context = runner.model_config.context_len
     with unused_slots(allocator, TIMED_ROWS) as slots:
         return projection_for(runner.token_to_kv_pool, adapters, slots, context)
@@ -132,7 +132,7 @@ def fastest_stream(
     shape: StateShape,
     sink: RestoreSink,
 ) -> SideStream | None:
-    """Where restorations run on this GPU; before any request, when nobody uses a slot."""
+    """Where restorations run on this GPU. Runs before any request, when no slot is in use."""
     weight = adapters[0].qkv.weight
     new = torch.zeros((NEW_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     positions = torch.arange(NEW_ROWS, device=weight.device)

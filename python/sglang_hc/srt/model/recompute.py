@@ -57,14 +57,14 @@ def recompute_excluded(args: Any, model_class: str) -> str | None:
 
 
 def cannot_recompute(forms: str, reason: str) -> str:
-    """What a user is told whose plan has layers that cannot be recomputed."""
+    """The error for a plan with layers that cannot be recomputed."""
     return (
         f"--hc-forms {forms}: layers cannot be recomputed here: {reason}; use hidden and kv counts"
     )
 
 
 def not_exact(forms: str, what: str, reason: str) -> str:
-    """What a user is told whose plan has layers that do not come back bit by bit."""
+    """The error for a plan with layers that do not come back bit by bit."""
     return (
         f"--hc-forms {forms} and --hc-exact exclude each other here: {what} are not bit-exact "
         f"({reason}); leave one of the two out, or use kv counts"
