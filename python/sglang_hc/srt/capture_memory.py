@@ -73,7 +73,7 @@ class CaptureMemory:
 
     @property
     def streams(self) -> list[Any]:
-        """Streams that capture has work on, for which no other work should wait."""
+        """Streams of capture alone; no other work should be submitted to them."""
         branch = None if self.taps is None else self.taps.branch
         return [] if branch is None else [branch.stream]
 

@@ -113,7 +113,7 @@ def answer(retention: Retention | None, method: str, body: dict[str, Any]) -> di
 
 
 def joined(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One answer for those of all replicas: what those that could have together."""
+    """One answer out of those of all replicas: the sum of what succeeded, or the first refusal."""
     good = [reply for reply in replies if reply["status"] == 200]
     reply = dict((good or replies)[0])
     for name in ("blocks", "max_blocks"):

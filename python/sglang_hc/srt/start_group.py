@@ -81,7 +81,7 @@ class StartGroup:
         return max(self.each(value))
 
     def reason(self, found: str | None) -> str | None:
-        """The first rank's reason that has one: what one rank cannot do, none does."""
+        """The reason of the first rank that has one: what one rank cannot do, no rank does."""
         return next((reason for reason in self.each(found) if reason is not None), None)
 
     def digest(self, own: str) -> str:
