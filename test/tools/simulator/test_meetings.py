@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.makespan import makespan
-from sglang_hc.policy.meeting import Split, best_split, from_below
+from sglang_hc.policy.meeting import History, Split, best_split, from_below
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.simulator.engine import Engine
 from sglang_hc.tools.simulator.models import (
@@ -275,3 +276,22 @@ def test_the_simulator_prices_as_the_plan_does() -> None:
     times = costs.cost.layer_times(SourceTier.HOST, 1024, new=64)
     assert plan.as_stored_seconds == pytest.approx(makespan(times, model.layout.plan))
     assert costs.read_seconds(BLOCK_TOKENS) == pytest.approx(model.slot_bytes / 6.9e9)
+
+
+def test_the_block_that_is_being_read_counts_with_the_time_that_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk works on one block after the other, so it never is more than the price of one."""
+    seen: list[History] = []
+    split = GpuCosts.split
+
+    def note(costs: GpuCosts, history: History, *args: Any) -> Split | None:
+        seen.append(history)
+        return split(costs, history, *args)
+
+    monkeypatch.setattr(GpuCosts, "split", note)
+    served(BALANCE)
+    block = GpuCosts(MODEL, Machine(disk=BALANCE)).read_seconds(BLOCK_TOKENS)
+    taken = [span.taken for history in seen for span in history.coming]
+    assert max(taken) > block / 100
+    assert all(0.0 <= seconds <= block * (1 + 1e-6) for seconds in taken)
