@@ -25,6 +25,7 @@ from typing import Any
 
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
+from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.store.disk import DiskStore
@@ -236,8 +237,7 @@ class SourceServer:
     def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""
         self.throttle(bytes_per_s)
-        self.costs._remote.clear()
-        self.costs._remote_seconds = 0.0
+        self.costs._remote = CorrectedCosts(self._profile)._remote
         self.ttft(prompt, "serial")
 
     def take_pages(self) -> None:
