@@ -102,6 +102,21 @@ def test_reads_that_overlap_are_one_observation() -> None:
     assert found[1:] == [(SourceTier.DISK, 1, 0.5)]
 
 
+def test_a_tier_came_last_when_it_last_answered_whatever_it_said() -> None:
+    disk, _ = reads()
+    disk.asked(5, 0.0, idle=True)
+    assert disk.ended == 0.0
+    disk.came(Outcome.OK, 3.0, 9.0)
+    disk.came(Outcome.OK, 2.0, 9.0)  # another thread's, told later
+    assert disk.ended == 3.0
+    disk.came(Outcome.TIMED_OUT, 8.0, 9.0)
+    assert disk.ended == 3.0, "that is no answer"
+    disk.came(Outcome.MISSING, 5.0, 9.0)
+    assert disk.ended == 5.0
+    disk.came(Outcome.OK, None, 9.0)
+    assert disk.ended == 9.0, "when it was told"
+
+
 def test_what_is_disturbed_says_nothing_and_the_next_reads_do() -> None:
     disk, found = reads()
     disk.asked(1, 0.0, idle=False)
