@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class BlockReader:
         self._pages = ThreadMemory()
         self._headers: dict[bytes, SlotHeader] = {}
         """By block, of those some of whose layers were read: its other layers will be, too."""
+        self._keeping = threading.Lock()
 
     def read_many(self, reads: Sequence[Read]) -> dict[Read, Outcome]:
         """See `DiskStore.read_many`. A block that is not here any more is MISSING."""
@@ -165,9 +167,10 @@ class BlockReader:
         return header
 
     def _keep(self, header: SlotHeader) -> None:
-        while len(self._headers) >= HEADERS:
-            self._headers.pop(next(iter(self._headers)), None)
-        self._headers[header.block_id] = header
+        with self._keeping:
+            while len(self._headers) >= HEADERS:
+                del self._headers[next(iter(self._headers))]
+            self._headers[header.block_id] = header
 
     def _check(self, header: SlotHeader, one: _Found, wanted: Sequence[int]) -> None:
         """Raises Damaged when a chunk is not the one of the header."""
