@@ -165,18 +165,10 @@ def test_the_checker_sees(
     assert found, f"found elsewhere: {seen['races']}"
 
 
-def dropped_at_once(core: OrderedCore) -> None:
-    """What a request staged before its history was restored is given up on the schedule stream, and
-    with it a snapshot leaves the device that a running decode step still fills."""
-    capture = core.tree.tiers.capture
-    core.tree.continue_behind = lambda req, restored: capture.drop(req.rid)
-
-
 def met(folder: str, control: Callable[[OrderedCore], None] | None = None) -> dict[str, Any]:
     """A request meets its history while another one decodes."""
     profile = halving_profile(Path(folder), 6e-3)  # slow enough that computing pays beside others
-    chunk = "--chunked-prefill-size", "100"  # ends within a block, whose rows stay staged
-    core, first = start("hidden", f"{folder}/d", profile, *chunk, kind=OrderedCore)
+    core, first = start("hidden", f"{folder}/d", profile, kind=OrderedCore)
     assert isinstance(core, OrderedCore)
     if control is not None:
         control(core)
@@ -205,6 +197,6 @@ def test_no_access_is_unordered_when_a_running_request_goes_on_behind_its_histor
     assert seen["met"] == 1
 
 
-def test_the_checker_sees_a_snapshot_that_leaves_too_early(models: None, tmp_path: Path) -> None:
-    seen = run_in_child(met, str(tmp_path), dropped_at_once)
+def test_the_checker_sees_a_meeting_beside_the_models_stream(models: None, tmp_path: Path) -> None:
+    seen = run_in_child(met, str(tmp_path), schedule_stream_always)
     assert any(sites[0].startswith("snapshot") for sites in seen["sites"]), seen["races"]
