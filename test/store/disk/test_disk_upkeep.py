@@ -54,8 +54,8 @@ def test_a_prefix_ages_from_its_end(tmp_path: Path) -> None:
     path = make_path(10)
     put(store, path)
     store.touch([block.block_id for block in path])
-    store.flush()
     directory = store.directories[0]
+    directory.flush_touches()
     order = [resident.block_id for resident in directory.index.oldest(10)]
     assert order == [block.block_id for block in reversed(path)]
     store.close()

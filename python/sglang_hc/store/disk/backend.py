@@ -70,7 +70,6 @@ class DirectBackend:
         return DirectFile(os.open(path, flags, FILE_MODE))
 
     def unlink(self, path: str) -> None:
-        """Remove a file."""
         os.unlink(path)
 
     def sync_directory(self, path: str) -> None:

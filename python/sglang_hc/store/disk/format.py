@@ -144,7 +144,6 @@ class SlabHeader:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the slab file."""
         return SLAB_HEADER_BYTES + self.slots * self.slot_bytes
 
     def offset(self, slot: int) -> int:

@@ -306,7 +306,6 @@ class SlabSet:
             return {number: slab.header.slot_bytes for number, slab in self._slabs.items()}
 
     def file_bytes(self) -> int:
-        """Sizes of all slab files."""
         with self._lock:
             return sum(slab.header.file_bytes for slab in self._slabs.values())
 
@@ -333,7 +332,6 @@ class SlabSet:
         assert len(taken) == len({*owned, *self.quarantined}), "a taken slot without a row"
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             for slab in self._slabs.values():
                 slab.file.close()
@@ -364,7 +362,6 @@ def read_slab_header(file: File) -> SlabHeader:
 
 
 def slab_path(root: str, number: int) -> str:
-    """Path of a slab file."""
     return os.path.join(root, f"slab-{number:08d}.dat")
 
 

@@ -219,11 +219,6 @@ class DiskStore:
         """Remove all blocks of this model, those in paused directories too; returns how many."""
         return sum(directory.remove(directory.places.copy()) for directory in self.directories)
 
-    def flush(self) -> None:
-        """Write noted access times to the indexes."""
-        for directory in self.in_use():
-            directory.flush_touches()
-
     def tick(self) -> None:
         """One round of upkeep in every directory."""
         for one in self.maintenance:
@@ -246,8 +241,9 @@ class DiskStore:
     def close(self) -> None:
         """Finish upkeep, write access times, close, unlock. No other call may be running."""
         self.stop_upkeep()
-        self.flush()
         for directory in self.directories:
+            if directory.usable():
+                directory.flush_touches()
             directory.close()
 
     def _check(self, data: memoryview) -> None:
