@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store import disk_tier
 from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier, ReadWatch
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.fake_io import FakeIo
-from support.host import host_tier, path_of
+from support.host import host_tier, keep, path_of, tokens_of
 
 BLOCK_SECONDS = 3.0
 WORDS = ("ab", "cd", "ef", "gh")
@@ -146,3 +147,55 @@ def test_it_is_busy_while_an_answer_is_on_its_way() -> None:
         world.io.ask = lambda block_ids, asks=asks: asks  # type: ignore[method-assign]
         world.disk.find(path_of("cd").block_ids)
         assert world.disk.is_busy == asks
+
+
+@pytest.mark.parametrize(
+    "outcome", [Outcome.LOST, Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMED_OUT]
+)
+def test_a_write_that_failed_is_done_when_its_path_is_used_and_writes_end_well(
+    outcome: Outcome,
+) -> None:
+    """Blocks stayed in memory alone for as long as they were there, however often they were used,
+    and were computed again after that."""
+    host, io = host_tier(8), FakeIo(writes_wait=True)
+    disk = DiskTier(io, host)
+    path, (other,) = keep(host, tokens_of("abc")), keep(host, tokens_of("x"))
+    for node in path[:2]:
+        disk.spill(node)
+    io.end_all(outcome)
+    disk.poll()
+    io.up = False
+    disk.spill(path[2])
+    disk.save_again(path)
+    io.up = True
+    disk.save_again(path)
+    assert not io.moves and disk.counters["disk_save_dropped"] == 1, "nothing has ended well yet"
+    disk.spill(other)
+    io.end_all()
+    disk.poll()
+    disk.save_again([other])
+    assert not io.moves, "nobody has used the others"
+    disk.save_again(path)
+    disk.save_again(path)
+    assert [move.block_id for move in io.moves] == [node.block_id for node in path]
+    io.end_all()
+    disk.poll()
+    disk.save_again(path)
+    assert not io.moves and io.held() == {node.block_id for node in [*path, other]}
+    assert not any(node.pins for node in host.tree.nodes())
+
+
+def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MOST_UNSAVED", 2)
+    host, io = host_tier(8), FakeIo(writes_wait=True)
+    disk = DiskTier(io, host)
+    path, (other,) = keep(host, tokens_of("abc")), keep(host, tokens_of("x"))
+    for node in path:
+        disk.spill(node)
+    io.end_all(Outcome.LOST)
+    disk.poll()
+    disk.spill(other)
+    io.end_all()
+    disk.poll()
+    disk.save_again(path)
+    assert [move.block_id for move in io.moves] == [node.block_id for node in path[1:]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_hc.policy.cost_model import SourceTier
@@ -41,6 +41,9 @@ LENIENCE = 2
 WRITE_DEADLINE_S = 30.0
 """Longest a block may wait to be written: it holds its slot meanwhile."""
 
+
+MOST_UNSAVED = 1 << 16
+"""Blocks in host memory of which is remembered that they could not be written."""
 
 BlockSeconds = Callable[[SourceTier], float]
 """Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
@@ -130,6 +133,10 @@ class DiskTier:
         self._layer_reads: dict[int, tuple[LayerReads, Promotion, int]] = {}
         """Blocks and groups of layers by the tickets of their reads."""
         self._spills: dict[int, BlockNode] = {}
+        self._unsaved: dict[bytes, None] = {}
+        """Blocks whose writes failed, the oldest first."""
+        self._can_write = True
+        """The last write to end, or to be asked for, did not fail."""
         self._asks = False
         self.counters = io.counts
         below = (SourceTier.DISK, SourceTier.REMOTE)
@@ -161,11 +168,21 @@ class DiskTier:
         ticket = next(self._tickets)
         if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
             self.counters["disk_save_dropped"] += 1
+            self._write_failed(node)
             return
         for watch in self._watches.values():
             watch.disturbed()
         self._host.pin([node])
         self._spills[ticket] = node
+
+    def save_again(self, path: Iterable[BlockNode]) -> None:
+        """A path was used: write those of its blocks whose writes failed, if writes end well
+        again."""
+        if self._unsaved and self._can_write:
+            for node in path:
+                if node.block_id in self._unsaved and node.ready and node.moved is None:
+                    del self._unsaved[node.block_id]
+                    self.spill(node)
 
     # -- fetch -----------------------------------------------------------------------------------
 
@@ -352,3 +369,13 @@ class DiskTier:
     def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])
         count_write(self.counters, done)
+        if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
+            self._can_write = True
+        else:
+            self._write_failed(node)
+
+    def _write_failed(self, node: BlockNode) -> None:
+        self._can_write = False
+        self._unsaved[node.block_id] = None
+        if len(self._unsaved) > MOST_UNSAVED:
+            del self._unsaved[next(iter(self._unsaved))]

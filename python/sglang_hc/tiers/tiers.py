@@ -58,6 +58,7 @@ class Tiers:
             nodes = tree.match(prefix).nodes
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
+            self.disk.save_again(nodes)
 
     # -- upkeep ----------------------------------------------------------------------------------
 
