@@ -99,6 +99,10 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
             ("--hc-overflow", "reembed", "--tokenizer-worker-num", "2"),
             ("--hc-overflow", "--tokenizer-worker-num"),
         ),
+        (
+            ("--hc-disk", "/tmp/hc-a:1", "--hc-disk", "/tmp/./hc-a/"),
+            ("--hc-disk /tmp/hc-a", "more than once"),
+        ),
         (("--hc-remote", "eic"), ("--hc-remote eic", "package eic", "install")),
         (("--hc-remote", "file"), ("--hc-remote file", "directory", "--hc-remote-config")),
     ],

@@ -15,6 +15,7 @@ from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, add_flags
 from sglang_hc.forms import LayerPlan, PlanError
 from sglang_hc.srt import cpu
 from sglang_hc.srt.graphs import check_prefill_graphs
+from sglang_hc.store.disk import DirectorySpec
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                 logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
         if not config.disable:
             refuse_modes(self, config)
+            _refuse_same_directory(config)
             if config.remote is not None:
                 from sglang_hc.srt.storage_backends import check_remote
 
@@ -111,6 +113,14 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
         check_prefill_graphs(self, wished)
         check_radix_cache(self)
         _refuse_algorithm(self)  # SGLang may have chosen another one
+
+
+def _refuse_same_directory(config: HcConfig) -> None:
+    """Raise ConfigError when two `--hc-disk` are one directory, whatever they are called."""
+    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in config.disk]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"--hc-disk {path} is given more than once; give each directory once")
 
 
 def check_radix_cache(args: Any) -> None:
