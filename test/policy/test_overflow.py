@@ -60,6 +60,24 @@ def test_the_same_cut_serves_many_turns(rule: OverflowRule, turns: list[int]) ->
             assert lasted[-1] - lasted[0] < step
 
 
+@given(
+    st.builds(
+        OverflowRule,
+        window=st.integers(64, 3000),
+        keep_first=st.integers(0, 600),
+        drop=st.floats(0.05, 0.95),
+        reserve=st.integers(1, 2000),
+    )
+)
+def test_a_rule_that_cannot_cut_is_known_before_a_prompt_comes(rule: OverflowRule) -> None:
+    longer = max(1, rule.window - rule.reserve + 1)
+    if rule.can_cut:
+        assert rule.cut(longer, None).dropped
+    else:
+        with pytest.raises(CannotCut):
+            rule.cut(longer, None)
+
+
 def test_both_sides_of_the_window() -> None:
     rule = OverflowRule(window=2048, keep_first=64, drop=0.5, reserve=1024)
     assert rule.cut(1024, None).dropped == 0

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_hc.srt.overflow import count_head, cut_prompt, own_ids, read_field
+from sglang_hc.errors import ConfigError
+from sglang_hc.srt.hooks import build_scheduler
+from sglang_hc.srt.overflow import check_window, count_head, cut_prompt, own_ids, read_field
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 WISH = {"hc_overflow": {"keep_first": "system"}, "other": 1}
@@ -158,3 +160,25 @@ def test_what_a_caller_handed_in_stays_as_it_is(mode: str) -> None:
         {"other", "hc_cut"}, {"other", "hc_cut"}, {"other"},
     ]  # fmt: skip
     assert history == list(range(LIMIT + 1)) and options == {"custom_params": {"other": 1}}
+
+
+@pytest.mark.parametrize(("mode", "reserve"), [("recompute", 320), ("off", 321)])
+def test_a_window_with_room_for_a_cut_is_served(mode: str, reserve: int) -> None:
+    """Of 512 tokens: a head, a step and a block behind it, of 64 each."""
+    check_window(SmallWindow(mode, reserve))
+
+
+def test_a_scheduler_whose_window_has_no_room_for_a_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--hc-overflow recompute: .*give a smaller reserve"):
+        build_scheduler(lambda scheduler: None, SmallWindow("recompute", 321))
+
+
+class SmallWindow:
+    """Stands for a scheduler whose window is 512 tokens."""
+
+    max_req_input_len = 512 - 4
+
+    def __init__(self, mode: str, reserve: int) -> None:
+        self.server_args = SimpleNamespace(
+            _hc_config={"overflow": mode, "overflow_reserve": reserve}
+        )

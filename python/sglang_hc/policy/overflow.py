@@ -45,6 +45,12 @@ class OverflowRule:
     drop: float
     reserve: int
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether the window has room for the head, a block behind it, one step and the reserve."""
+        head = _blocks_up(max(BLOCK_TOKENS, self.keep_first))
+        return self._leaves_room(head, self.window - self.reserve)
+
     def cut(self, length: int, answer: int | None, keep_first: int | None = None) -> Cut:
         """The cut of a prompt of `length` tokens whose answer may have `answer` tokens.
 
@@ -58,7 +64,7 @@ class OverflowRule:
         step = self._step(head)
         if length <= limit:
             return Cut(head, 0)
-        if step < BLOCK_TOKENS or limit - step < head + BLOCK_TOKENS:
+        if not self._leaves_room(head, limit):
             raise CannotCut(
                 f"a prompt of {length} tokens is cut to a head of {head} tokens and its end, and "
                 f"with {room} tokens for the answer too little of the window of {self.window} is "
@@ -71,6 +77,10 @@ class OverflowRule:
         reaches from the end of the present cut, what is kept of it cannot be older."""
         every = range(0, cut.dropped, self._step(cut.head))
         return [n for n in every if cut.dropped - n <= self.window][::-1]
+
+    def _leaves_room(self, head: int, limit: int) -> bool:
+        step = self._step(head)
+        return step >= BLOCK_TOKENS and limit - step >= head + BLOCK_TOKENS
 
     def _step(self, head: int) -> int:
         """Tokens that are dropped at a time."""

@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import (
 from sglang_hc.errors import ConfigError
 from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt import verdicts
+from sglang_hc.srt.overflow import check_window
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.speculation import hand_over
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -44,6 +45,7 @@ def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs:
     token = BUILDING.set(OwnScheduler(self))
     try:
         build(self, *args, **kwargs)
+        check_window(self)
         verdicts.attach(self)
     except ConfigError as error:
         logger.error("sglang-hc: %s", error)

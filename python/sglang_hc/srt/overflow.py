@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_hc.errors import ConfigError
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.srt.pins import custom_params
 from sglang_hc.srt.server_args import config_of
@@ -273,8 +274,19 @@ def _carried(
     return name(cut.dropped), EarlierCuts(cut.head, cut.dropped, cuts, left_out)
 
 
+def check_window(scheduler: Any) -> None:
+    """Raise ConfigError where the server's rule would refuse prompts that fit, for want of room."""
+    rule = _rule(scheduler)
+    if rule is not None and not rule.can_cut:
+        raise ConfigError(
+            f"--hc-overflow {_mode(scheduler)}: a window of {rule.window} tokens has no room for "
+            f"--hc-overflow-keep-first {rule.keep_first}, a step of --hc-overflow-drop "
+            f"{rule.drop:g} and --hc-overflow-reserve {rule.reserve}; give a smaller reserve"
+        )
+
+
 def _rule(manager: Any) -> OverflowRule | None:
-    """The server's rule; None when it does not cut."""
+    """The server's rule; None when it does not cut. manager: the tokenizer's, or the scheduler."""
     config = config_of(manager.server_args)
     if config is None or config.overflow == "off":
         return None
