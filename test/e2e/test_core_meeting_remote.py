@@ -17,6 +17,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.remote.envelope import storage_key
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
+from support.disk_store import remove
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -104,7 +105,7 @@ def behind_a_disk(profile: str, shared: str, folder: str) -> tuple:
     flags = (*on_disk(folder), *in_store(shared))
     core, history, _ = start("kv", profile, *flags, seconds=STORE_SECONDS / 2)
     disk = core.tree.tiers.disk._io._near._store
-    assert disk.remove(blocks_of(core, history)[5:]) == BLOCKS - 5
+    assert remove(disk, blocks_of(core, history)[5:]) == BLOCKS - 5
     HeldDisk(core)  # what is read comes in the pass that asks for it
     return counted(core, lambda: core.ask(history, 24))
 
