@@ -13,7 +13,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks, blocks
 from sglang_hc.store.remote import store as store_module
-from sglang_hc.store.remote.envelope import storage_key
+from sglang_hc.store.remote.envelope import inspect, storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
 from sglang_hc.store.remote.presence_cache import Presence
 from support.clock import Clock
@@ -260,3 +260,34 @@ def test_close_leaves_a_hung_thread_behind(
     closing.join(HANGS_S)
     assert not closing.is_alive()
     store.open.set()
+
+
+def test_the_blocks_of_one_call_are_told_of_together(
+    io: RemoteBlocks, store, pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever saw the first of them would take the others for unread."""
+    path = make_path(3)
+    save(io, pool, path)
+    last, goes_on, proven = threading.Event(), threading.Event(), []
+
+    def slowly(*args):
+        proven.append(args)
+        if len(proven) == 1 + len(path):
+            last.set()
+            assert goes_on.wait(HANGS_S)
+        return inspect(*args)
+
+    monkeypatch.setattr(store_module, "inspect", slowly)
+    store.open.clear()
+    store.entered.clear()
+    io.read(len(path), path[0].block_id, TARGET, FOREVER)
+    assert store.entered.wait(HANGS_S)  # what is asked for meanwhile goes into one call
+    for slot, block in enumerate(path):
+        io.read(slot, block.block_id, slot, FOREVER)
+    store.open.set()
+    assert last.wait(HANGS_S)
+    assert [done.ticket for done in io.poll()] == [len(path)], "of three, two are proven"
+    goes_on.set()
+    done: list = []
+    until(lambda: done.extend(io.poll()) or len(done) == len(path))
+    assert {one.outcome for one in done} == {Outcome.OK}

@@ -236,13 +236,14 @@ class RemoteStore:
             self._frames.header(frame).fill(0)  # what an earlier read left must not look like news
         keys = [self._key(job.block_id) for job in jobs]
         answers = _one_each(keys, self._backend.get(keys, frames))
-        for job, frame, good in zip(jobs, frames, answers, strict=True):
-            if good:
-                self._deliver(job, frame)
-            else:
-                job.settle(Outcome.MISSING)
+        ended = [
+            self._deliver(job, frame) if good else Outcome.MISSING
+            for job, frame, good in zip(jobs, frames, answers, strict=True)
+        ]
+        for job, outcome in zip(jobs, ended, strict=True):
+            job.settle(outcome)  # together: whoever sees one would take the others for unread
 
-    def _deliver(self, job: _Transfer, frame: int) -> None:
+    def _deliver(self, job: _Transfer, frame: int) -> Outcome:
         """Copy into the slot, if it is still this job's, and prove the bytes that lie there."""
         slot = self._pool.slot(job.slot)
         with job.lock:
@@ -250,9 +251,8 @@ class RemoteStore:
                 np.copyto(slot, self._frames.payload(frame))
                 header = self._frames.header(frame)
                 job.verdict = inspect(header, slot, self._fingerprint, job.block_id)
-                intact = job.verdict is Verdict.INTACT
                 job.at = time.monotonic()
-                job.outcome = Outcome.OK if intact else Outcome.DAMAGED
+        return Outcome.OK if job.verdict is Verdict.INTACT else Outcome.DAMAGED
 
     def _store(self, jobs: list[_Transfer]) -> None:
         ready: list[tuple[_Transfer, int]] = []
