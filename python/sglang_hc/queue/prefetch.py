@@ -317,7 +317,9 @@ class Prefetcher(Generic[K]):
             first += 1
         # A later block of the path may still be on its way for a request that has left.
         end = next((i for i in range(first, end) if ids[i] in coming), end)
-        if at_turn and missing.first == first < end and self._meet(request, missing, end):
+        # What is read continues what was computed in host memory, so both must fit there.
+        can_meet = at_turn and missing.first == first < end <= self._host_slots
+        if can_meet and self._meet(request, missing, end):
             return 0
         wanted = self._worth(missing, first, end, turn_in)
         started = 0
