@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ def start_slowly(bytes_per_second: float) -> None:
     """I/O processes that this process starts from now on are such ones."""
     from sglang_hc.store.process import supervisor
 
-    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([words[0], "-m", __name__, *words[3:]], **options)
+    def start(words: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])
+        command = [words[0], "-m", __name__, *words[3:]]
+        return subprocess.Popen(command, env=env | {"PYTHONPATH": paths}, **options)
 
     os.environ[RATE] = str(bytes_per_second)
     supervisor.subprocess = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
