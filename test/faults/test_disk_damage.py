@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
@@ -317,3 +317,34 @@ def test_slabs_of_an_unknown_version_are_refused_and_kept(scratch: Path) -> None
     with pytest.raises(DirectoryError, match="written in disk format 3"):
         open_store(folder, backend=BUFFERED)
     assert len(slabs_of(folder)) == count
+
+
+def test_a_rebuilt_index_that_stays_in_its_log_is_not_used(scratch: Path) -> None:
+    """The file without its log was taken for the index, as if no slab had a row: the start after
+    that removed all slabs. A full disk or, as here, a reader keeps the rows in the log."""
+    store = open_store(scratch)
+    blocks = make_path(8)
+    put(store, blocks)
+    store.close()
+    root = scratch / "sglang-hc"
+    (root / "index.sqlite").unlink()
+    fresh, readers = root / "index.sqlite.new", []
+
+    class ReadMeanwhile(DirectBackend):
+        def sync_directory(self, path: str) -> None:
+            raise AssertionError("it was put in place")
+
+        def open(self, path: str, create: bool = False) -> File:
+            if fresh.exists() and not readers:
+                readers.append(sqlite3.connect(fresh, isolation_level=None))
+                readers[0].executescript("BEGIN; SELECT * FROM meta")
+            return super().open(path, create)
+
+    with pytest.raises(DirectoryError, match="written out of its log"):
+        open_store(scratch, backend=ReadMeanwhile(direct=False))
+    assert readers[0].in_transaction
+    readers[0].close()
+    store = open_store(scratch)
+    assert store.contains([block.block_id for block in blocks]) == 8
+    store.check_integrity()
+    store.close()

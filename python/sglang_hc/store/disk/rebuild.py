@@ -36,6 +36,9 @@ def rebuild_index(root: str, path: str, backend: DirectBackend) -> int:
         count = _fill(index, root, backend)
     finally:
         index.close()
+    with suppress(FileNotFoundError):
+        if os.path.getsize(fresh + "-wal"):  # the file alone would be an index without slabs
+            raise IndexFull("the new index could not be written out of its log")
     os.rename(fresh, path)
     backend.sync_directory(root)
     return count
