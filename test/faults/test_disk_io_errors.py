@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
+from sglang_hc.store.disk import eviction
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.index_file import IndexFull, Place, Row
@@ -334,5 +335,26 @@ def test_a_damaged_slot_stays_out_of_use_though_its_row_cannot_be_deleted_at_onc
     assert Place.unpack(directory.places[block.block_id]) != place
     store.check_integrity()
     assert directory.drop_slab(place.slab) and not directory.slabs.quarantined
+    store.check_integrity()
+    store.close()
+
+
+def test_nothing_is_evicted_in_vain(scratch: Path) -> None:
+    """While the index refused to delete rows, each write evicted further pages of blocks, none of
+    whose slots became free."""
+    store = open_store(scratch)
+    directory = store.directories[0]
+    for seed in range(store.capacity // 4 + 1):
+        put(store, make_path(4, seed=seed))
+    assert store.counters()["evicted_blocks"] > 0
+    full = len(store)
+    with (
+        mock.patch.object(eviction, "_PAGE", 4),
+        mock.patch.object(directory.index, "delete", side_effect=IndexFull("injected")),
+    ):
+        assert put(store, make_path(2, seed=99)) == [Outcome.NO_SPACE] * 2
+        store.tick()
+    assert len(store) == full - 1
+    assert put(store, make_path(2, seed=99)) == [Outcome.OK] * 2
     store.check_integrity()
     store.close()

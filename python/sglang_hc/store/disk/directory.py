@@ -292,6 +292,11 @@ class Directory:
                 count += len(freed)
         return count
 
+    @property
+    def is_owed_removals(self) -> bool:
+        """The index refuses to delete rows of blocks that were removed: their slots stay taken."""
+        return bool(self._undeleted)
+
     def retry_removals(self) -> bool:
         """Delete rows of removed blocks that the index had refused to. True when it did."""
         return self._delete([self._undeleted.popleft() for _ in range(len(self._undeleted))]) > 0

@@ -100,11 +100,14 @@ class Evictor:
         return False
 
     def _evict(self, wanted: int, *, needed: bool) -> int:
-        """Evict until `wanted` slots are free again. Returns blocks evicted.
+        """Evict until `wanted` slots are free again. Returns blocks evicted; none while the index
+        refuses, because that frees nothing.
 
         needed: evict blocks that waiting requests need too, if there are no others.
         """
         directory = self._directory
+        if directory.is_owed_removals:
+            return 0
         directory.flush_touches()
         behind: Row | None = None
         evicted = 0
@@ -117,11 +120,11 @@ class Evictor:
             behind = page[-1]
             victims = [row for row in page if row.block_id not in self._uses]
             evicted += directory.remove_rows(victims[: wanted - evicted])
-            if evicted >= wanted:
+            if evicted >= wanted or directory.is_owed_removals:
                 break
             last += [row for row in page if row.block_id in self._uses]
             last = nlargest(wanted - evicted, last, key=self._use)
-        if needed and evicted < wanted:
+        if needed and evicted < wanted and not directory.is_owed_removals:
             evicted += directory.remove_rows(last[: wanted - evicted])
         directory.count("evicted_blocks", evicted)
         return evicted
