@@ -6,6 +6,7 @@ import os
 import random
 import sqlite3
 import threading
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -268,4 +269,21 @@ def test_blocks_of_a_clock_that_was_ahead_are_not_kept_for_ever(tmp_path: Path) 
     assert store.contains([block.block_id for block in old]) < 8
     assert store.contains([block.block_id for block in make_path(8, seed=seed - 1)]) == 8
     store.check_integrity()
+    store.close()
+
+
+class Names(list):
+    """A list that can be watched."""
+
+
+def test_a_lost_directory_keeps_no_uses(tmp_path: Path) -> None:
+    """Nobody writes them to its index: they were kept, up to gigabytes of identities."""
+    store = open_store(tmp_path / "a", tmp_path / "b")
+    store.directories[0].fail("injected")
+    names = Names([bytes(16)])
+    watched = weakref.ref(names)
+    store.touch(names)
+    del names
+    store.tick()
+    assert watched() is None
     store.close()

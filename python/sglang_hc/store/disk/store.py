@@ -156,9 +156,9 @@ class DiskStore:
         so that a block never looks younger than its parent. Blocks that are not here are ignored.
         The sequence must not change afterwards.
 
-        Costs one append for each directory; upkeep writes it to the indexes.
+        Costs one append for each directory in use; upkeep writes it to the indexes.
         """
-        for directory in self.directories:
+        for directory in self.in_use():
             directory.touch(block_ids)
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
