@@ -206,3 +206,14 @@ def test_a_burst_arrives_in_order() -> None:
     assert io.executor.drain() == [Completion(ticket, True) for ticket in range(len(chain))]
     assert (io.memory.pool.hidden == 7).all()
     io.executor.close()
+
+
+def test_hints_reach_a_process_without_a_directory_in_use() -> None:
+    """What was no longer needed while the directories paused stayed needed for ever."""
+    run = Run()
+    run.link.replies.append(wire.Answers([], [], {}, False, 0, {}))
+    run.blocks.poll()
+    assert run.blocks.levels()["disk_directories"] == 0
+    run.blocks.expect({bytes(16): None})
+    run.blocks.flush()
+    assert run.link.messages == [[wire.Expect({bytes(16): None})]]

@@ -197,7 +197,7 @@ class ProcessBlocks:
             self._supervisor.send(wire.Touch(list(block_ids)))
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
-        if self._open:
+        if self._supervisor.state is State.UP:  # closed or not: what is not told again is stale
             self._supervisor.send(wire.Expect(dict(uses)))
 
     def clear(self) -> None:
