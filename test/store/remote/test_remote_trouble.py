@@ -291,3 +291,31 @@ def test_the_blocks_of_one_call_are_told_of_together(
     done: list = []
     until(lambda: done.extend(io.poll()) or len(done) == len(path))
     assert {one.outcome for one in done} == {Outcome.OK}
+
+
+def test_late_blocks_of_a_call_that_raised_are_not_tried_one_by_one(
+    io: RemoteBlocks, store, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store whose calls take long and raise then was asked for each of them, for nobody."""
+    entered, gate = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slowly(what: str) -> None:
+        store.calls.append(what)
+        entered.release()
+        assert gate.acquire(timeout=HANGS_S)
+        raise OSError("injected")
+
+    monkeypatch.setattr(store, "call", slowly)
+    first, *others = make_path(4)
+    io.read(3, first.block_id, 3, FOREVER)
+    assert entered.acquire(timeout=HANGS_S)  # what is asked for meanwhile goes into one call
+    for slot, block in enumerate(others):
+        io.read(slot, block.block_id, slot, clock.now + 10)
+    gate.release()
+    assert entered.acquire(timeout=HANGS_S)
+    clock.now += 11
+    assert {done.outcome for done in wait(io, 4)} == {Outcome.IO_ERROR, Outcome.TIMED_OUT}
+    gate.release()
+    until(lambda: bool(io.levels()["remote_usable"]))
+    io.close()
+    assert store.calls.count("get") == 2

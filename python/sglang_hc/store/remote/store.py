@@ -218,14 +218,15 @@ class RemoteStore:
         self._move(self._store, jobs)
 
     def _move(self, by_one_call: Callable[[list[_Transfer]], None], jobs: list[_Transfer]) -> None:
-        """Move blocks by one call. If it raises, each block is moved by a call of its own, so that
-        one which cannot be moved costs no other."""
+        """Move blocks by one call. If it raises, each block whose time is not over is moved by a
+        call of its own, so that one which cannot be moved costs no other."""
         try:
             by_one_call(jobs)
         except Exception as error:
             if len(jobs) > 1:
                 for job in jobs:
-                    self._move(by_one_call, [job])
+                    if job.outcome is None:
+                        self._move(by_one_call, [job])
             else:
                 logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
                 jobs[0].settle(Outcome.IO_ERROR)
