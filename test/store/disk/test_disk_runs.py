@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import DiskStore, reader
 from sglang_hc.store.disk.index_file import Place
 from sglang_hc.store.disk.reader import Read
@@ -89,6 +90,25 @@ def test_no_call_is_longer_than_a_run_may_be(scratch: Path, slots: int, calls: i
     with mock.patch.object(reader, "RUN_BYTES", slots * (4096 + LAYOUT.slot_bytes)):
         assert read_all(store, blocks) == [Outcome.OK] * 32
     assert faults.count == calls
+    store.close()
+
+
+def test_a_call_has_no_more_buffers_than_the_system_takes(scratch: Path) -> None:
+    """Of the smallest blocks there are 512 in a run: 1,024 buffers, headers included."""
+    layout = BlockLayout(LayerPlan(0, 1, 0), StateShape(1, 32, (32, 32), "float16"))
+    faults = Reads()
+    store = open_store(scratch, size=ROOM, backend=FaultyBackend(faults), layout=layout)
+    assert store.model.slot_bytes == 8192
+    blocks = make_path(513)
+    items = [(block, memoryview(data_of(block, 4096))) for block in blocks]
+    assert set(store.write_many(items)) == {Outcome.OK}
+    reads = [Read(block.block_id, memoryview(empty_slot(4096))) for block in blocks]
+    faults.count = 0
+    assert set(store.read_many(reads)) == {Outcome.OK}
+    slabs = [number for number, _ in places(store, blocks)]
+    assert faults.count == sum(-(-slabs.count(number) // 512) for number in set(slabs))
+    for block, read in zip(blocks, reads, strict=True):
+        assert np.array_equal(read.into, data_of(block, 4096))
     store.close()
 
 
