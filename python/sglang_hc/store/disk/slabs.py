@@ -295,9 +295,9 @@ class SlabSet:
                 with self._lock:
                     self._slabs[number] = slab
                 raise
+            slab.file.close()
             self._backend.unlink(slab_path(self._root, number))
             self._backend.sync_directory(self._root)
-        slab.file.close()
         return True
 
     def sizes(self) -> dict[int, int]:
