@@ -228,3 +228,27 @@ def test_fsck_refuses_an_unknown_version(
         status, text = call(capsys, *words)
         assert status == 2 and "disk format 9" in text
     assert before == {path: path.read_bytes() for path in slabs(tmp_path)}
+
+
+def test_a_directory_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another user: `inspect` ended with a traceback."""
+
+    def deny(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", deny)
+    for command in ("inspect", "fsck"):
+        status, text = call(capsys, command, tmp_path)
+        assert status == 2 and "cannot" in text and f"Permission denied: '{tmp_path}'" in text
+
+
+def test_the_repair_that_fsck_proposes_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    fill(folder)
+    flip(slabs(folder)[0], 10_000)
+    assert f"sglang-hc fsck '{folder}' --repair" in call(capsys, "fsck", folder)[1]

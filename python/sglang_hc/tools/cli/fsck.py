@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 import msgspec
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_lines(report)))
     left = [f for report in reports for f in report.findings if not f.repaired]
     if left and not args.json:
-        print(f"to repair it: sglang-hc fsck {' '.join(args.directories)} --repair")
+        print(f"to repair it: sglang-hc fsck {shlex.join(args.directories)} --repair")
     return 1 if left else 0
 
 

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
         summaries = [summarize(path) for path in stores]
     except DirectoryError as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error}") from error
     if args.json:
         print(msgspec.json.format(msgspec.json.encode({"directories": summaries})).decode())
         return 0
