@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
@@ -28,6 +29,22 @@ def test_memory_without_a_file_is_its_own() -> None:
     one, other = HostMemory(SPEC), HostMemory(SPEC)
     one.pool.slot(0)[:] = 7
     assert not other.pool.slot(0).any()
+
+
+@pytest.mark.parametrize("slot", [0, 127, 128, 255, 256, 4095])
+def test_each_of_64_gigabytes_of_slots_is_where_the_file_has_it(slot: int) -> None:
+    """Before and behind places that 31 and 32 bits can name. Only what is written takes memory."""
+    layout = BlockLayout(LayerPlan(0, 0, 8), StateShape(8, 32, (1 << 14, 1 << 14), "uint8"))
+    spec = MemorySpec(layout, 4096, BLOCK_TOKENS, 0)
+    assert layout.slot_bytes == 16 << 20 and spec.bytes == 64 << 30
+    descriptor = memory_file(spec)
+    pool = HostMemory(spec, descriptor).pool
+    pool.kv[1][slot, 7, BLOCK_TOKENS - 1] = 7
+    row = os.pread(descriptor, 1 << 14, (slot + 1) * layout.slot_bytes - (1 << 14))
+    os.close(descriptor)
+    assert row == bytes([7]) * (1 << 14)
+    assert pool.slot(slot)[-1] == pool.view(slot)[-1] == 7
+    assert np.count_nonzero(pool.bytes[max(0, slot - 1) : slot + 2]) == 1 << 14
 
 
 @pytest.mark.parametrize(
