@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.block_io import BlockDone, Layers
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
@@ -141,12 +141,7 @@ class FakeIo:
         return True
 
     def read(
-        self,
-        ticket: int,
-        block_id: bytes,
-        slot: int,
-        deadline: float,
-        layers: tuple[int, ...] | None = None,
+        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
     ) -> None:
         if layers is None:
             self.begun.append(block_id)

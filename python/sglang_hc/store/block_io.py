@@ -19,6 +19,9 @@ from sglang_hc.store.outcome import Outcome
 WRITE_QUEUE = 256
 """Blocks that may wait to be written, shared by the directories; a write beyond it is refused."""
 
+Layers = tuple[int, ...] | None
+"""Those of a block that are read; None for all of them."""
+
 
 class Write(msgspec.Struct, array_like=True, tag=True):
     """See `BlockIo.write`."""
@@ -30,13 +33,13 @@ class Write(msgspec.Struct, array_like=True, tag=True):
 
 
 class Read(msgspec.Struct, array_like=True, tag=True):
-    """See `BlockIo.read`. layers: only these (`OwnDisk.read`); None for whole blocks."""
+    """See `BlockIo.read`. layers: see `OwnDisk.read`."""
 
     ticket: int
     block_id: bytes
     slot: int
     deadline: float
-    layers: tuple[int, ...] | None = None
+    layers: Layers = None
 
 
 class BlockDone(NamedTuple):
@@ -133,15 +136,10 @@ class OwnDisk(BlockIo, Protocol):
     """What a rank has below its host tier, if it is nobody else's. Reads layers too."""
 
     def read(
-        self,
-        ticket: int,
-        block_id: bytes,
-        slot: int,
-        deadline: float,
-        layers: tuple[int, ...] | None = None,
+        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
     ) -> None:
-        """As `BlockIo.read`. layers: fetch the chunks of these alone to their places in the slot;
-        None for all of them."""
+        """As `BlockIo.read`. layers: fetch the chunks of these alone to their places in the
+        slot."""
 
     def changes(self) -> Mapping[bytes, bool]:
         """Identities that came or left by themselves since the last call, and whether they are

@@ -45,6 +45,9 @@ WRITE_DEADLINE_S = 30.0
 MOST_UNSAVED = 1 << 16
 """Blocks in host memory of which is remembered that they could not be written."""
 
+Protected = IsProtected[BlockNode] | None
+"""Which blocks must not make room for a fetch; None where all may."""
+
 BlockSeconds = Callable[[SourceTier], float]
 """Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
 
@@ -199,13 +202,7 @@ class DiskTier:
         self._asks = self._io.ask(block_ids)
         return None if self._asks else self._io.contains(block_ids)
 
-    def fetch(
-        self,
-        path: BlockPath,
-        first: int,
-        count: int,
-        is_protected: IsProtected[BlockNode] | None = None,
-    ) -> int:
+    def fetch(self, path: BlockPath, first: int, count: int, is_protected: Protected = None) -> int:
         """Start reading blocks [first, first + count) of a path: as many leading ones as find a
         slot without evicting what `is_protected` protects. Returns how many.
 
@@ -217,11 +214,7 @@ class DiskTier:
         return len(promotions)
 
     def fetch_tail(
-        self,
-        path: BlockPath,
-        low: int,
-        high: int,
-        is_protected: IsProtected[BlockNode] | None = None,
+        self, path: BlockPath, low: int, high: int, is_protected: Protected = None
     ) -> list[Promotion]:
         """Start reading blocks [low, high), the last one first, before what they continue is in
         the tree; see `Promotions.begin_tail`. The caller has `coming` join or give them up."""
@@ -257,11 +250,7 @@ class DiskTier:
         return self._layers is not None and self._usable
 
     def fetch_layers(
-        self,
-        path: BlockPath,
-        low: int,
-        high: int,
-        is_protected: IsProtected[BlockNode] | None = None,
+        self, path: BlockPath, low: int, high: int, is_protected: Protected = None
     ) -> LayerReads:
         """As `fetch_tail`, layer by layer behind all that is being read. All of these are on
         disk."""

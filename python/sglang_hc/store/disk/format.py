@@ -301,9 +301,9 @@ def read_header(read: ReadAt) -> SlotHeader:
     return SlotHeader.unpack(page)
 
 
-def check_slot(read: ReadAt, slot_bytes: int) -> SlotHeader:
-    """The header of a slot of any model, if everything in the slot is in order. Raises Damaged, or
-    OSError."""
+def check_slot(read: ReadAt, slot_bytes: int, owner: tuple[bytes, bytes | None]) -> None:
+    """Raises Damaged unless everything in a slot of any model is in order and it holds the block
+    that its row says, and OSError. owner: the block's identity and fingerprint."""
     header = read_header(read)
     if not header.names_its_tokens():
         raise Damaged("the identity is not the hash of the tokens")
@@ -316,4 +316,5 @@ def check_slot(read: ReadAt, slot_bytes: int) -> SlotHeader:
             raise Damaged(f"the file ends in layer {layer}")
         check_chunk(header, index, data)
         offset += length
-    return header
+    if (header.block_id, header.fingerprint) != owner:
+        raise Damaged("the slot holds another block than its row says")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.directory import Directory
@@ -74,11 +75,8 @@ class Scrubber:
                 if directory.index.place(row.model, row.block_id) != place:
                     return 0
             size = directory.slabs.sizes().get(row.slab, 0)
-            header = check_slot(
-                lambda buffers, offset: directory.slabs.read(place, buffers, offset), size
-            )
-            if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
-                raise Damaged("the slot holds another block")
+            read = partial(directory.slabs.read, place)
+            check_slot(read, size, (row.block_id, fingerprint))
             return size
         except (Damaged, OSError) as problem:
             logger.warning("%s: scrub drops a block: %s", directory.root, problem)

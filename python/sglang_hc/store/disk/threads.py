@@ -9,7 +9,7 @@ from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Write
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, Write
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.reader import RUN_BYTES, Read
 from sglang_hc.store.disk.store import DiskStore
@@ -95,12 +95,7 @@ class DiskThreads:
         return False
 
     def read(
-        self,
-        ticket: int,
-        block_id: bytes,
-        slot: int,
-        deadline: float,
-        layers: tuple[int, ...] | None = None,
+        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
     ) -> None:
         """As `OwnDisk.read`."""
         directory = self._store.directory_of(block_id)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, Read, Write
+from sglang_hc.store.block_io import BlockDone, Layers, Read, Write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
@@ -167,12 +167,7 @@ class ProcessBlocks:
         return True
 
     def read(
-        self,
-        ticket: int,
-        block_id: bytes,
-        slot: int,
-        deadline: float,
-        layers: tuple[int, ...] | None = None,
+        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
     ) -> None:
         """As `OwnDisk.read`."""
         if self._open:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -124,10 +125,11 @@ class RemoteStore:
         self._hung = False
         self._refused: list[BlockDone] = []
         self._unasked: list[Found] = []
+        get, put = partial(self._move, self._fetch), partial(self._move, self._store)
         loads, saves = len(frames.for_loads), len(frames.for_saves)
         self._questions = JobThread[_Question]("hc-remote-find", self._find, 1, clock)
-        self._loads = JobThread[_Transfer]("hc-remote-get", self._get, loads, clock)
-        self._saves = JobThread[_Transfer]("hc-remote-put", self._put, saves, clock)
+        self._loads = JobThread[_Transfer]("hc-remote-get", get, loads, clock)
+        self._saves = JobThread[_Transfer]("hc-remote-put", put, saves, clock)
 
     @property
     def name(self) -> str:
@@ -210,12 +212,6 @@ class RemoteStore:
                 keys = [self._key(block_id) for block_id in job.block_ids]
                 job.count = max(0, min(int(self._backend.exists(keys)), len(keys)))
             job.settle(Outcome.OK)
-
-    def _get(self, jobs: list[_Transfer]) -> None:
-        self._move(self._fetch, jobs)
-
-    def _put(self, jobs: list[_Transfer]) -> None:
-        self._move(self._store, jobs)
 
     def _move(self, by_one_call: Callable[[list[_Transfer]], None], jobs: list[_Transfer]) -> None:
         """Move blocks by one call. If it raises, each block whose time is not over is moved by a

@@ -7,8 +7,8 @@ files, rewrites slab headers and rebuilds the index.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
@@ -65,23 +65,20 @@ def check(paths: Sequence[str], repair: bool) -> list[DirectoryReport]:
     """
     reports = []
     for path in chain.from_iterable(map(stores_in, paths)):
-        checker = _Checker(path, repair)
-        try:
-            reports.append(checker.run())
-        finally:
-            checker.close()
+        with ExitStack() as held:
+            reports.append(_Checker(path, repair, held).run())
     return reports
 
 
 class _Checker:
-    """Checks one directory; keeps its index and its lock until `close`."""
+    """Checks one directory. held: gets its index and its lock."""
 
-    def __init__(self, path: str, repair: bool) -> None:
+    def __init__(self, path: str, repair: bool, held: ExitStack) -> None:
         self._path = path
         self._repair = repair
         self._root = find_root(path)
         self._backend: DirectBackend = DirectBackend(direct=False)
-        self._held = ExitStack()
+        self._held = held
         self._report = DirectoryReport(path)
 
     def run(self) -> DirectoryReport:
@@ -95,10 +92,6 @@ class _Checker:
         except (IndexDamaged, IndexFull) as error:
             self._say("index", f"cannot be read: {error}", False)
         return self._report
-
-    def close(self) -> None:
-        """Let the directory go."""
-        self._held.close()
 
     def _say(self, kind: str, detail: str, repaired: bool) -> None:
         self._report.findings.append(Finding(kind, detail, repaired))
@@ -166,7 +159,7 @@ class _Checker:
 
     def _check_slab(self, slab: SlabHeader) -> None:
         path = slab_path(self._root, slab.slab)
-        with self._opened(slab) as file:
+        with closing(self._backend.open(path)) as file:
             if file.size() != slab.file_bytes:
                 if self._repair and file.size() < slab.file_bytes:
                     file.allocate(slab.file_bytes)
@@ -182,14 +175,6 @@ class _Checker:
                     file.sync()
                 self._say("slab", f"slab {slab.slab}: {problem}", self._repair)
 
-    @contextmanager
-    def _opened(self, slab: SlabHeader) -> Iterator[File]:
-        file = self._backend.open(slab_path(self._root, slab.slab))
-        try:
-            yield file
-        finally:
-            file.close()
-
     # -- rows ---------------------------------------------------------------------------------
 
     def _check_rows(self, index: Index) -> None:
@@ -197,9 +182,11 @@ class _Checker:
         there = set(slab_numbers(self._root))
         slabs = {slab.slab: slab for slab in index.slabs() if slab.slab in there}
         for number, rows in groupby(index.all_rows(), key=lambda row: row.slab):
+            slab, file = slabs.get(number), None
             with ExitStack() as held:
-                slab = slabs.get(number)
-                file = None if slab is None else held.enter_context(self._opened(slab))
+                if slab is not None:
+                    path = slab_path(self._root, number)
+                    file = held.enter_context(closing(self._backend.open(path)))
                 for row in rows:
                     self._check_row(index, row, fingerprints.get(row.model, b""), slab, file)
 
@@ -220,9 +207,8 @@ class _Checker:
         if slab is None or file is None or not 0 <= row.slot < slab.slots:
             raise Damaged("there is no such slot")
         offset = slab.offset(row.slot)
-        header = check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes)
-        if (header.block_id, header.fingerprint) != (row.block_id, fingerprint):
-            raise Damaged("the slot holds another block than its row says")
+        owner = row.block_id, fingerprint
+        check_slot(lambda buffers, at: file.read(buffers, offset + at), slab.slot_bytes, owner)
         self._report.bytes_verified += slab.slot_bytes
         self._report.blocks += 1
         self._report.free_slots -= 1
