@@ -358,3 +358,27 @@ def test_nothing_is_evicted_in_vain(scratch: Path) -> None:
     assert put(store, make_path(2, seed=99)) == [Outcome.OK] * 2
     store.check_integrity()
     store.close()
+
+
+def test_a_removal_put_off_does_not_hit_the_block_that_came_back(scratch: Path) -> None:
+    """Its row was deleted when the index took changes again, though it lay in that slot anew."""
+    store = open_store(scratch)
+    directory = store.directories[0]
+    (block,) = make_path(1)
+    put(store, [block])
+    place = Place.unpack(directory.places[block.block_id])
+    with mock.patch.object(directory.index, "delete", side_effect=IndexFull("injected")):
+        assert remove(store, [block.block_id]) == 1
+    assert put(store, [block]) == [Outcome.OK]
+    assert remove(store, [block.block_id]) == 1
+    taken = []
+    while free := directory.slabs.allocate(store.model.slot_bytes):
+        taken.append(free)
+    directory.slabs.release(taken)
+    directory.slabs.unlease([place])
+    assert put(store, [block]) == [Outcome.OK] and directory.places[block.block_id] == place.pack()
+    directory.slabs.unlease(other for other in taken if other != place)
+    directory.retry_removals()
+    store.check_integrity()
+    assert read_bytes(store, block.block_id)[0] is Outcome.OK
+    store.close()

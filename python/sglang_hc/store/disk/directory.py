@@ -267,7 +267,7 @@ class Directory:
         mine = owner.model == self.number
         first = (self.remove([owner.block_id]) if mine else self._delete([owner])) > 0
         if first:
-            self.slabs.quarantine(Place(owner.slab, owner.slot))
+            self.slabs.quarantine(owner.place)
         return first
 
     def drop_slab(self, number: int) -> bool:
@@ -298,8 +298,11 @@ class Directory:
         return bool(self._undeleted)
 
     def retry_removals(self) -> bool:
-        """Delete rows of removed blocks that the index had refused to. True when it did."""
-        return self._delete([self._undeleted.popleft() for _ in range(len(self._undeleted))]) > 0
+        """Delete rows of removed blocks that the index had refused to. True when it did. A block
+        that was written again to the same slot meanwhile keeps its row."""
+        rows = [self._undeleted.popleft() for _ in range(len(self._undeleted))]
+        live = self.places
+        return self._delete([r for r in rows if live.get(r.block_id) != r.place.pack()]) > 0
 
     def take_removed(self) -> list[bytes]:
         """Identities of blocks that left since the last call."""

@@ -150,7 +150,7 @@ class Index(IndexFile):
                     (one.model, one.block_id, one.slab, one.slot),
                 )
                 if done.rowcount:
-                    places.append(Place(one.slab, one.slot))
+                    places.append(one.place)
         return places
 
     def touch(self, model: int, uses: Mapping[bytes, tuple[int, int]]) -> None:

@@ -73,6 +73,10 @@ class Row(NamedTuple):
     slot: int
     accessed: int = 0
 
+    @property
+    def place(self) -> Place:
+        return Place(self.slab, self.slot)
+
 
 class NewRow(NamedTuple):
     """What the index learns of a block that was written. namespace: label for people. Times in

@@ -11,7 +11,7 @@ from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import Damaged, check_slot
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
+from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Row
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Scrubber:
 
     def _check(self, row: Row, fingerprint: bytes | None) -> int:
         """Verify one block; remove it if it is damaged. Returns the bytes that this took."""
-        directory, place = self._directory, Place(row.slab, row.slot)
+        directory, place = self._directory, row.place
         if not directory.slabs.lease(place):
             return 0
         try:

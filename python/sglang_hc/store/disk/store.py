@@ -229,7 +229,7 @@ class DiskStore:
         for directory in self.directories:
             mine = [Place.unpack(packed) for packed in directory.places.values()]
             assert len(mine) == len(set(mine)), "two blocks own one slot"
-            owned = [Place(row.slab, row.slot) for row in directory.index.all_rows()]
+            owned = [row.place for row in directory.index.all_rows()]
             assert set(mine) <= set(owned), "a block without a row"
             directory.slabs.check(owned)
 
