@@ -6,10 +6,12 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hc.store.remote.backend import FRAME_BYTES, MOST_FRAMES, Frames
 from sglang_hc.store.remote.envelope import (
     HEADER_BYTES,
     VERSION,
@@ -119,3 +121,21 @@ def test_parts_of_a_block_are_told_from_each_other_and_from_the_whole() -> None:
     assert inspect(header, payload, parts[0], IDENTITY) is Verdict.INTACT
     for other in (whole, *parts[1:]):
         assert inspect(header, payload, other, IDENTITY) is Verdict.FOREIGN
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "each"),
+    [
+        (4096, MOST_FRAMES),
+        (FRAME_BYTES // MOST_FRAMES - HEADER_BYTES, MOST_FRAMES),
+        (FRAME_BYTES // MOST_FRAMES, MOST_FRAMES - 1),
+        (FRAME_BYTES - HEADER_BYTES, 1),
+        (2 * FRAME_BYTES, 1),
+    ],
+)
+def test_envelopes_under_way_take_so_much_memory_and_at_least_one_fits(
+    slot_bytes: int, each: int
+) -> None:
+    frames = Frames(slot_bytes)
+    assert (frames.for_loads, frames.for_saves) == (range(each), range(each, 2 * each))
+    assert frames.bytes.shape == (2 * each, HEADER_BYTES + slot_bytes)

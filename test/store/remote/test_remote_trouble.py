@@ -122,6 +122,22 @@ def test_a_save_that_finds_the_queue_full_is_dropped(
     io.close()
 
 
+def test_beyond_so_many_open_questions_a_block_counts_as_absent(
+    store, pool, clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LOOKUP_QUEUE", 2)
+    io = make_blocks(store, pool, clock)
+    store.open.clear()
+    names = names_of(make_path(3))
+    assert [io.ask([name]) for name in names] == [True, True, False]
+    assert (io.counts["remote_lookups"], io.counts["remote_lookup_dropped"]) == (2, 1)
+    store.open.set()
+    until(lambda: not io.ask(names[:1]) and not io.ask(names[1:2]), io.poll)
+    clock.now += Presence.ABSENT.value
+    assert io.ask(names[2:]), "asked when there is room again"
+    io.close()
+
+
 def test_a_hung_lookup_is_answered_by_its_deadline(io: RemoteBlocks, store, clock) -> None:
     names = names_of(make_path(2))
     store.open.clear()
