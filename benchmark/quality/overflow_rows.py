@@ -12,8 +12,8 @@ from sglang_hc.tools.bench import cells
 
 DTYPES = ("float32", "bfloat16")
 FORMS = {"kv": "kv", "hidden": "hidden", "mixed": "recompute:4,hidden:13,kv:13"}
-SMALL = "heads"
-"""In place of a form: the smaller heads, in KV form."""
+SMALL = {"heads": "kv", "heads-hidden": "hidden", "heads-mixed": "mixed"}
+"""In place of a form: the smaller heads, in this form."""
 
 WINDOWS = (512, 1024, 2048)
 HEADS = (0, 4, 64)
@@ -23,6 +23,12 @@ KINDS = ("prose", "reference")
 
 BOOK = "book"
 """A third kind on its own, prose too. In place of a form: this text, in KV form."""
+
+
+def form_of(name: str) -> str:
+    """The form that a name in place of one stands for."""
+    return "kv" if name == BOOK else SMALL.get(name, name)
+
 
 CHUNK = 64
 """Tokens whose log probabilities are added up in a cell."""
@@ -103,7 +109,7 @@ def _by_arm(found: dict[str, dict[str, Any]]) -> dict[Arm, dict[int, list[float]
     arms: dict[Arm, dict[int, list[float]]] = {}
     for key, values in found.items():
         dtype, form, window, number = key.split()
-        form = "kv" if form in (SMALL, BOOK) else form
+        form = form_of(form)
         for arm, chunks in values["arms"].items():
             arms.setdefault((dtype, int(window), form, arm), {})[int(number)] = chunks
     return arms

@@ -11,13 +11,14 @@ ours    their state moves there: `--hc-overflow reembed` (AttentionStore section
 NKVT    their K stays as it was rotated for the old places (naive truncation of KV)
 whole   nothing is cut
 
-`book` in place of a form is KV form on a third text, with as many samples as are asked for; all
+`heads`, `heads-hidden` and `heads-mixed` in place of a form are heads of 0 and 4 tokens in KV form,
+`hidden` and `mixed`. `book` is KV form on a third text, with as many samples as are asked for; all
 other numbers are over the first two.
 
 State comes from host memory through the server's scheduler, grafts, restoration and rotation; TT is
 an ordinary prompt of the same engine. The server keeps a whole block as head at least. A head of 0
-tokens is asked for behind that rule. One of 4 does not end with a block, so no block of the cut
-path is one that was stored: its rows are moved by the same rotation within the device pool.
+tokens is asked for behind that rule. One of 4 does not end with a block, so no graft can make the
+cut path: the server's restorer is given the stored blocks as two restorations, head and rest.
 
 Cells are kept in --cells and are not measured again, so that a run can be cut off and continued.
 Rows of a result that is at --out already stay where these cells have fewer tokens.
@@ -33,6 +34,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -48,6 +50,7 @@ from benchmark.quality.overflow_rows import (
     KINDS,
     SMALL,
     WINDOWS,
+    form_of,
     merged,
     plot,
     rows_of,
@@ -170,12 +173,13 @@ class Unmoved:
 class Bench:
     """One engine that scores what follows cuts of one conversation after the other."""
 
-    def __init__(self, dtype: str, form: str) -> None:
+    def __init__(self, dtype: str, name: str) -> None:
+        """name: a form, or what stands in place of one."""
         from support.core import Core
 
-        self.form = form
+        self.form, self.small = form_of(name), name in SMALL
         self.core = Core(
-            "--hc-forms", FORMS.get(form, "kv"), "--dtype", dtype, "--hc-host-size-gb", "1.5",
+            "--hc-forms", FORMS[self.form], "--dtype", dtype, "--hc-host-size-gb", "1.5",
             "--max-total-tokens", "12288", "--hc-overflow", "reembed", model=MODEL,
         )  # fmt: skip
         self.told = Told()
@@ -185,11 +189,9 @@ class Bench:
         core, key = self.core, f"{sample.number}"
         core.ask(sample.tokens[: max(windows)], 1, key)
         core.settle()
-        if self.form == SMALL:
-            found = {window: self._small(sample, window, key) for window in windows}
-        else:
-            found = {window: self._default(sample, window, key) for window in windows}
-        if self.form == "kv":
+        heads = self._small if self.small else self._default
+        found = {window: heads(sample, window, key) for window in windows}
+        if self.form == "kv" and not self.small:
             restorer = core.tree.tiers.restorer
             path, restorer.path = restorer.path, replace(restorer.path, rotation=Unmoved())
             core.evict()
@@ -215,7 +217,7 @@ class Bench:
         """Heads that the server does not keep."""
         arms = {f"TT {head}": self._recomputed(sample, window, head, FEWER) for head in (0, 4)}
         arms["ours 0"] = self._moved(sample, window, 0, FEWER, key)
-        arms["ours 4"] = self._rows(sample, window, 4, key)
+        arms["ours 4"] = self._restored(sample, window, 4, key)
         return arms
 
     def _score(
@@ -253,27 +255,37 @@ class Bench:
         finally:
             self.told.say(0, 0)
 
-    def _rows(self, sample: Sample, window: int, head: int, key: str) -> list[float]:
-        """The same for a head that ends within a block: row by row in the device pool."""
-        import torch
+    def _restored(self, sample: Sample, window: int, head: int, key: str) -> list[float]:
+        """The same for a head that ends within a block: restored beside the server's tree."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
+        from sglang_hc.forms import BLOCK_TOKENS
+        from sglang_hc.restore.path import Restoration
+        from sglang_hc.tree.block_tree import BlockNode, Moved
+        from sglang_hc.tree.identity import Prefix, pack_tokens
+
         core, dropped = self.core, window // 2
-        rows = core.kv(sample.tokens[:window], key)
-        new = torch.arange(window - dropped)
-        old = torch.where(new < head, new, new + dropped)
-        allocator = core.scheduler.token_to_kv_pool_allocator
-        slots = allocator.alloc(len(new))
-        pool = allocator.get_kvcache()
-        for layer in range(pool.layer_num):
-            keys, values = rows[2 * layer][old], rows[2 * layer + 1][old]
-            raw = keys.reshape(len(new), -1).view(torch.uint8)
-            (moved,) = core.tree.tiers.restorer.path.rotation.move(layer, [raw], old, new)
-            pool.k_buffer[layer][slots] = moved.view(keys.dtype).view(keys.shape)
-            pool.v_buffer[layer][slots] = values
-        left = kept(sample.tokens, window, head)
-        name = f"rows {head} {window} {key}"  # prompts that share a head would own its slots twice
+        tiers, left = core.tree.tiers, kept(sample.tokens, window, head)
+        slots = core.scheduler.token_to_kv_pool_allocator.alloc(len(left))
+
+        def moved(node: BlockNode) -> BlockNode:
+            node = copy(node)
+            node.moved = Moved(node.block_id, dropped)
+            return node
+
+        nodes = tiers.host.tree.match(Prefix(key, pack_tokens(sample.tokens[:window]))).nodes
+        rest = tuple(map(moved, nodes[dropped // BLOCK_TOKENS :]))
+        first = tiers.restorer.path.pool.layout.plan.recompute
+        parts = [
+            Restoration(nodes, 0, head, slots[:head], first, slots[:0]),
+            Restoration(rest, head, len(left), slots[head:], first, slots[:head]),
+        ]
+        if first:
+            for part in parts:
+                tiers.restorer.path.recomputer.run(part, lambda: None)
+        tiers.restorer.restore_early(parts)
+        name = f"restored {head} {window} {key}"  # sharing a head, prompts would own slots twice
         core.tree.insert(InsertParams(key=RadixKey(array("q", left), name), value=slots))
         return self._score(sample, window, left, FEWER, name)
 
@@ -283,7 +295,6 @@ def measure(case: dict[str, Any]) -> list[str]:
     file = cells.CellFile(Path(case["cells"]), "overflow table", case["command"])
     bench, done = None, []
     chosen = of_book if case["form"] == BOOK else samples
-    form = "kv" if case["form"] == BOOK else case["form"]
     for sample in chosen(case["samples"], texts()):
         missing = [
             window
@@ -294,7 +305,7 @@ def measure(case: dict[str, Any]) -> list[str]:
             continue
         if len(done) >= BATCH:
             break
-        bench = bench or Bench(case["dtype"], form)
+        bench = bench or Bench(case["dtype"], case["form"])
         begun = time.monotonic()
         found = bench.cells(sample, missing)
         seconds = (time.monotonic() - begun) / len(missing)
@@ -317,7 +328,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 cuts, windows 512 and 1024")
     parser.add_argument("--samples", type=int, default=40, help="cuts per window (default: 40)")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--forms", default=",".join([*FORMS, SMALL, BOOK]))
+    parser.add_argument("--forms", default=",".join([*FORMS, *SMALL, BOOK]))
     parser.add_argument("--windows", default=",".join(map(str, WINDOWS)))
     parser.add_argument("--cells", type=Path, help="keep measurements here and go on from them")
     parser.add_argument("--out", type=Path, help="write the result as JSON")

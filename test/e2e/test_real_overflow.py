@@ -1,5 +1,6 @@
 """State that moves behind a cut of real text: the server's log probabilities are those of plain
-transformers, whose cached K is rotated here in float64."""
+transformers, whose cached K is rotated here in float64, and a benchmark's own way to them is the
+server's."""
 
 from __future__ import annotations
 
@@ -84,3 +85,28 @@ def test_moved_state_says_what_transformers_says(real_model: str, window: int, n
         assert found[arm] == pytest.approx(chunks, abs=0.01), arm  # nats of 64 tokens
     moved, unmoved = wanted[f"ours {HEAD}"][0], wanted[f"NKVT {HEAD}"][0]
     assert unmoved > moved + 10 and abs(moved - wanted[f"TT {HEAD}"][0]) > 1
+
+
+def in_two_ways(form: str) -> list[list[float]]:
+    """What follows a cut behind a whole block, after the server's grafts and after restorations
+    beside its tree."""
+    from benchmark.quality import overflow_table as table
+
+    sample = table.samples(40, table.texts())[0]
+    bench, window = table.Bench("float32", form), 512
+    bench.core.ask(sample.tokens[:window], 1, "0")
+    bench.core.settle()
+    return [
+        bench._moved(sample, window, HEAD, table.FEWER, "0"),
+        bench._restored(sample, window, HEAD, "0"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["kv", "hidden", "mixed"])
+def test_a_head_restored_beside_the_tree_is_what_the_server_restores(
+    real_model: str, form: str
+) -> None:
+    """Table 1's heads of 4 tokens, which the server itself never keeps, come this way."""
+    grafted, restored = run_in_child(in_two_ways, form)
+    assert restored == pytest.approx(grafted, abs=1e-3)  # nats of 64 tokens
