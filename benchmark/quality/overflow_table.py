@@ -365,6 +365,7 @@ def main() -> int:
             "experiment": "overflow table",
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": command,
+            "note": older.get("note", ""),
             "machine": machine.describe(),
             "measured_at": sorted({*older["measured_at"], *(c["commit"] for c in found.values())}),
             "seconds": round(sum(cell["seconds"] for cell in found.values())),
