@@ -15,6 +15,9 @@ FORMS = {"kv": "kv", "hidden": "hidden", "mixed": "recompute:4,hidden:13,kv:13"}
 SMALL = {"heads": "kv", "heads-hidden": "hidden", "heads-mixed": "mixed"}
 """In place of a form: the smaller heads, in this form."""
 
+NO_TT, TT_FORM = "mixed", "hidden"
+"""TT has the same bits in every form, so with the smaller heads the one takes that of the other."""
+
 WINDOWS = (512, 1024, 2048)
 HEADS = (0, 4, 64)
 DEFAULT_HEAD = 64
@@ -70,17 +73,19 @@ def compared(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Compar
 def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
     """One row per type, window, form, arm, kind of text ("all": those of KINDS) and part of the
     text behind the cut (`behind`: its first and last token, None for all): against TT with the same
-    head, or with the default head where that was not measured."""
+    head, in its own form or in TT_FORM, or with the default head where that was not measured."""
     found = {key: cell["values"] for key, cell in measured.items() if cell["status"] == cells.OK}
     arms = _by_arm(found)
     kinds = {int(key.split()[-1]): values["kind"] for key, values in found.items()}
     rows = []
     for (dtype, window, form, arm), mine in sorted(arms.items()):
-        near = (f"TT {arm.split()[-1]}", f"TT {DEFAULT_HEAD}")
-        against = next((name for name in near if (dtype, window, form, name) in arms), None)
-        if against in (None, arm):
+        same, default = f"TT {arm.split()[-1]}", f"TT {DEFAULT_HEAD}"
+        near = ((form, same), (TT_FORM, same), (form, default))
+        places = ((dtype, window, *place) for place in near)
+        place = next((place for place in places if place in arms), None)
+        if place is None or place[-1] == arm:
             continue
-        reference = arms[dtype, window, form, against]
+        against, reference = place[-1], arms[place]
         parts = BEHIND if arm == f"ours {DEFAULT_HEAD}" and form == "kv" else ()
         for kind in ("all", *KINDS, BOOK):
             chosen = KINDS if kind == "all" else (kind,)
@@ -93,10 +98,10 @@ def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
                 ]
                 pairs = [pair for pair in pairs if all(pair)]
                 if pairs:
-                    place = {"dtype": dtype, "window": window, "form": form, "arm": arm}
-                    place |= {"kind": kind, "behind": part and list(part)}
-                    numbers = {"cuts": len(pairs), "against": against, **compared(pairs)._asdict()}
-                    rows.append(cells.rounded({**place, **numbers}))
+                    row = {"dtype": dtype, "window": window, "form": form, "arm": arm}
+                    row |= {"kind": kind, "behind": part and list(part)}
+                    row |= {"cuts": len(pairs), "against": against, **compared(pairs)._asdict()}
+                    rows.append(cells.rounded(row))
     return rows
 
 
