@@ -185,3 +185,26 @@ def test_retraction_changes_no_token(models: None, form: str) -> None:
     assert [r.tokens for r in second] == [r.tokens for r in calm_second]
     assert sum(reply.host for reply in second) > 0
     assert stats["host_staged_slots"] == 0
+
+
+def retracting_cut_prompts() -> tuple[list[Any], dict[str, int]]:
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 4
+    overflow = ("--hc-overflow", "recompute", "--hc-overflow-reserve", "64")
+    room = ("--context-length", "512", "--max-total-tokens", "2048")  # later flags count
+    core = Core("--hc-forms", "kv", *FLAGS, *room, *overflow)
+    rids = [core.submit(prompt(i, 600), 24) for i in range(3)]
+    core.run()
+    done = [core.requests[rid] for rid in rids]
+    found = [(r.retraction_count, len(r.origin_input_ids), r.cached_tokens) for r in done]
+    return found, core.tree.tiers.counts()
+
+
+def test_a_cut_prompt_that_is_retracted_counts_once(models: None) -> None:
+    """It was counted again each time that it was queued again, and as answered before it was."""
+    found, counts = run_in_child(retracting_cut_prompts)
+    assert sum(retractions for retractions, _, _ in found) > 0
+    assert counts["overflow_requests"] == 3
+    assert counts["overflow_dropped_tokens"] == sum(600 - length for _, length, _ in found)
+    assert counts["overflow_recomputed_tokens"] == sum(new - old for _, new, old in found)

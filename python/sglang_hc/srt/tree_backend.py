@@ -329,7 +329,8 @@ class HcRadixCache(RadixCache):
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
             self._leave(req, self.commit(req, tokens, length, final=True))
-            self.waiting.answered(req)
+            if req.finished():  # and not retracted
+                self.waiting.answered(req)
         self.waiting.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 

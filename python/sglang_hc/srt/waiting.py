@@ -84,7 +84,7 @@ class WaitingRequests:
         if self.last_matched is not None and self.last_matched.rid == rid:
             self._view.arrived(rid, partial(self._look_at, self.last_matched))
             dropped = dropped_of(self.last_matched)
-            if dropped:
+            if dropped and not self.last_matched.retracted_stain:
                 self._view.counters["overflow_requests"] += 1
                 self._view.counters["overflow_dropped_tokens"] += dropped
 
