@@ -181,7 +181,8 @@ class Meeting:
             return None
         missing = self._missing(block)
         near = missing <= streamed.end
-        if decoding or streamed.reads.is_lost or missing == block:
+        is_lost = streamed.reads.is_lost or self._lost_up_to(block) > 0
+        if decoding or is_lost or missing == block:
             self._streamed = None
         elif block < streamed.first:
             return Step(Action.COMPUTE, streamed.first * BLOCK_TOKENS - head)
