@@ -275,6 +275,20 @@ def test_the_rest_of_a_wait_is_bounded() -> None:
     assert world.prefetcher.ready("a", 200.0) and world.look() == []
 
 
+def test_what_a_look_up_found_is_waited_for_no_longer_than_it_saves() -> None:
+    """The bound of the look-up's answer held for the fetch behind it, too: 5 s for 0.64 s."""
+    world = World(ConstantRates(0.0, BLOCK_TOKENS / 0.64))
+    world.below.asking.add("a")
+    world.arrive("a")
+    assert not world.prefetcher.ready("a", 100.0), "what there is of it is being looked up"
+    world.below.asking.clear()
+    assert not world.prefetcher.ready("a", 101.0)
+    assert world.begun() == [("a", "a")]
+    assert not world.prefetcher.ready("a", 101.6)
+    assert world.prefetcher.ready("a", 101.7)
+    assert world.prefetcher.counters["prefetch_late"] == 1
+
+
 @pytest.mark.parametrize("mode", ["queue", "on-arrival"])
 def test_a_request_whose_blocks_keep_leaving_is_admitted_nevertheless(mode: str) -> None:
     """When a path did not fit at once, every look fetched it again. Each block that came and left

@@ -279,9 +279,10 @@ class Prefetcher(Generic[K]):
             return True
         if not self.requests.is_fetching(request) and self._has_all(request):
             return True
-        if record.wait_until is None:
-            patience = PATIENCE if record.patience is None else record.patience
-            record.wait_until = now + max(0.0, min(PATIENCE, patience))
+        patience = PATIENCE if record.patience is None else record.patience
+        until = now + max(0.0, min(PATIENCE, patience))
+        # What a look-up has found may be worth a shorter wait than its answer.
+        record.wait_until = until if record.wait_until is None else min(until, record.wait_until)
         if now < record.wait_until:
             return False
         self.counters["prefetch_late"] += 1
