@@ -37,6 +37,8 @@ class Mover(Protocol):
 
     @property
     def coming(self) -> Promotions: ...
+    @property
+    def now(self) -> Callable[[], float]: ...
 
     def find(
         self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
@@ -99,10 +101,11 @@ class QueueView:
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
+        below = disk if disk is not None else mover
+        self._now = below.now if below is not None else time.monotonic
         self.meetings: Meetings[str] = Meetings(host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
         self._priority = priority
-        below = disk if disk is not None else mover
         self.coming: Collection[bytes] = ()
         """See `prefetch.Below`."""
         if below is not None:
@@ -329,9 +332,6 @@ class QueueView:
             for tier, blocks in below.items():
                 cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS
         return cost
-
-    def _now(self) -> float:
-        return self._disk.now() if self._disk is not None else time.monotonic()
 
     def _send_eviction_hints(self) -> None:
         if self._changed and self._disk is not None and self._priority is not None:
