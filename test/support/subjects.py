@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
 from sglang_hc.store.disk_tier import LayerDisk, OnRead
@@ -61,6 +62,9 @@ class Subject(Protocol):
 
     def arrive_all(self) -> None:
         """What is on its way from disk arrives."""
+
+    def reading(self) -> int:
+        """Blocks that are being read from disk, as fetches are timed by."""
 
     def in_host(self) -> set[str]:
         """Words whose last block is in host memory, ready to be used."""
@@ -158,6 +162,9 @@ class ServerSubject:
         self.io.end_all()
         self.disk.poll()
 
+    def reading(self) -> int:
+        return self.queue.reading(SourceTier.DISK)
+
     def in_host(self) -> set[str]:
         self.host.check_integrity()
         return words_in(self.host.tree)
@@ -249,6 +256,9 @@ class SimulatorSubject:
             self.cache.fetched(transfer, self.now)
         self._under_way = []
 
+    def reading(self) -> int:
+        return self.cache.reading(SourceTier.DISK)
+
     def in_host(self) -> set[str]:
         self.host.check_integrity()
         return words_in(self.host.tree)
@@ -265,9 +275,7 @@ class SimulatorSubject:
     def _take(self) -> None:
         started = self.cache.take_started()
         self._under_way += started
-        self._names += [
-            self._words[a.block_id] for transfer in started for a in transfer.promotions
-        ]
+        self._names += [self._words[a.block_id] for transfer in started for a in transfer]
 
     def _started(self) -> list[str]:
         self._take()

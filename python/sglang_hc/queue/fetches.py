@@ -19,7 +19,15 @@ from sglang_hc.queue.windows import RunningMean
 from sglang_hc.tree.identity import BlockPath
 
 
-class RestoreCosts(Protocol):
+class SplitCosts(Protocol):
+    """Prices a history that is on its way."""
+
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+        """The best meeting point while so many requests decode; None when costs are not known.
+        early_from: see `best_split`."""
+
+
+class RestoreCosts(SplitCosts, Protocol):
     """Seconds that are weighed against each other."""
 
     def block_seconds(self, tier: SourceTier) -> float:
@@ -41,9 +49,6 @@ class RestoreCosts(Protocol):
 
     def try_seconds(self, context: int, new: int) -> float:
         """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
-
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
-        """See `meeting.SplitCosts`."""
 
 
 @dataclass(frozen=True, slots=True)
