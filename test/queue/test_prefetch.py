@@ -17,6 +17,7 @@ from sglang_hc.queue.prefetch import (
     MAX_FETCHES,
     PATIENCE,
     QUIET_PASSES,
+    RECHECKED,
     Prefetcher,
     reserve_slots,
 )
@@ -249,6 +250,18 @@ def test_what_others_evicted_is_fetched_again() -> None:
     del world.below.host[b"cd"]
     world.prefetcher.finished("another", 4)
     assert world.look() == [("cd", "d")]
+
+
+def test_only_near_the_head_what_others_evicted_is_looked_for() -> None:
+    requests = [chr(0x4E00 + number) for number in range(RECHECKED + 1)]
+    world = World(UnknownCosts(), blocks=1)
+    world.arrive(*requests)
+    for _ in range(2):  # a burst takes several passes
+        world.look()
+        world.come()
+    last = requests[RECHECKED - 1]
+    del world.below.host[last.encode()], world.below.host[requests[RECHECKED].encode()]
+    assert world.look() == [(last, last)]
 
 
 def test_what_failed_is_not_fetched_again_before_the_turn() -> None:
