@@ -31,20 +31,6 @@ def make(request: pytest.FixtureRequest) -> Make:
     return build
 
 
-@pytest.mark.parametrize("home", list(SUBJECTS))
-def test_what_has_come_of_a_meeting_is_not_being_read(home: str) -> None:
-    """Until both ends met the simulator timed the fetches of others behind all of it."""
-    costs = ConstantRates(1.0, float(BLOCK_TOKENS), meets=True)
-    subject = SUBJECTS[home]("queue", "queue", 8, costs)
-    for word in ("abcdefgh", "stuvwxyz"):
-        subject.serve(word)
-    subject.enqueue("abcdefgh")
-    subject.look()
-    assert subject.counters["meetings"] == 1 and subject.reading() == 4
-    subject.arrive_all()
-    assert subject.reading() == 0 and len(subject.coming) == 4
-
-
 def wait(subject: Subject, *words: str) -> None:
     for word in words:
         subject.enqueue(word)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +19,8 @@ from sglang_hc.queue.meeting import Action
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from support.host import keep, tokens_of
-from support.rates import UnknownCosts
-from support.subjects import ServerSubject
+from support.rates import ConstantRates, UnknownCosts
+from support.subjects import SUBJECTS, ServerSubject
 
 WORDS = ("abcdefgh", "abcdefgx", "abcd", "abxyz", "mnopqrst", "mnopq", "mno")
 OUTCOMES = [Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST]
@@ -163,3 +164,17 @@ def test_whatever_happens_everybody_is_served_and_nothing_is_left(rng: Random) -
         rng.choice(often + rare)()
         scheduler.check()
     scheduler.end()
+
+
+@pytest.mark.parametrize("home", list(SUBJECTS))
+def test_what_has_come_of_a_meeting_is_not_being_read(home: str) -> None:
+    """Until both ends met the simulator timed the fetches of others behind all of it."""
+    costs = ConstantRates(1.0, float(BLOCK_TOKENS), meets=True)
+    subject = SUBJECTS[home]("queue", "queue", 8, costs)
+    for word in ("abcdefgh", "stuvwxyz"):
+        subject.serve(word)
+    subject.enqueue("abcdefgh")
+    subject.look()
+    assert subject.counters["meetings"] == 1 and subject.reading() == 4
+    subject.arrive_all()
+    assert subject.reading() == 0 and len(subject.coming) == 4

@@ -107,7 +107,7 @@ class QueueView:
         self._changed: set[bytes] = set()
         self._priority = priority
         self.coming: Collection[bytes] = ()
-        """See `prefetch.Below`."""
+        """see `fetches.Below`."""
         if below is not None:
             self.coming = below.coming.block_ids
             below.coming.subscribe(self._came, self._lost)
@@ -194,7 +194,7 @@ class QueueView:
     def meet(
         self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        """See `prefetch.Below`."""
+        """see `fetches.Below`."""
         disk = self._disk
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
@@ -221,7 +221,7 @@ class QueueView:
     # -- what the prefetcher asks ----------------------------------------------------------------
 
     def missing(self, request: str) -> Missing | None:
-        """Blocks that can be had and are not in host memory; see `prefetch.Below`."""
+        """Blocks that can be had and are not in host memory; see `fetches.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
         sources = self._find(request, path, first)
@@ -244,7 +244,7 @@ class QueueView:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        """Read blocks from disk, or move them, into staged slots; see `prefetch.Below`."""
+        """Read blocks from disk, or move them, into staged slots; see `fetches.Below`."""
         path, earlier = missing.path, self.requests[request].earlier
         if self._mover is not None and earlier:
             started = self._mover.fetch(path, earlier, first, count, is_protected)

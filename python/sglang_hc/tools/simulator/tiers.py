@@ -165,7 +165,7 @@ class TieredCache:
         self.prefetcher.cancel(number)
         del self.jobs[number]
 
-    # What the prefetcher asks (prefetch.Below)
+    # What the prefetcher asks (fetches.Below)
 
     def missing(self, request: int) -> Missing:
         assert self.disk is not None
