@@ -20,7 +20,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from support.host import keep, tokens_of
 from support.rates import ConstantRates, UnknownCosts
-from support.subjects import SUBJECTS, ServerSubject
+from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject
 
 WORDS = ("abcdefgh", "abcdefgx", "abcd", "abxyz", "mnopqrst", "mnopq", "mno")
 OUTCOMES = [Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST]
@@ -178,3 +178,18 @@ def test_what_has_come_of_a_meeting_is_not_being_read(home: str) -> None:
     assert subject.counters["meetings"] == 1 and subject.reading() == 4
     subject.arrive_all()
     assert subject.reading() == 0 and len(subject.coming) == 4
+
+
+def test_an_admission_loads_nothing_that_is_on_its_way_for_another() -> None:
+    """Where the device had the first blocks, the simulator looked at the others alone. It began to
+    read the first ones a second time, and ended with a KeyError."""
+    subject = SimulatorSubject("lru", "queue", 20, device_slots=8)
+    for word in ("abcdefgh", "abcdmnop", "stuvwxyz", "abcd"):
+        subject.serve(word)
+    subject.host.clear()
+    for word in ("abcdmnop", "abcdefgh"):
+        subject.enqueue(word)
+    assert subject.ready("abcdmnop")[1][:1] == ["a"]
+    subject.admit_loading("abcdefgh")
+    subject.arrive_all()
+    subject.host.check_integrity()

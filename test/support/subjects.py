@@ -189,6 +189,8 @@ class SimulatorSubject:
         prefetch: str,
         host_slots: int,
         costs: RestoreCosts = UNKNOWN_COSTS,
+        *,
+        device_slots: int = 0,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0
@@ -197,7 +199,7 @@ class SimulatorSubject:
         self._under_way: list[Transfer] = []
         self._names: list[str] = []
         self._words: dict[bytes, str] = {}
-        sizes = TierSizes(0, host_slots, DISK_BLOCKS)
+        sizes = TierSizes(device_slots, host_slots, DISK_BLOCKS)
         self.cache = TieredCache(
             sizes, costs, policy=eviction, prefetch=prefetch, reads_layers=True
         )
@@ -240,6 +242,12 @@ class SimulatorSubject:
         self.cache.prefetcher.admitted([job.number], self.now)
         self._look()
         return self._run(job, found)
+
+    def admit_loading(self, word: str) -> None:
+        """A request of the queue is admitted, and what is on disk for it is read now."""
+        self.order.remove(word)
+        job = self.cache.jobs[self._numbers.pop(word)]
+        self.cache.admit(job, self.cache.find(job, self.now), self.now, load=True)
 
     def look(self) -> list[str]:
         self.now += 1

@@ -271,7 +271,8 @@ class TieredCache:
             self.disk.access(job.chain)
         if load and self.host is not None:
             missing = self.missing(job.number)
-            if not any(block_id in self.coming for block_id in found.disk_blocks):
+            wanted = missing.path.block_ids[missing.first : missing.first + missing.count]
+            if not any(block_id in self.coming for block_id in wanted):
                 self.start(job.number, missing, missing.first, missing.count, None)
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
