@@ -107,7 +107,7 @@ class QueueView:
         self._changed: set[bytes] = set()
         self._priority = priority
         self.coming: Collection[bytes] = ()
-        """see `fetches.Below`."""
+        """See `fetches.Below`."""
         if below is not None:
             self.coming = below.coming.block_ids
             below.coming.subscribe(self._came, self._lost)
@@ -194,7 +194,7 @@ class QueueView:
     def meet(
         self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        """see `fetches.Below`."""
+        """See `fetches.Below`."""
         disk = self._disk
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
