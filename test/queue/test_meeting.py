@@ -270,6 +270,18 @@ def test_a_full_host_tier_shortens_what_is_read() -> None:
     world.settle()
 
 
+def test_what_another_request_fetches_is_not_read_a_second_time() -> None:
+    """Two that share a long history: while the first meets it, its front is fetched for the second.
+    Reading on down, the meeting began the same blocks again, and the scheduler died of a KeyError
+    when both had come."""
+    world = World(share=0.0)
+    world.meeting.read_down_to(8)
+    assert world.disk.fetch(world.path, 0, 6) == 6
+    assert world.meeting.read_down_to(0) == 2, "down to what is on its way"
+    assert world.meeting.next(world.head, 0, 0.0).action is Action.COMPUTE
+    world.settle()
+
+
 OUTCOMES = st.sampled_from([Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST])
 
 
@@ -289,9 +301,12 @@ def test_any_order_of_events_ends_with_every_slot_in_one_hand(data: st.DataObjec
     passes, now = 0, 0.0
     while True:
         for _ in range(data.draw(st.integers(0, 5), "events")):
-            event = data.draw(st.sampled_from(["read", "read", "queue", "abort", "weights"]))
+            kinds = ["read", "read", "queue", "abort", "weights", "other"]
+            event = data.draw(st.sampled_from(kinds))
             if event == "read":
                 world.deliver(data.draw(st.integers(0, 11)), data.draw(OUTCOMES))
+            elif event == "other":
+                world.fetch_for_another()
             elif event == "queue":
                 world.meeting.wait(world.head, now)
             elif event == "weights" and not world.io.moves:

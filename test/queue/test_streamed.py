@@ -73,7 +73,7 @@ def test_a_head_that_reaches_into_the_streamed_blocks_leaves_the_others_to_strea
     world.settle()
 
 
-@pytest.mark.parametrize("cause", ["decoding", "lost", "late", "here"])
+@pytest.mark.parametrize("cause", ["decoding", "lost", "lost behind", "late", "here"])
 def test_what_ends_streaming_leaves_a_meeting_as_any_other(cause: str) -> None:
     world = streaming()
     world.compute(LOW * BLOCK_TOKENS)
@@ -81,6 +81,8 @@ def test_what_ends_streaming_leaves_a_meeting_as_any_other(cause: str) -> None:
     if cause == "lost":
         while len(world.io.moves) > len(world.io.begun_layers):
             world.deliver()
+        world.deliver(0, Outcome.DAMAGED)
+    elif cause == "lost behind":  # it was waited for as long as the whole request should take
         world.deliver(0, Outcome.DAMAGED)
     elif cause == "late":
         assert action(world) is Action.WAIT
@@ -93,7 +95,8 @@ def test_what_ends_streaming_leaves_a_meeting_as_any_other(cause: str) -> None:
     assert action(world) is None, "and for good"
     world.share = 0.5
     step = world.meeting.next(world.head, 0, now)
-    assert step.action is (Action.RESTORE if cause == "here" else Action.COMPUTE)
+    then = {"here": Action.RESTORE, "lost behind": Action.OVER}
+    assert step.action is then.get(cause, Action.COMPUTE)
     world.settle()
 
 

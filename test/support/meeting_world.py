@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.meeting import History, Split
@@ -75,6 +76,13 @@ class World:
             self.io.moves.rotate(-(which % len(self.io.moves)))
             self.io.step(outcome)
             self.disk.poll()
+
+    def fetch_for_another(self) -> None:
+        """A request of the same history waits, and what is not on its way is fetched for it."""
+        ids, coming = self.path.block_ids, self.disk.coming.block_ids
+        first = sum(1 for _ in takewhile(self.host.has, ids))
+        count = sum(1 for _ in takewhile(lambda name: name not in coming, ids[first:]))
+        self.disk.fetch(self.path, first, count)
 
     def compute(self, tokens: int, *, saved: bool = True) -> None:
         self.head += tokens

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
 from sglang_hc.store.disk_tier import LayerDisk, OnRead
@@ -61,6 +62,9 @@ class Subject(Protocol):
 
     def arrive_all(self) -> None:
         """What is on its way from disk arrives."""
+
+    def reading(self) -> int:
+        """Blocks that are being read from disk, as fetches are timed by."""
 
     def in_host(self) -> set[str]:
         """Words whose last block is in host memory, ready to be used."""
@@ -158,6 +162,9 @@ class ServerSubject:
         self.io.end_all()
         self.disk.poll()
 
+    def reading(self) -> int:
+        return self.queue.reading(SourceTier.DISK)
+
     def in_host(self) -> set[str]:
         self.host.check_integrity()
         return words_in(self.host.tree)
@@ -182,6 +189,8 @@ class SimulatorSubject:
         prefetch: str,
         host_slots: int,
         costs: RestoreCosts = UNKNOWN_COSTS,
+        *,
+        device_slots: int = 0,
     ) -> None:
         self.order: list[str] = []
         self.now = 0.0
@@ -190,7 +199,7 @@ class SimulatorSubject:
         self._under_way: list[Transfer] = []
         self._names: list[str] = []
         self._words: dict[bytes, str] = {}
-        sizes = TierSizes(0, host_slots, DISK_BLOCKS)
+        sizes = TierSizes(device_slots, host_slots, DISK_BLOCKS)
         self.cache = TieredCache(
             sizes, costs, policy=eviction, prefetch=prefetch, reads_layers=True
         )
@@ -234,6 +243,12 @@ class SimulatorSubject:
         self._look()
         return self._run(job, found)
 
+    def admit_loading(self, word: str) -> None:
+        """A request of the queue is admitted, and what is on disk for it is read now."""
+        self.order.remove(word)
+        job = self.cache.jobs[self._numbers.pop(word)]
+        self.cache.admit(job, self.cache.find(job, self.now), self.now, load=True)
+
     def look(self) -> list[str]:
         self.now += 1
         self._look()
@@ -248,6 +263,9 @@ class SimulatorSubject:
         for transfer in self._under_way:
             self.cache.fetched(transfer, self.now)
         self._under_way = []
+
+    def reading(self) -> int:
+        return self.cache.reading(SourceTier.DISK)
 
     def in_host(self) -> set[str]:
         self.host.check_integrity()
@@ -265,9 +283,7 @@ class SimulatorSubject:
     def _take(self) -> None:
         started = self.cache.take_started()
         self._under_way += started
-        self._names += [
-            self._words[a.block_id] for transfer in started for a in transfer.promotions
-        ]
+        self._names += [self._words[a.block_id] for transfer in started for a in transfer]
 
     def _started(self) -> list[str]:
         self._take()

@@ -16,6 +16,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
@@ -74,7 +75,8 @@ class World:
         self.executor = StepExecutor(self.pool, [])
         self.scatters = ScatterQueue(self.executor, self.host.damaged_slots)
         self.counters: Counter[str] = Counter()
-        self.grafts = Grafts(self.host, self.disk, self.scatters, self.counters, lambda: 0.0)
+        self.now = 0.0
+        self.grafts = Grafts(self.host, self.disk, self.scatters, self.counters, lambda: self.now)
         self.places: dict[bytes, int] = {}
         """Of each state that was computed: which block of its path it is."""
 
@@ -225,6 +227,24 @@ def test_a_request_waits_until_its_state_has_moved(disk: bool) -> None:
     assert view.take_loaded("r") == (4 * BLOCK_TOKENS if disk else 0)
     assert len(world.blocks(480)) == 4
     world.check()
+
+
+def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
+    """Ranks that looked at their own clocks gave up in different passes, and then ran different
+    batches."""
+    world = World(disk=False)
+    window: LookAhead[str] = LookAhead()
+    view = QueueView(world.host, None, window, QueueRules(), UNKNOWN_COSTS, mover=world.grafts)
+    world.compute(0, 440)
+    cut = RULE.cut(480, None)
+    waiting = Waiting(prompt_behind(cut, 480), lambda: 0, earlier(cut))
+    view.arrived("r", lambda: waiting)
+    view.on_schedule_step(["r"])
+    world.now = 1e9
+    assert not view.ready("r")
+    world.now += 2 * PATIENCE
+    assert view.ready("r")
+    world.end()
 
 
 @settings(max_examples=150, deadline=None)

@@ -191,7 +191,7 @@ class _Ways:
         if rest == 0:
             return self._computed(head)
         stall, read, last = self._compute(head), self._read(head), self._last_run(head)
-        before = stall + (self._restore(rest - last) if rest > last else 0.0)
+        before = stall + self._restore(rest - last)
         context = self._history.context + head + rest - last
         return Split(head, max(before, read) + self._restore(last, context), stall, True)
 
@@ -234,9 +234,7 @@ class _Ways:
         """As `works_longer`, with the pass of the new tokens."""
         context = self._history.context + self.coming + self._history.held
         new = self._cost.prefill_layer(self._history.new, context + self._history.restored)
-        rest = self._rest(head)
-        work = self._compute(head) + (self._restore(rest) if rest else 0.0)
-        return work + self._stored.num_layers * new >= self._read(head)
+        return self._work(head) + self._stored.num_layers * new >= self._read(head)
 
     def computes_longer(self, head: int) -> bool:
         """Whether the head takes as long as reading the rest."""
@@ -244,9 +242,10 @@ class _Ways:
 
     def works_longer(self, head: int) -> bool:
         """As `computes_longer`, when the rest is restored meanwhile."""
-        rest = self._rest(head)
-        work = self._compute(head) + (self._restore(rest) if rest else 0.0)
-        return work >= self._read(head)
+        return self._work(head) >= self._read(head)
+
+    def _work(self, head: int) -> float:
+        return self._compute(head) + self._restore(self._rest(head))
 
     def _rest(self, head: int) -> int:
         return self.coming - head + self._history.held
@@ -263,8 +262,6 @@ class _Ways:
         return Split(head, seconds, seconds)
 
     def _compute(self, head: int) -> float:
-        if not head:
-            return 0.0
         return self._stored.num_layers * self._cost.prefill_layer(head, self._history.context)
 
     def _read(self, head: int) -> float:

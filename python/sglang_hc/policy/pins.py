@@ -90,7 +90,7 @@ class SessionPins:
         may be asked for."""
         if not 0 <= max_blocks <= max_total or max_seconds <= 0:
             raise ValueError("pins need 0 <= max_blocks <= max_total and max_seconds > 0")
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._max_total = max_total
         self._max_seconds = max_seconds
         self._pins: dict[tuple[str | None, str], _Pin] = {}
@@ -108,11 +108,6 @@ class SessionPins:
     def __len__(self) -> int:
         """Sessions that pin blocks."""
         return len(self._pins)
-
-    @property
-    def max_blocks(self) -> int:
-        """Bound per namespace."""
-        return self._max_blocks
 
     @property
     def total_blocks(self) -> int:
@@ -164,10 +159,10 @@ class SessionPins:
         self.expire(now)
         wanted = set(blocks)
         count = len(self.pinned_blocks(namespace, without=session) | wanted)
-        if count > self._max_blocks:
+        if count > self.max_blocks:
             raise PinLimitError(
                 f"pin of session {session!r} needs {count} blocks in its namespace, the bound is "
-                f"{self._max_blocks}: unpin another session or wait for one to expire"
+                f"{self.max_blocks}: unpin another session or wait for one to expire"
             )
         old = self._pins.get((namespace, session))
         own = old.blocks if old is not None else set()
@@ -208,7 +203,7 @@ class SessionPins:
         assert self._sessions == Counter(b for pin in self._pins.values() for b in pin.blocks)
         assert all(count > 0 for count in self._sessions.values())
         for namespace in {owner for owner, _ in self._pins}:
-            assert len(self.pinned_blocks(namespace)) <= self._max_blocks
+            assert len(self.pinned_blocks(namespace)) <= self.max_blocks
         assert self.total_blocks <= self._max_total
 
     def _let_go(self, blocks: Iterable[bytes]) -> None:

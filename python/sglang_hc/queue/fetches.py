@@ -6,20 +6,32 @@ Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.policy.tries import Tries
 from sglang_hc.queue.windows import RunningMean
 from sglang_hc.tree.identity import BlockPath
 
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+"""Name of a request."""
 
-class RestoreCosts(Protocol):
+
+class SplitCosts(Protocol):
+    """Prices a history that is on its way."""
+
+    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+        """The best meeting point while so many requests decode; None when costs are not known.
+        early_from: see `best_split`."""
+
+
+class RestoreCosts(SplitCosts, Protocol):
     """Seconds that are weighed against each other."""
 
     def block_seconds(self, tier: SourceTier) -> float:
@@ -41,9 +53,6 @@ class RestoreCosts(Protocol):
 
     def try_seconds(self, context: int, new: int) -> float:
         """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
-
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
-        """See `meeting.SplitCosts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,47 @@ class Missing:
         have to compute all that the device lacks."""
         new = max(1, self.path.prefix.num_tokens - self.on_device)
         return costs.try_seconds(self.on_device, new)
+
+
+class Below(Protocol[K_contra]):
+    """The tiers, as the prefetcher sees them."""
+
+    @property
+    def coming(self) -> Collection[bytes]:
+        """Identities of the blocks that are on their way to host memory."""
+
+    def missing(self, request: K_contra) -> Missing | None:
+        """What a fetch would bring for a waiting request. None: not known yet, but soon."""
+
+    def in_host(self, block_id: bytes) -> bool:
+        """Whether host memory has this block."""
+
+    def reading(self, tier: SourceTier) -> int:
+        """Blocks that are being read from a tier."""
+
+    def start(
+        self,
+        request: K_contra,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> int:
+        """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
+        slot without displacing what `is_protected` protects. Returns how many."""
+
+    def meet(
+        self,
+        request: K_contra,
+        missing: Missing,
+        end: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> bool:
+        """Begin to read the blocks before `end` of the path from the back, for a request whose turn
+        has come and which computes their front meanwhile, if that is the fastest."""
+
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
+        """Evict until so many slots of host memory are free, but no protected block."""
 
 
 class TurnEstimate:

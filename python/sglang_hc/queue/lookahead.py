@@ -37,6 +37,8 @@ class Mover(Protocol):
 
     @property
     def coming(self) -> Promotions: ...
+    @property
+    def now(self) -> Callable[[], float]: ...
 
     def find(
         self, path: BlockPath, earlier: Sequence[EarlierPath], first: int
@@ -99,12 +101,13 @@ class QueueView:
         self.requests = window.requests
         self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
+        below = disk if disk is not None else mover
+        self._now = below.now if below is not None else time.monotonic
         self.meetings: Meetings[str] = Meetings(host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
         self._priority = priority
-        below = disk if disk is not None else mover
         self.coming: Collection[bytes] = ()
-        """See `prefetch.Below`."""
+        """See `fetches.Below`."""
         if below is not None:
             self.coming = below.coming.block_ids
             below.coming.subscribe(self._came, self._lost)
@@ -191,7 +194,7 @@ class QueueView:
     def meet(
         self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        """See `prefetch.Below`."""
+        """See `fetches.Below`."""
         disk = self._disk
         if not self._can_meet or disk is None or self.requests[request].earlier:
             return False  # of a cut prompt some blocks are made of others
@@ -218,7 +221,7 @@ class QueueView:
     # -- what the prefetcher asks ----------------------------------------------------------------
 
     def missing(self, request: str) -> Missing | None:
-        """Blocks that can be had and are not in host memory; see `prefetch.Below`."""
+        """Blocks that can be had and are not in host memory; see `fetches.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
         sources = self._find(request, path, first)
@@ -241,7 +244,7 @@ class QueueView:
         count: int,
         is_protected: IsProtected[Block] | None,
     ) -> int:
-        """Read blocks from disk, or move them, into staged slots; see `prefetch.Below`."""
+        """Read blocks from disk, or move them, into staged slots; see `fetches.Below`."""
         path, earlier = missing.path, self.requests[request].earlier
         if self._mover is not None and earlier:
             started = self._mover.fetch(path, earlier, first, count, is_protected)
@@ -329,9 +332,6 @@ class QueueView:
             for tier, blocks in below.items():
                 cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS
         return cost
-
-    def _now(self) -> float:
-        return self._disk.now() if self._disk is not None else time.monotonic()
 
     def _send_eviction_hints(self) -> None:
         if self._changed and self._disk is not None and self._priority is not None:

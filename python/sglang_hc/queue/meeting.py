@@ -19,11 +19,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence, Set
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, Span, Split
+from sglang_hc.policy.meeting import History, Span
+from sglang_hc.queue.fetches import SplitCosts
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -33,14 +34,6 @@ from sglang_hc.tree.promotions import Promotion, Promotions
 LEAST_TOKENS = BLOCK_TOKENS
 """Computed at least when the rest is not here yet, and twice as many each time that nothing came
 meanwhile, so that a source that stands still costs few passes."""
-
-
-class SplitCosts(Protocol):
-    """Prices a history that is on its way."""
-
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
-        """The best meeting point while so many requests decode; None when costs are not known.
-        early_from: see `best_split`."""
 
 
 class Action(enum.Enum):
@@ -181,7 +174,8 @@ class Meeting:
             return None
         missing = self._missing(block)
         near = missing <= streamed.end
-        if decoding or streamed.reads.is_lost or missing == block:
+        is_lost = streamed.reads.is_lost or self._lost_up_to(block) > 0
+        if decoding or is_lost or missing == block:
             self._streamed = None
         elif block < streamed.first:
             return Step(Action.COMPUTE, streamed.first * BLOCK_TOKENS - head)

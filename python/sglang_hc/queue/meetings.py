@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetches import Missing
-from sglang_hc.queue.meeting import Action, Meeting, SplitCosts, Step, TailReads
+from sglang_hc.queue.fetches import Missing, SplitCosts
+from sglang_hc.queue.meeting import Action, Meeting, Step, TailReads
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.promotions import Promotions
 

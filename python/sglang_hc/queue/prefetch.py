@@ -16,11 +16,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, IsProtected
-from sglang_hc.queue.fetches import Missing, RestoreCosts, TurnEstimate
+from sglang_hc.queue.fetches import Below, Missing, RestoreCosts, TurnEstimate
 from sglang_hc.queue.requests import Waiting, not_told
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead, RunningMean, window_length
 
@@ -45,48 +44,6 @@ QUIET_PASSES = 16
 last user without an event, and can make room now."""
 
 K = TypeVar("K", bound=Hashable)
-K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
-
-
-class Below(Protocol[K_contra]):
-    """The tiers, as the prefetcher sees them."""
-
-    @property
-    def coming(self) -> Collection[bytes]:
-        """Identities of the blocks that are on their way to host memory."""
-
-    def missing(self, request: K_contra) -> Missing | None:
-        """What a fetch would bring for a waiting request. None: not known yet, but soon."""
-
-    def in_host(self, block_id: bytes) -> bool:
-        """Whether host memory has this block."""
-
-    def reading(self, tier: SourceTier) -> int:
-        """Blocks that are being read from a tier."""
-
-    def start(
-        self,
-        request: K_contra,
-        missing: Missing,
-        first: int,
-        count: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> int:
-        """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
-        slot without displacing what `is_protected` protects. Returns how many."""
-
-    def meet(
-        self,
-        request: K_contra,
-        missing: Missing,
-        end: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> bool:
-        """Begin to read the blocks before `end` of the path from the back, for a request whose turn
-        has come and which computes their front meanwhile, if that is the fastest."""
-
-    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
-        """Evict until so many slots of host memory are free, but no protected block."""
 
 
 def reserve_slots(num_slots: int, mean_blocks: float) -> int:
@@ -279,9 +236,10 @@ class Prefetcher(Generic[K]):
             return True
         if not self.requests.is_fetching(request) and self._has_all(request):
             return True
-        if record.wait_until is None:
-            patience = PATIENCE if record.patience is None else record.patience
-            record.wait_until = now + max(0.0, min(PATIENCE, patience))
+        patience = PATIENCE if record.patience is None else record.patience
+        until = now + max(0.0, min(PATIENCE, patience))
+        # What a look-up has found may be worth a shorter wait than its answer.
+        record.wait_until = until if record.wait_until is None else min(until, record.wait_until)
         if now < record.wait_until:
             return False
         self.counters["prefetch_late"] += 1

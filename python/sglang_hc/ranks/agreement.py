@@ -10,7 +10,7 @@ rank 0 puts in front of a pass's requests:
     presence          of blocks on disk (`block_io.py`) and in a remote store (`remote.py`)
     ends on a device  are counted in passes, and waited for where that is too early
 
-A pass in which nothing ended and nobody looks at the clock sends nothing. `Alone` is a group of
+A pass in which nothing ended and nobody looks at the clock sends nothing. `ALONE` is a group of
 one: everything is as its own rank sees it.
 
 The stages of a pipeline handle a pass one after the other, so `apply` comes to a later stage later,
@@ -65,75 +65,48 @@ class Verdicts:
     news: dict[bytes, bool] = field(default_factory=dict)
 
 
-class Ranks(Protocol):
-    """Who decides together with the tiers of this process."""
+class Ranks:
+    """Who decides together with the tiers of this process: nobody, but for an `Agreement`."""
 
-    @property
-    def count(self) -> int:
-        """Ranks, this one included."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Seconds, for whatever decides."""
+    count = 1
+    """Ranks, this one included."""
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    """Seconds, for whatever decides."""
 
     def executor(self, inner: Executor) -> Executor:
         """`inner` for scatters and copies; called once."""
+        return inner
 
     def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
         """`inner` for blocks below the host tier. capacity: blocks that fit on every rank. Called
         once."""
+        return inner
 
     def store(self, inner: StoreIo) -> StoreIo:
         """`inner` for blocks in a remote store; called once."""
+        return inner
 
     def pause(self) -> None:
         """Called over and over while nothing can go on before blocks have moved."""
+        time.sleep(0.001)
 
     def mark(self, event: Event) -> Event:
         """`event` for a decision that depends on whether it is done."""
+        return event
 
     def counts(self) -> dict[str, int]:
         """What failed, by rank: `rank1_scatter_io_error` and so on."""
+        return {}
 
     def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
         """What each rank counted, by rank: of this one `own`, of others what they showed last."""
+        return [own]
 
     def leave(self) -> None:
         """The server stops: nothing is decided in common any more."""
 
 
-class Alone:
-    """A group of one rank."""
-
-    count = 1
-    clock = staticmethod(time.monotonic)
-
-    def executor(self, inner: Executor) -> Executor:
-        return inner
-
-    def blocks(self, inner: OwnDisk, capacity: int) -> BlockIo:
-        return inner
-
-    def store(self, inner: StoreIo) -> StoreIo:
-        return inner
-
-    def pause(self) -> None:
-        time.sleep(0.001)
-
-    def mark(self, event: Event) -> Event:
-        return event
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def reports(self, own: dict[str, int]) -> list[dict[str, int]]:
-        return [own]
-
-    def leave(self) -> None:
-        return None
-
-
-ALONE = Alone()
+ALONE = Ranks()
 
 
 class PassMark:
@@ -166,7 +139,7 @@ class AgreedClock:
         return self.now
 
 
-class Agreement:
+class Agreement(Ranks):
     """The ranks of one node as one of them sees them. Belongs to its scheduler thread."""
 
     def __init__(
@@ -178,7 +151,7 @@ class Agreement:
     ) -> None:
         """now: rank 0's time at the start, the same for all. clock: rank 0's own. wait: passes the
         time while all ranks wait for each other's votes."""
-        self.clock = AgreedClock(now)
+        self.clock: AgreedClock = AgreedClock(now)
         self.count = board.ranks
         self.rank = board.rank
         self._board = board

@@ -60,7 +60,7 @@ class Grafts:
         self._host = host
         self._disk = disk
         self._scatters = scatters
-        self._clock = clock
+        self.now = clock
         self.coming = disk.coming if disk is not None else Promotions(host)
         self._counters = counters
         self._copied: set[bytes] = set()
@@ -94,7 +94,7 @@ class Grafts:
         sources = self._sources(path, earlier, first, first + count) or []
         nodes = [source.node for source in sources if source.node is not None]
         self._host.pin(nodes)  # making room must not take what is to be copied
-        now = self._clock()
+        now = self.now()
         promotions = self.coming.begin(path, first, len(sources), now, is_protected)
         reads: list[Promotion] = []
         block_ids: list[bytes] = []
@@ -133,7 +133,7 @@ class Grafts:
             self._counters["scatter_failed"] += 1
             self.coming.fail(promotion)
         else:
-            self.coming.complete([promotion], self._clock())
+            self.coming.complete([promotion], self.now())
 
     def _sources(
         self, path: BlockPath, earlier: Sequence[EarlierPath], first: int, stop: int

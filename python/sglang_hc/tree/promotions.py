@@ -133,12 +133,12 @@ class Promotions:
         is_protected: IsProtected[BlockNode] | None = None,
     ) -> list[Promotion]:
         """Slots for blocks [low, high) of a path, the last one first: for as many as find room
-        without evicting what `is_protected` protects. They need no parent yet.
-
-        None of these may be on its way.
-        """
+        without evicting what `is_protected` protects, and down to one that is on its way for
+        somebody else. They need no parent yet."""
         promotions: list[Promotion] = []
         for index in reversed(range(low, high)):
+            if path.block_ids[index] in self._coming:
+                break
             slot = self._host.stage(now, is_protected)
             if slot is None:
                 break

@@ -366,6 +366,7 @@ class Engine:
     def _wait_one_pass(self) -> None:
         """The device is left to those who decode; who ends with it leaves at the next event. Where
         nobody decodes the next pass finds what the disk has read by then."""
+        self._carry()
         if self._running:
             self._steps += 1
             self.now += self._step_seconds

@@ -9,7 +9,15 @@ import numpy as np
 from sglang_hc.config import FLAGS, HcConfig
 from sglang_hc.policy.overflow import CannotCut, OverflowRule
 from sglang_hc.tools.simulator.workloads import TOKEN_IDS, Session, Span
-from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, block_id, root_id
+from sglang_hc.tree.identity import (
+    BLOCK_BYTES,
+    TOKEN_BYTES,
+    BlockPath,
+    Prefix,
+    block_id,
+    block_ids,
+    root_id,
+)
 
 FINGERPRINT = b"sglang-hc simulator"[:16]
 ROOT = root_id(FINGERPRINT, None)
@@ -57,12 +65,8 @@ class Job:
 
 def extend_chain(chain: list[bytes], tokens: bytes) -> list[bytes]:
     """Identities of the full blocks of `tokens`, given those of a prefix of it."""
-    out = list(chain)
-    parent = out[-1] if out else ROOT
-    for start in range(len(out) * BLOCK_BYTES, len(tokens) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        parent = block_id(FINGERPRINT, parent, tokens[start : start + BLOCK_BYTES])
-        out.append(parent)
-    return out
+    parent = chain[-1] if chain else ROOT
+    return chain + block_ids(FINGERPRINT, parent, tokens[len(chain) * BLOCK_BYTES :])
 
 
 def tail_identity(chain: list[bytes], tokens: bytes) -> bytes | None:

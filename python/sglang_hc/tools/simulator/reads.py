@@ -5,20 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.simulator.jobs import Job
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tree.promotions import Promotion
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """Blocks of one request on their way from disk to staged host slots."""
-
-    job: Job
-    promotions: Sequence[Promotion] = field(repr=False)
+Transfer = Sequence[Promotion]
+"""Blocks of one request that come from disk together."""
 
 
 class ReadQueue:
@@ -46,7 +39,7 @@ class ReadQueue:
     def begin(self, transfers: Iterable[Transfer], now: float) -> None:
         """Put these behind what is being read."""
         for transfer in transfers:
-            self.occupy(BLOCK_TOKENS * len(transfer.promotions), now)
+            self.occupy(BLOCK_TOKENS * len(transfer), now)
             self._queue.append((self._free, transfer))
 
     def occupy(self, tokens: int, now: float) -> None:
@@ -58,7 +51,7 @@ class ReadQueue:
         while self.next_end <= now:
             yield self._queue.popleft()
 
-    def span(self, promotions: Sequence[Promotion]) -> tuple[float, float]:
-        """When the transfer of these, which is not through yet, begins and ends."""
-        end = next(time for time, transfer in self._queue if transfer.promotions is promotions)
-        return end - self._costs.read_seconds(BLOCK_TOKENS * len(promotions)), end
+    def span(self, transfer: Transfer) -> tuple[float, float]:
+        """When a transfer that is not through yet begins and ends."""
+        end = next(time for time, other in self._queue if other is transfer)
+        return end - self._costs.read_seconds(BLOCK_TOKENS * len(transfer)), end

@@ -90,6 +90,7 @@ class TieredCache:
         self._seen: set[bytes] = set()
         self._now = self._came_last = 0.0
         self._started: list[Transfer] = []
+        self._reading = 0
 
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
             if not slots:
@@ -155,7 +156,8 @@ class TieredCache:
     def fetched(self, transfer: Transfer, now: float) -> None:
         """A transfer is through: its blocks become blocks of the host tier."""
         self._came_last = now
-        self._coming.complete(transfer.promotions, now)
+        self._reading -= len(transfer)
+        self._coming.complete(transfer, now)
 
     def abort(self, number: int) -> None:
         """The request leaves the queue unserved."""
@@ -163,7 +165,7 @@ class TieredCache:
         self.prefetcher.cancel(number)
         del self.jobs[number]
 
-    # What the prefetcher asks (prefetch.Below)
+    # What the prefetcher asks (fetches.Below)
 
     def missing(self, request: int) -> Missing:
         assert self.disk is not None
@@ -188,34 +190,37 @@ class TieredCache:
         is_protected: IsProtected[Block] | None,
     ) -> int:
         promotions = self._coming.begin(missing.path, first, count, self._now, is_protected)
-        if promotions:
-            self._started.append(Transfer(self.jobs[request], promotions))
+        self._read(promotions)
         return len(promotions)
 
     def reading(self, tier: SourceTier) -> int:
-        return len(self._coming) if tier is SourceTier.DISK else 0
+        return self._reading if tier is SourceTier.DISK else 0
 
     def meet(
         self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        job = self.jobs[request]
-
         def begin(low: int, high: int) -> list[Promotion]:
             return self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
 
         def read(low: int, high: int) -> list[Promotion]:
             begun = begin(low, high)
-            self._started += [Transfer(job, [promotion]) for promotion in begun]
+            for promotion in begun:
+                self._read([promotion])
             return begun
 
         def stream(low: int, high: int) -> LayerReads:
             reads = LayerReads(begin(low, high), ())  # whose pass is timed as a whole
-            self._started.append(Transfer(job, reads.promotions))
+            self._read(reads.promotions)
             return reads
 
         layers = stream if self._reads_layers else None
         tail = TailReads(read, lambda tier: self._came_last, layers)
         return self.meetings.begin(request, missing, end, self._coming, tail)
+
+    def _read(self, transfer: Transfer) -> None:
+        if transfer:
+            self._reading += len(transfer)
+            self._started.append(transfer)
 
     def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
         assert self.host is not None
@@ -266,7 +271,8 @@ class TieredCache:
             self.disk.access(job.chain)
         if load and self.host is not None:
             missing = self.missing(job.number)
-            if not any(block_id in self.coming for block_id in found.disk_blocks):
+            wanted = missing.path.block_ids[missing.first : missing.first + missing.count]
+            if not any(block_id in self.coming for block_id in wanted):
                 self.start(job.number, missing, missing.first, missing.count, None)
                 for transfer in self.take_started():
                     self.fetched(transfer, now)
