@@ -48,8 +48,8 @@ def _checked(argv: Sequence[str]) -> Any:
     missing = plugin.missing()
     if missing:
         raise ConfigError(
-            f"not in place: {', '.join(missing)}. Install the package into this environment "
-            "(pip install sglang-hc) and leave it in SGLANG_PLUGINS if you set that"
+            f"not in place: {', '.join(missing)}. Install sglang-hc into this environment (pip "
+            "install . in its source tree) and keep hc in SGLANG_PLUGINS if you set that"
         )
     _check_model(argv)
     server_args = prepare_server_args(list(argv))
