@@ -20,7 +20,7 @@ def numbers(folder: str) -> tuple[set[str], set[str], set[str]]:
         "--dtype", "float32", "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640",
         "--hc-io", "process", "--hc-disk", f"{folder}/disk:0.1", "--hc-trace", f"{folder}/trace",
         "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder}),
-        "--hc-overflow", "recompute", "--hc-overflow-reserve", "64", "--hc-host-size-gb", "0.002",
+        "--hc-overflow", "recompute", "--hc-overflow-reserve", "64", "--hc-host-size-gb", "0.01",
     )  # fmt: skip
     rng = random.Random(5)
     for _ in range(3):
