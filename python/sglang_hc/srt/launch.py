@@ -60,6 +60,8 @@ def _checked(argv: Sequence[str]) -> Any:
 
 
 class _OwnFlags(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
