@@ -93,6 +93,9 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--cpu-offload-gb", "4"), ("--cpu-offload-gb", "--hc-disable")),
         (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
+        # Both were taken without a word, and never built.
+        (("--enable-lmcache",), ("--enable-lmcache", "--hc-disable")),
+        (("--enable-flexkv",), ("--enable-flexkv", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
         (("--grammar-backend", "xgrammar"), ("--grammar-backend xgrammar", "needs a GPU")),
         (
