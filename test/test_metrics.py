@@ -92,7 +92,6 @@ def test_every_counter_of_the_source_shows_as_zero_from_the_start() -> None:
 
 
 def test_the_manual_has_every_metric_and_no_other() -> None:
-    """What a server shows is compared in test/e2e/test_core_metrics.py."""
     rows = [line.split("|")[2:4] for line in MANUAL.splitlines() if line.startswith("|")]
     for column, known in enumerate((LEVELS, COUNTS)):
         named = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
