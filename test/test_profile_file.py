@@ -92,7 +92,7 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
     assert profile_file.load_given(path, HERE, both[:1]) == only_host
     with pytest.raises(ConfigError, match=r"no costs for disk; write a new one with sglang-hc"):
         profile_file.load_given(path, HERE, both)
-    with pytest.raises(ConfigError, match=r"--hc-profile: .*cannot be read"):
+    with pytest.raises(ConfigError, match=r"--hc-profile: .*cannot be read.*; give a file"):
         profile_file.load_given(str(tmp_path / "none.json"), HERE, both)
 
 

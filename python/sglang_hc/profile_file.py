@@ -60,7 +60,9 @@ def read_profile(path: str, fingerprint: str | None = None) -> CostModel:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); give a file of sglang-hc profile"
+        ) from error
     return decode(text, path, fingerprint)
 
 

@@ -93,6 +93,9 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--cpu-offload-gb", "4"), ("--cpu-offload-gb", "--hc-disable")),
         (("--offload-group-size", "2"), ("--offload-group-size", "--hc-disable")),
         (("--disable-radix-cache",), ("--disable-radix-cache", "--hc-disable")),
+        # Both were taken without a word, and never built.
+        (("--enable-lmcache",), ("--enable-lmcache", "--hc-disable")),
+        (("--enable-flexkv",), ("--enable-flexkv", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
         (("--grammar-backend", "xgrammar"), ("--grammar-backend xgrammar", "needs a GPU")),
         (
@@ -114,7 +117,7 @@ def test_an_option_that_cannot_be_is_refused(
     status, said = run_in_child(refusal, (*MODEL, *flags))
     assert status == 2
     assert all(word in said for word in words), said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and "usage:" not in said
     assert sum("error:" in line or line.startswith("sglang-hc:") for line in said.splitlines()) == 1
 
 
@@ -149,7 +152,8 @@ def test_a_launch_without_the_hooks_is_refused(models: None) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("sglang-hc:")]
-    assert len(lines) == 1 and "Scheduler.run_batch" in lines[0] and "SGLANG_PLUGINS" in lines[0]
+    assert len(lines) == 1 and "Scheduler.run_batch" in lines[0]
+    assert "pip install . in" in lines[0] and "keep hc in SGLANG_PLUGINS" in lines[0]
 
 
 ENGINE = """

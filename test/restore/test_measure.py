@@ -114,6 +114,16 @@ def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
     assert CostModel.from_samples(samples, "here").project is None
 
 
+def test_a_short_window_is_measured_too() -> None:
+    """With 600 tokens two prefills were timed, nothing was fitted, and all that was stored was
+    restored, whatever it cost."""
+    clock = Clock()
+    short = replace(subject(clock, SlowCopyStream(clock)), rows=600)
+    cost = CostModel.from_samples(measure(short, clock=clock), "here")
+    assert cost.prefill.per_token == pytest.approx(TOKEN_S)
+    assert cost.prefill.per_pair == pytest.approx(PAIR_S)
+
+
 @pytest.mark.parametrize("slow", [1.0, 30.0, 300.0])
 def test_a_slow_machine_is_measured_within_the_budget(slow: float) -> None:
     clock = Clock()

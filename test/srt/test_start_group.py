@@ -62,7 +62,7 @@ class GPT2LMHeadModel(torch.nn.Module):
 def test_a_model_whose_ranks_have_all_heads_is_refused_on_several() -> None:
     refuse_model(GPT2LMHeadModel(), StartGroup(0, 1))
     refuse_model(torch.nn.Module(), StartGroup(1, 2))
-    with pytest.raises(ConfigError, match="--tp-size above 1 with GPT2LMHeadModel"):
+    with pytest.raises(ConfigError, match="-size or --pp-size above 1 with GPT2LMHeadModel"):
         refuse_model(GPT2LMHeadModel(), StartGroup(1, 2))
 
 

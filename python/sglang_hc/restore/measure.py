@@ -113,7 +113,7 @@ def measure(
     """
     bench = _Bench(subject, clock)
     tokens = [(n,) for n in TOKENS if n <= subject.rows]
-    prefills = [(new, context) for new, context in PREFILLS if new + context <= subject.rows]
+    prefills = _prefills(subject.rows)
 
     noises: list[float] = []
 
@@ -159,6 +159,12 @@ def measure(
         ahead=_ahead(subject, copies[Form.KV]),
         noise=max(noises),
     )
+
+
+def _prefills(rows: int) -> list[tuple[int, int]]:
+    """What fits into `rows`; below 1,024 too little of it for a fit, so parts of them."""
+    fitting = [(new, context) for new, context in PREFILLS if new + context <= rows]
+    return fitting if len(fitting) > 2 else [(rows // part, 0) for part in (4, 2, 1)]
 
 
 def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:

@@ -114,7 +114,7 @@ def _sizes(model: Model, device: Device) -> TierSizes:
     if num_slots < 1:
         raise ConfigError(
             f"--hc-host-size-gb leaves {size / GIB:.3g} GiB for each rank and holds no block; "
-            f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB"
+            f"one block of this model takes {layout.slot_bytes / GIB:.3g} GiB; give more"
         )
     logger.info(
         "sglang-hc: layer plan %s, host tier of %.2f GiB: %d blocks, %d tokens",

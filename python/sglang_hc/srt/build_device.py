@@ -68,7 +68,7 @@ def loaded(ctx: Any) -> Model:
             "python -m sglang_hc.launch_server"
         )
     for wrong, what in (
-        (ctx.is_hybrid_swa, "models with sliding-window layers"),
+        (ctx.is_hybrid_swa, "models whose sliding-window layers have a pool of their own"),
         (ctx.is_hybrid_ssm, "models with recurrent (Mamba) layers"),
         (ctx.is_dsa, "models with sparse-attention indexes"),
     ):

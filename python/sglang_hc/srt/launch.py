@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from sglang_hc.config import ConfigError
+from sglang_hc.config import ConfigError, add_flags
 from sglang_hc.srt.server_args import ALWAYS_ENV, config_of, explicit_plan
 
 
@@ -48,13 +49,28 @@ def _checked(argv: Sequence[str]) -> Any:
     missing = plugin.missing()
     if missing:
         raise ConfigError(
-            f"not in place: {', '.join(missing)}. Install the package into this environment "
-            "(pip install sglang-hc) and leave it in SGLANG_PLUGINS if you set that"
+            f"not in place: {', '.join(missing)}. Install sglang-hc into this environment (pip "
+            "install . in its source tree) and keep hc in SGLANG_PLUGINS if you set that"
         )
+    _check_flags(argv)
     _check_model(argv)
     server_args = prepare_server_args(list(argv))
     _check_plan(server_args)
     return server_args
+
+
+class _OwnFlags(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _check_flags(argv: Sequence[str]) -> None:
+    """Raise ConfigError for a wrong value of ours: SGLang's parser would print its whole usage."""
+    own = _OwnFlags(add_help=False, allow_abbrev=False)
+    add_flags(own)
+    own.parse_known_args(argv)
 
 
 def _check_model(argv: Sequence[str]) -> None:

@@ -124,9 +124,9 @@ def refuse_model(model: torch.nn.Module, group: StartGroup) -> None:
     name = type(model).__name__
     if group.size > 1 and name in WHOLE_HEADS:
         raise ConfigError(
-            f"sglang-hc does not support --tp-size above 1 with {name}: SGLang tells each rank's "
-            "attention of all heads. Leave the flag out, or add --hc-disable to serve without the "
-            "tiers"
+            f"sglang-hc does not support --tp-size or --pp-size above 1 with {name}: SGLang tells "
+            "each rank's attention of all heads. Leave the flag out, or add --hc-disable to serve "
+            "without the tiers"
         )
 
 

@@ -38,6 +38,8 @@ SWITCHES = {
     "disable_radix_cache": "the tiers hang on the radix cache",
     "enable_session_radix_cache": "it needs another tree",
     "enable_streaming_session": "sessions hold KV outside the tree",
+    "enable_lmcache": "the tiers take its place in the radix cache",
+    "enable_flexkv": "the tiers take its place in the radix cache",
     "is_embedding": "nothing is generated, so nothing returns",
     "enable_unified_memory": "slots are virtual there and move",
 }

@@ -43,6 +43,8 @@ DIRECTORIES = {
 }
 """Where SGLang's back ends on a file system look for their directory, our option `dir`."""
 
+REMEDY = "give a directory that this user can write to as dir of --hc-remote-config"
+
 FOLDER = "sglang-hc"
 """Made inside that directory, because a back end takes every file there for its own."""
 
@@ -224,7 +226,9 @@ def _directory(kind: str, directory: object) -> str | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
-        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be made: {error}") from None
+        raise ConfigError(
+            f"--hc-remote {kind}: {folder} cannot be made ({error}); {REMEDY}"
+        ) from None
     if not writable:
-        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written")
+        raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written; {REMEDY}")
     return str(folder)

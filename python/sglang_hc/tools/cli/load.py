@@ -32,8 +32,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--workload",
         required=True,
         metavar="NAME|FILE",
-        help=f"{', '.join(WORKLOADS)}, or a trace: Mooncake or Bailian JSONL, BurstGPT CSV, "
-        "ShareGPT JSON",
+        help=f"{', '.join(WORKLOADS)}, or a trace: of a server's --hc-trace, Mooncake or "
+        "Bailian JSONL, BurstGPT CSV, ShareGPT JSON",
     )
     load.add_argument("--seed", type=int, default=0, help="seed of a generated load (default: 0)")
     load.add_argument("--sessions", metavar="N", help="number of sessions of a generated load")
