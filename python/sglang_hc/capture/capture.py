@@ -89,10 +89,6 @@ class Capture:
         self._stages: dict[str, _Stage] = {}
         self.counters: Counter[str] = Counter()
 
-    @property
-    def needs_taps(self) -> bool:
-        return self.hidden is not None
-
     def is_open(self, rid: str) -> bool:
         """Whether the request was opened and not dropped since. It need not be kept."""
         return rid in self._stages

@@ -310,14 +310,8 @@ def _moved_from(
     restorations: Sequence[Restoration], positions: torch.Tensor
 ) -> torch.Tensor | None:
     """Positions at which the rows were computed; None if no row has moved."""
-    shifts = [r.shifts() for r in restorations]
-    if all(some is None for some in shifts):
-        return None
-    rows = [
-        np.zeros(r.stop - r.start, dtype=np.int64) if some is None else some
-        for r, some in zip(restorations, shifts, strict=True)
-    ]
-    return positions + torch.from_numpy(np.concatenate(rows)).to(positions.device)
+    shifts = np.concatenate([r.shifts() for r in restorations])
+    return positions + torch.from_numpy(shifts).to(positions.device) if shifts.any() else None
 
 
 class LayerGate:
