@@ -43,26 +43,21 @@ MODEL_STATE = "_hc_model"
 class ModelState:
     """What `after_load_model` settled for one model runner.
 
-    plan: of the whole model. held: the layers that this rank has, all or those of its pipeline
-    stage. own_plan: of these, numbered from 0. cost: None where the machine could not be measured.
+    plan: of the whole model. has_stages: other ranks have the model's other layers. own_plan: of
+    this rank's layers, numbered from 0. cost: None where the machine could not be measured.
     layers: adapters of the held layers, None where none of them is hidden. memory: what capture
     needs of the device. proof: what was measured of hidden form, None where it is not used. group:
     the ranks that settled it together.
     """
 
     plan: LayerPlan
-    held: range
+    has_stages: bool
     own_plan: LayerPlan
     cost: CostModel | None
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
     group: StartGroup
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether other ranks have the model's other layers."""
-        return len(self.held) < self.plan.num_layers
 
     def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
         """Of everything that a restoration of this server may bring back; KV form is a copy.
@@ -111,7 +106,7 @@ def after_load_model(result: Any, self: Any) -> None:
         use_plain_products(layers)
     memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
-    state = ModelState(plan, held, own, cost, layers, memory, proof, group)
+    state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None
