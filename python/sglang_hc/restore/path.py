@@ -104,7 +104,8 @@ class Restoration:
         assert self.prefix_slots is not None
         blocks = range(self.start // BLOCK_TOKENS, -(-self.stop // BLOCK_TOKENS))
         parts = []
-        for is_here, run in groupby(blocks, lambda block: arrival.has_all(self.nodes[block].slot)):
+        reads = arrival.reads
+        for is_here, run in groupby(blocks, lambda block: reads.has_all(self.nodes[block].slot)):
             numbers = list(run)
             start = max(self.start, numbers[0] * BLOCK_TOKENS)
             stop = min(self.stop, (numbers[-1] + 1) * BLOCK_TOKENS)

@@ -181,7 +181,7 @@ class RestorePass:
 
     def _has_come(self, layer: int) -> bool:
         """Whether this layer is in host memory for all restorations."""
-        return all(arrival.has(layer) for arrival in self._arrivals)
+        return all(arrival.reads.has(layer) for arrival in self._arrivals)
 
     def _make_room(self) -> None:
         """Write the pieces whose copies are over to the pool, so that copies go on. Between two
