@@ -100,7 +100,7 @@ def after_load_model(result: Any, self: Any) -> None:
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: self.ps.tp_size]
-    plan = group.first(lambda: _plan(self, config, cost, layers, reason, stages))
+    plan = group.first(lambda: _plan(self, config, cost, reason, stages))
     own = plan.over(stages)[self.ps.pp_rank]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
@@ -141,7 +141,6 @@ def _plan(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[families.LayerAdapter] | None,
     reason: str | None,
     stages: Sequence[int],
 ) -> LayerPlan:
@@ -151,7 +150,7 @@ def _plan(
     of the pipeline has.
     """
     if config.forms == "auto":
-        plan, why = _auto(runner, config, cost, layers, reason)
+        plan, why = _auto(runner, config, cost, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return _for_all(plan, stages)
     plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
@@ -185,15 +184,14 @@ def _auto(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[families.LayerAdapter] | None,
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
     num_layers = runner.model_config.num_hidden_layers
     kv = LayerPlan(0, 0, num_layers)
     if cost is None:
-        if layers is None or reason is not None:
-            return AutoPlan(kv, str(reason))
+        if reason is not None:
+            return AutoPlan(kv, reason)
         shape = model_shape(runner)
         smaller = LayerPlan(0, num_layers, 0) if shape.hidden_bytes < shape.kv_bytes else kv
         return AutoPlan(smaller, "the smaller form per layer")
