@@ -15,7 +15,6 @@ def enable() -> None:
     from the latent KV, which torch_native cannot do.
     """
     from sglang.srt.layers.rotary_embedding import base
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     if not hasattr(base, "_is_cpu"):
         raise RuntimeError(
@@ -23,6 +22,8 @@ def enable() -> None:
             "this SGLang cannot serve on a CPU"
         )
     base._is_cpu = True
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
 
 
