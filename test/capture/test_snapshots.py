@@ -77,12 +77,15 @@ def test_room_shrinks_with_what_is_on_its_way_and_comes_back_when_it_is_there() 
     assert bench.snapshots.room == 8
 
 
-def test_flushing_nothing_returns_the_progress_of_what_was_sent_before() -> None:
+def test_flushing_nothing_sends_nothing() -> None:
     bench = Bench()
-    assert bench.snapshots.flush().done
+    bench.snapshots.flush()
+    assert bench.scatters.last().done and not len(bench.scatters)
     bench.add(1, 4, slot=0)
-    sent = bench.snapshots.flush()
-    assert sent is bench.snapshots.flush() and not sent.done
+    bench.snapshots.flush()
+    sent = bench.scatters.last()
+    bench.snapshots.flush()
+    assert bench.scatters.last() is sent and not sent.done
     bench.scatters.drain()
     assert sent.done
 
@@ -140,7 +143,7 @@ def test_callbacks_run_once_when_their_operation_is_over() -> None:
     bench = Bench()
     told: list[str] = []
     for name in ("a", "b"):
-        bench.scatters.submit(CopyRows(0, 1, 1)).on_done.append(lambda n=name: told.append(n))
+        bench.scatters.submit(CopyRows(0, 1, 1)).then(lambda n=name: told.append(n))
     bench.executor.step()
     bench.scatters.poll()
     assert told == ["a"]

@@ -138,7 +138,7 @@ def killed(folder: str, profile: str, layer: int) -> tuple[Reply, dict[str, int]
     pid, wait = core.tree.tiers.capture.scatters.executor.supervisor.pid, LayerArrival.wait
 
     def die(arrival: LayerArrival, number: int) -> None:
-        if number == layer and not arrival.has(number):
+        if number == layer and not arrival.reads.has(number):
             os.kill(pid, signal.SIGKILL)
         wait(arrival, number)
 

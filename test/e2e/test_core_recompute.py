@@ -169,7 +169,8 @@ def test_a_restoration_may_recompute_more_than_its_plan(models: None, plan: str)
 
 def orphaned() -> tuple[int, float]:
     """Slots are promised to a request whose batch does not come."""
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     core = engine()
     history = prompt(2, 230)
@@ -185,6 +186,8 @@ def orphaned() -> tuple[int, float]:
         last_node=tree.root_node,
         host_hit_length=200,
     )
+    key = RadixKey(req.full_untruncated_fill_ids, None)
+    tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits
     slots, _ = tree.init_load_back(
         InitLoadBackParams(best_match_node=tree.root_node, host_hit_length=200, req=req)
     )

@@ -100,6 +100,16 @@ def test_what_ends_streaming_leaves_a_meeting_as_any_other(cause: str) -> None:
     world.settle()
 
 
+def test_no_pass_follows_the_reads_of_blocks_that_were_given_up() -> None:
+    """The weights changed: the slots have other owners when the pass would restore from them."""
+    world = World(held=LOW)
+    world.meeting.stream(LOW, len(WORD), SECONDS)
+    assert action(world) is Action.STREAM
+    world.disk.coming.give_up_all()
+    assert action(world) is None
+    world.settle()
+
+
 @pytest.mark.parametrize(("share", "waits"), [(0.3, True), (0.5, False)])
 def test_a_device_faster_than_its_costs_say_does_not_wait(share: float, waits: bool) -> None:
     """Of the eight blocks that are coming the costs want two computed now, or four: all that are

@@ -221,6 +221,14 @@ def test_a_restoration_on_a_cpu_tells_projections_and_copies_apart() -> None:
     assert told == (Resource.KV_COPY,), "a share too small to tell of"
 
 
+@pytest.mark.parametrize(("rows", "told"), [(4, (Resource.KV_COPY, Resource.HIDDEN_COPY)),
+                                             (5, (Resource.KV_COPY,))])  # fmt: skip
+def test_a_form_with_a_fifth_of_the_copies_counts(rows: int, told: tuple[Resource, ...]) -> None:
+    """A row costs twice as much as K and V as it does as a hidden state."""
+    seen, _ = watch(LateTimer(), LayerPlan(0, 1, 1))
+    assert seen.copies(Counter({0: 2, 1: rows}))[0] == told
+
+
 @pytest.mark.parametrize("shift", [0, 64])
 def test_on_a_cpu_a_restoration_that_rotates_says_nothing_of_the_copies(shift: int) -> None:
     """Rotating K takes longer than copying it there."""

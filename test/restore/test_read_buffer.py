@@ -15,6 +15,7 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.read_buffer import PIECES_PER_PASS, ReadBuffer
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
+from sglang_hc.tree.block_tree import Moved
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COPIES, SimulatedCopyStream, StreamDevice, StreamPool
@@ -212,6 +213,20 @@ def test_a_changed_tail_is_not_found_and_the_blocks_before_it_are() -> None:
     restoration = bench.restoration(2, 0, 230)
     bench.restore([restoration])
     assert bench.used == 192 * len(LAYERS)
+    bench.check([restoration])
+
+
+def test_a_block_that_was_moved_is_not_found_for_one_that_was_computed_at_its_place() -> None:
+    """Both have one identity. Its K would have been served at the positions where it was computed
+    before a cut."""
+    bench = Bench()
+    restoration = bench.restoration(1, 0, 150)
+    block = restoration.nodes[1]
+    block.moved = Moved(b"origin", 64)
+    bench.look(bench.wait(1))
+    block.moved = None  # evicted, and computed again
+    bench.restore([restoration])
+    assert bench.used == (150 - BLOCK_TOKENS) * len(LAYERS)
     bench.check([restoration])
 
 

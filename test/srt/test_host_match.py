@@ -82,12 +82,14 @@ class Subject:
     def admit(self, word: str, length: int, salt: str | None) -> None:
         """Match a request and ask for its blocks, and again when the last has made room."""
         req, usable = self.look(word, length, salt)
+        if not usable:
+            return  # SGLang asks for a host hit only
         tokens = pack_tokens(req.full_untruncated_fill_ids[:usable])
         blocks = self.cache.host_match.blocks(req, usable)
         assert blocks is not None and len(blocks) == -(-usable // BLOCK_TOKENS)
         assert b"".join(block.tokens for block in blocks)[: len(tokens)] == tokens
         assert all(block.ready for block in blocks)
-        if blocks and blocks[-1].is_leaf:
+        if blocks[-1].is_leaf:
             self.host.drop(blocks[-1])
             assert self.cache.host_match.blocks(req, usable) is None
 

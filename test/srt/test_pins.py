@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_hc.srt.pins import joined
+import pytest
+
+from sglang_hc.policy.pins import MAX_PIN_S
+from sglang_hc.srt.pins import joined, read_pin_request
 
 NOT_FOUND: dict[str, Any] = {"status": 404, "error": {"message": "no tier has a block"}}
 
@@ -27,3 +30,12 @@ def test_one_replica_that_could_is_enough() -> None:
     ended = {"status": 200, "session": "s"}
     assert joined([ended, ended]) == ended, "an answer without blocks gets none"
     assert joined([NOT_FOUND, NOT_FOUND]) == NOT_FOUND
+
+
+def test_a_pin_may_last_so_long_and_its_session_have_so_long_a_name() -> None:
+    longest = {"session": "s" * 256, "ttl_s": MAX_PIN_S}
+    assert read_pin_request(longest).ttl_s == MAX_PIN_S
+    beyond = {"session": "s" * 257}, {"session": ""}, {"ttl_s": MAX_PIN_S + 1}, {"ttl_s": 0}
+    for wrong in beyond:
+        with pytest.raises(ValueError, match="hc_pin"):
+            read_pin_request(longest | wrong)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,17 +30,16 @@ def table(clocks: Clocks) -> tuple[Watch, torch.Tensor]:
     return watch, rows
 
 
-def runner(clocks: Clocks, serial: bool) -> Any:
-    return SimpleNamespace(
+@pytest.mark.parametrize(("overlap", "stages"), [(True, 1), (False, 1), (False, 2)])
+def test_work_runs_where_the_model_runs(clocks: Clocks, overlap: bool, stages: int) -> None:
+    """SGLang's stages run on the forward stream without overlap scheduling: blocks were saved from
+    the schedule stream, before the pass had written them."""
+    served = SimpleNamespace(
         device="cpu",
         forward_stream=clocks.stream("forward"),
-        server_args=SimpleNamespace(disable_overlap_schedule=serial),
+        server_args=SimpleNamespace(disable_overlap_schedule=not overlap, pp_size=stages),
     )
-
-
-@pytest.mark.parametrize("serial", [True, False])
-def test_work_runs_where_the_model_runs(clocks: Clocks, serial: bool) -> None:
-    served = runner(clocks, serial)
+    serial = not overlap and stages == 1
     schedule = clocks.stream("scheduler")
     compute = ComputeStream.of(served)
     with clocks.on(schedule):

@@ -89,10 +89,6 @@ class Capture:
         self._stages: dict[str, _Stage] = {}
         self.counters: Counter[str] = Counter()
 
-    @property
-    def needs_taps(self) -> bool:
-        return self.hidden is not None
-
     def is_open(self, rid: str) -> bool:
         """Whether the request was opened and not dropped since. It need not be kept."""
         return rid in self._stages
@@ -112,17 +108,17 @@ class Capture:
             stage.end = 0
             return
         if base:
-            node = match.nodes[-1]
-            self._tier.pin([node])  # making room must not take the block to be copied
+            above = match.nodes[-1:]
+            self._tier.pin(above)  # making room must not take the block to be copied
             slot = self._new_slot()
-            if slot is not None:
-                self._copy(node, slot, base)
-                stage.slots[start // BLOCK_TOKENS] = slot
-            self._tier.unpin([node])
             if slot is None:
+                self._tier.unpin(above)
                 self.counters["host_full"] += 1
                 stage.end = 0
                 return
+            stage.slots[start // BLOCK_TOKENS] = slot
+            copied = self.scatters.submit(CopyRows(above[0].slot, slot, base))
+            copied.then(lambda: self._tier.unpin(above))
         stage.cut = False
 
     def take_pass(self, segments: Sequence[Segment]) -> None:
@@ -317,7 +313,6 @@ class Capture:
         The block is pinned until then, because a slot must not get a new owner while rows are on
         their way to it. A later scatter would wait for them, but a read from disk would not.
         """
-        progress = self.scatters.last()
         self._tier.pin([node])
 
         def settle() -> None:
@@ -331,10 +326,7 @@ class Capture:
                 self._tier.mark_ready(node)
                 self._on_ready(node)
 
-        if progress.done:
-            settle()
-        else:
-            progress.on_done.append(settle)
+        self.scatters.last().then(settle)
 
     def _release_published(self, rid: str, full_blocks: int) -> None:
         """Free the slots of blocks that the tree has by now, from this request or another one."""
@@ -344,11 +336,6 @@ class Capture:
         done = [block for block in stage.slots if block < full_blocks]
         self._discard([stage.slots.pop(block) for block in done])
         stage.start = max(stage.start, full_blocks * BLOCK_TOKENS)
-
-    def _copy(self, source: BlockNode, target: int, rows: int) -> None:
-        self._tier.pin([source])
-        progress = self.scatters.submit(CopyRows(source.slot, target, rows))
-        progress.on_done.append(lambda: self._tier.unpin([source]))
 
     def _new_slot(self) -> int | None:
         return self._tier.stage(self._clock())
@@ -369,8 +356,4 @@ class Capture:
             for slot in slots:
                 self._tier.unstage(slot)
 
-        progress = self.scatters.last()
-        if progress.done:
-            unstage()
-        else:
-            progress.on_done.append(unstage)
+        self.scatters.last().then(unstage)

@@ -44,7 +44,6 @@ class DeviceRing:
         """size: bytes. Raises torch's out of memory, a RuntimeError."""
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._lent: deque[_Lent] = deque()
-        self._head = 0
         self._taken = (0, 0)
 
     def rows(self, row_bytes: int) -> int:
@@ -58,7 +57,8 @@ class DeviceRing:
     ) -> list[torch.Tensor]:
         """Tensors of these shapes, for compute work submitted from now on, until `give`."""
         total = sum(_aligned(math.prod(shape)) for shape in shapes)
-        start = self._head if self._head + total <= self.memory.numel() else 0
+        head = self._taken[1]
+        start = head if head + total <= self.memory.numel() else 0
         if start + total > self.memory.numel():
             raise ValueError(f"{total} bytes, a ring of {self.memory.numel()}")
         kept: deque[_Lent] = deque()
@@ -69,7 +69,6 @@ class DeviceRing:
                 kept.append(lent)
         self._lent = kept
         self._taken = start, start + total
-        self._head = start + total
         return tensors_of(self.memory[start:], shapes)
 
     def give(self, copied: Event) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
@@ -30,12 +29,24 @@ from sglang_hc.store.executor import (
 from sglang_hc.store.host_pool import Bytes
 
 
-@dataclass(eq=False)
 class Progress:
     """Progress of one operation."""
 
-    done: bool = False
-    on_done: list[Callable[[], None]] = field(default_factory=list)
+    def __init__(self, *, done: bool = False) -> None:
+        self.done = done
+        self._then: list[Callable[[], object]] = []
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Call this when it is done, now if it is."""
+        if self.done:
+            callback()
+        else:
+            self._then.append(callback)
+
+    def finish(self) -> None:
+        self.done = True
+        for callback in self._then:
+            callback()
 
 
 class ScatterQueue:
@@ -60,16 +71,19 @@ class ScatterQueue:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._passed)
 
-    def submit(self, operation: Operation, after: Event | None = None) -> Progress:
-        """Queue an operation that may start once `after` is done."""
-        return self._queue(operation, after)
+    def submit(self, operation: Operation | None, after: Event | None = None) -> Progress:
+        """Queue an operation, or nothing, that may start once `after` is done."""
+        self._last = Progress()
+        self._waiting.append((after, operation, self._last))
+        self._feed()
+        return self._last
 
     def pass_point(self, after: Event) -> Progress:
         """A point in the order of operations, for bytes that reach their slots without an
         operation. It is done when `after` and all earlier operations are done; later operations
         wait for it.
         """
-        return self._queue(Point() if self._points_too else None, after)
+        return self.submit(Point() if self._points_too else None, after)
 
     def last(self) -> Progress:
         """Progress of the operation submitted last. When it is done, all earlier ones are."""
@@ -94,12 +108,6 @@ class ScatterQueue:
         self.drain()
         self.executor.close()
 
-    def _queue(self, operation: Operation | None, after: Event | None) -> Progress:
-        self._last = Progress()
-        self._waiting.append((after, operation, self._last))
-        self._feed()
-        return self._last
-
     def _feed(self) -> None:
         while self._waiting:
             event, operation, progress = self._waiting[0]
@@ -112,14 +120,14 @@ class ScatterQueue:
                 self.executor.submit(ticket, operation)
             elif self._running:
                 _, before = next(reversed(self._running.values()))
-                before.on_done.append(partial(_finish, progress))
+                before.then(progress.finish)
             else:
                 self._passed.append(progress)
 
     def _take_in(self, completions: list[Completion]) -> None:
         passed, self._passed = self._passed, []
         for progress in passed:
-            _finish(progress)
+            progress.finish()
         for ticket, ok in completions:
             self._complete(ticket, ok)
 
@@ -128,13 +136,7 @@ class ScatterQueue:
         bad = isinstance(operation, (CopyRows, CopySlot)) and operation.source in self._damaged
         if bad or not ok:
             self._damaged.update(_targets(operation))
-        _finish(progress)
-
-
-def _finish(progress: Progress) -> None:
-    progress.done = True
-    for callback in progress.on_done:
-        callback()
+        progress.finish()
 
 
 def _targets(operation: Operation) -> list[int]:
@@ -185,7 +187,6 @@ class Snapshots:
         self._current: _Staging | None = None
         self._rows = 0
         self._spans: list[RowSpan] = []
-        self._progress = Progress(done=True)
 
     @property
     def room(self) -> int:
@@ -216,11 +217,11 @@ class Snapshots:
             if self._rows == self.capacity:
                 self.flush()
 
-    def flush(self) -> Progress:
-        """Have what was gathered scattered. Returns the progress of all rows added so far."""
-        progress, staging = self._progress, self._current
+    def flush(self) -> None:
+        """Have what was gathered scattered."""
+        staging = self._current
         if staging is None:
-            return progress
+            return
         self._current = None
         if staging.device is not staging.host:
             self._copy_stream.after(self._copy_stream.computed())
@@ -229,9 +230,8 @@ class Snapshots:
             self._copy_stream.copy(host[:, :width], device[:, :width])
         operation = ScatterRows(staging.index, tuple(self._spans))
         self._spans = []
-        self._progress = self._scatters.submit(operation, after=self._copy_stream.record())
-        self._progress.on_done.append(lambda: self.free.append(staging))
-        return self._progress
+        scattered = self._scatters.submit(operation, after=self._copy_stream.record())
+        scattered.then(lambda: self.free.append(staging))
 
 
 def shifted(spans: Sequence[RowSpan], low: int, high: int, shift: int) -> list[RowSpan]:

@@ -48,32 +48,20 @@ class TapBuffer:
 
     def install(self, index: int, projection: torch.nn.Module) -> None:
         """Tap the first argument of `projection` into layer `index`. Before any graph capture."""
-        target, columns = self.states[index], self._columns
+        target, columns, branch = self.states[index], self._columns, self.branch
 
         def tap(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._paused:
                 return
             hidden = args[0] if args else kwargs["hidden_states"]
             count = min(hidden.shape[0], target.shape[0])
-            target[:count].copy_(hidden[:count, columns])
+            with contextlib.nullcontext() if branch is None else branch.forked():
+                target[:count].copy_(hidden[:count, columns])
 
-        branch = self.branch
-        if branch is None:
-            projection.register_forward_pre_hook(tap, with_kwargs=True)
-            return
-
-        def fork(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._paused:
-                return
-            with branch.forked():
-                tap(module, args, kwargs)
-
-        def join(*_: Any) -> None:
-            branch.join()
-
-        projection.register_forward_pre_hook(fork, with_kwargs=True)
-        # Called when the copy or the projection raises as well.
-        projection.register_forward_hook(join, always_call=True)
+        projection.register_forward_pre_hook(tap, with_kwargs=True)
+        if branch is not None:
+            # Called when the copy or the projection raises as well.
+            projection.register_forward_hook(lambda *_: branch.join(), always_call=True)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

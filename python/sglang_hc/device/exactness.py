@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -51,14 +50,6 @@ class Exactness:
         return {"exactness": word, "exactness_difference": self.difference}
 
 
-class Operands(NamedTuple):
-    """rows (n, size), weight (out, size), bias (out,) or None."""
-
-    rows: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
 def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
     """The largest difference of two tensors of one shape, relative to the largest magnitude of
     `wanted`; nan where an element is."""
@@ -68,8 +59,9 @@ def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 def cancelling(
     size: int, out: int, bias: bool, dtype: torch.dtype, device: torch.device
-) -> Operands:
-    """MOST_ROWS rows and a weight whose products are zero but for the rounding of the additions.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """MOST_ROWS rows, a weight and a bias or None, whose products are zero but for the rounding of
+    the additions.
 
     Each product of two elements appears twice with opposite signs, at places that a seeded
     permutation draws. The bias is as small as what remains, so that it hides nothing.
@@ -84,7 +76,7 @@ def cancelling(
     states = torch.cat([states, -states, left], dim=1)[:, places]
     weight = torch.cat([weight, weight, idle], dim=1)[:, places]
     small = torch.randn(out, generator=generator) * 1e-6 if bias else None
-    return Operands(
+    return (
         states.to(device, dtype).contiguous(),
         weight.to(device, dtype).contiguous(),
         None if small is None else small.to(device, dtype),

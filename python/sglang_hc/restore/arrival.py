@@ -32,28 +32,20 @@ class LayerArrival:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """poll: takes in what has been read. patience: seconds to wait at most."""
-        self._reads = reads
+        self.reads = reads
         self._poll = poll
         self._patience = patience
         self._clock = clock
         self._pause = pause
 
-    def has(self, layer: int) -> bool:
-        """Whether this layer of the blocks is in host memory."""
-        return self._reads.has(layer)
-
     def wait(self, layer: int) -> None:
-        """Until it is. Raises LateLayer."""
+        """Until this layer of the blocks is in host memory. Raises LateLayer."""
         began = self._clock()
-        while not self._reads.has(layer):
+        while not self.reads.has(layer):
             self._poll()
-            if self._reads.has(layer):
+            if self.reads.has(layer):
                 break
-            if self._reads.is_lost or self._clock() - began >= self._patience:
+            if self.reads.is_lost or self._clock() - began >= self._patience:
                 raise LateLayer(f"layer {layer} has not come")
             self._pause(PAUSE_S)
         self._patience -= self._clock() - began
-
-    def has_all(self, slot: int) -> bool:
-        """Whether all layers of the block in this host slot are in host memory."""
-        return self._reads.has_all(slot)

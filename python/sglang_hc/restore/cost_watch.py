@@ -31,7 +31,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts, Resource
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.restore.path import Restoration, RestorePath, RestoreSink
-from sglang_hc.restore.restore_pass import LayerGate, RestorePass
+from sglang_hc.restore.restore_pass import LayerGate, RestorePass, rows_of
 
 MIXED_SHARE = 0.2
 """An observation of several forms counts for those with at least this share of the prediction."""
@@ -240,7 +240,7 @@ class WatchedPass(RestorePass):
         if self._rows is not None:
             super()._run_ahead()
             return
-        self._rows = _rows(self._todo)
+        self._rows = rows_of(self._todo)
         watch = self._watch
         early = any(load.early is not None for load in self._todo)
         rotated = watch.timer.synchronous and self._moved_from is not None
@@ -254,7 +254,7 @@ class WatchedPass(RestorePass):
         begin = watch.timer.copies()
         super()._run_ahead()
         end = watch.timer.copies()
-        told, predicted = watch.copies(_rows(loads[: len(loads) - len(self._todo)]))
+        told, predicted = watch.copies(rows_of(loads[: len(loads) - len(self._todo)]))
         watch.between(told, predicted, begin, end)
 
     def _clocked(self, work: Callable[[], None]) -> None:
@@ -278,13 +278,6 @@ class WatchedPass(RestorePass):
         told, predicted = watch.copies(self._rows)
         watch.took(told, predicted, self._spent - timed.seconds)
         watch.took([Resource.PROJECTION], timed.predicted, timed.seconds)
-
-
-def _rows(loads: Iterable[Any]) -> Counter[int]:
-    rows: Counter[int] = Counter()
-    for load in loads:
-        rows[load.layer] += load.piece.rows
-    return rows
 
 
 class WatchedGate(LayerGate):

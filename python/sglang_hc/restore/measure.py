@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -133,10 +134,10 @@ def measure(
         return found.times
 
     with torch.no_grad():
-        copies = {Form.KV: sample("kv", bench.restore_kv, tokens)}
+        copies = {Form.KV: sample("kv", partial(bench.restore, Form.KV), tokens)}
         project: Times = {}
         if subject.hidden:
-            copies[Form.HIDDEN] = sample("hidden", bench.copy_hidden, tokens)
+            copies[Form.HIDDEN] = sample("hidden", partial(bench.restore, Form.HIDDEN), tokens)
             project = sample("project", bench.project, tokens)
         prefill = sample("prefill", bench.prefill, prefills, 4)
         overlap = bench.overlaps(max(n for (n,) in copies[Form.KV]))
@@ -231,13 +232,17 @@ class _Bench:
         # In a pool in use the blocks of one path lie anywhere.
         self._nodes = [block_in(slot) for slot in np.random.default_rng(0).permutation(blocks)]
 
-    def restore_kv(self, tokens: int) -> float:
-        """Host slots to rows of the device pool."""
-        return self._restore(Form.KV, tokens)
-
-    def copy_hidden(self, tokens: int) -> float:
-        """Host slots to the device; not projected."""
-        return self._restore(Form.HIDDEN, tokens)
+    def restore(self, form: Form, tokens: int) -> float:
+        """Host slots to rows of the device pool; hidden states to the device, not projected."""
+        subject, pool = self._subject, self._pools[form]
+        nodes = tuple(self._nodes[: -(-tokens // BLOCK_TOKENS)])
+        span = Restoration(nodes, 0, tokens, self._slots[:tokens])
+        self._wait()
+        begin = self._clock()
+        path = RestorePath(pool, _OneLayer(subject.sink), subject.staging)
+        RestorePass(path, [span]).finish()
+        self._wait()
+        return (self._clock() - begin) / LAYERS
 
     def project(self, tokens: int) -> float:
         """Hidden states on the device to K and V in the pool."""
@@ -265,17 +270,6 @@ class _Bench:
         returned = self._clock()
         event.wait()
         return returned - begin < (self._clock() - begin) / 2
-
-    def _restore(self, form: Form, tokens: int) -> float:
-        subject, pool = self._subject, self._pools[form]
-        nodes = tuple(self._nodes[: -(-tokens // BLOCK_TOKENS)])
-        span = Restoration(nodes, 0, tokens, self._slots[:tokens])
-        self._wait()
-        begin = self._clock()
-        path = RestorePath(pool, _OneLayer(subject.sink), subject.staging)
-        RestorePass(path, [span]).finish()
-        self._wait()
-        return (self._clock() - begin) / LAYERS
 
     def _repeated(self, work: Callable[[], None]) -> float:
         times = LAYERS if self._subject.device.type == "cuda" else 1

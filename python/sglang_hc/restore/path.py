@@ -78,14 +78,11 @@ class Restoration:
             position += rows
         return spans
 
-    def shifts(self) -> npt.NDArray[np.int64] | None:
-        """(stop - start,) tokens by which each row's state was computed further from the start;
-        None when all were computed at their places."""
+    def shifts(self) -> npt.NDArray[np.int64]:
+        """(stop - start,) tokens by which each row's state was computed further from the start."""
         first = self.start // BLOCK_TOKENS
         nodes = self.nodes[first - self.first :]
         shifts = [0 if node.moved is None else node.moved.shift for node in nodes]
-        if not any(shifts):
-            return None
         skip = first * BLOCK_TOKENS
         rows = np.repeat(np.array(shifts, dtype=np.int64), BLOCK_TOKENS)
         return rows[self.start - skip : self.stop - skip]
@@ -107,7 +104,8 @@ class Restoration:
         assert self.prefix_slots is not None
         blocks = range(self.start // BLOCK_TOKENS, -(-self.stop // BLOCK_TOKENS))
         parts = []
-        for is_here, run in groupby(blocks, lambda block: arrival.has_all(self.nodes[block].slot)):
+        reads = arrival.reads
+        for is_here, run in groupby(blocks, lambda block: reads.has_all(self.nodes[block].slot)):
             numbers = list(run)
             start = max(self.start, numbers[0] * BLOCK_TOKENS)
             stop = min(self.stop, (numbers[-1] + 1) * BLOCK_TOKENS)

@@ -9,9 +9,9 @@ waiting requests are copied earlier, while other batches run:
     taken      by the restore pass of the request, which reads them from the frame
     dropped    when the request has left the queue without them, or the tiers are cleared
 
-Chunks are found by the identity of their blocks: every request that needs the same blocks can use
-them, and outdated ones are not found. Nothing else changes on the device: before the request's turn
-no slot is allocated and no tree is touched.
+Chunks are found by the identity of their blocks, and by where these were computed: every request
+that needs the same blocks can use them, and outdated ones are not found. Nothing else changes on
+the device: before the request's turn no slot is allocated and no tree is touched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang_hc.restore.staging import (
     cut,
 )
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.host_tier import HostTier
 
 FRAME_BYTES = 8 << 20
@@ -73,13 +73,18 @@ class Early(NamedTuple):
     done: Callable[[], None]
 
 
+_Key = tuple[bytes, Moved | None]
+"""A block's identity, and how its state was moved: a block that was computed at its place may have
+followed one of its identity that was moved there."""
+
+
 @dataclass(eq=False)
 class _Copied:
     """Whole chunks of consecutive blocks of one layer, in a frame."""
 
     owner: str
     layer: int
-    identities: tuple[bytes, ...]
+    keys: tuple[_Key, ...]
     parts: list[torch.Tensor]
     frame: torch.Tensor
     event: Event
@@ -111,7 +116,7 @@ class ReadBuffer:
         self._fetching = fetching
         self._ranks = ranks
         self._to_copy: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
-        self._copied: dict[int, dict[bytes, tuple[_Copied, int]]] = {}
+        self._copied: dict[int, dict[_Key, tuple[_Copied, int]]] = {}
         """By layer and block: the piece that holds it, and its place among the piece's blocks."""
         self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
@@ -145,14 +150,14 @@ class ReadBuffer:
         position = start
         while known and position < stop:
             block = position // BLOCK_TOKENS
-            copied, index = known.get(nodes[block].block_id, (None, 0))
+            copied, index = known.get(_key(nodes[block]), (None, 0))
             if copied is None:
                 position = (block + 1) * BLOCK_TOKENS
                 continue
             self._forget(copied)
             last = block + 1
-            for identity in copied.identities[index + 1 :]:
-                if last == len(nodes) or nodes[last].block_id != identity:
+            for key in copied.keys[index + 1 :]:
+                if last == len(nodes) or _key(nodes[last]) != key:
                     break
                 last += 1
             end = min(last * BLOCK_TOKENS, stop)
@@ -194,8 +199,8 @@ class ReadBuffer:
     def check_integrity(self) -> None:
         """Raise AssertionError if a chunk is found under another layer or block than its own."""
         for layer, known in self._copied.items():
-            for identity, (copied, index) in known.items():
-                assert copied.layer == layer and copied.identities[index] == identity
+            for key, (copied, index) in known.items():
+                assert copied.layer == layer and copied.keys[index] == key
                 assert copied.owner in self._to_copy
 
     def _copies_for(self, waiting: Waiting) -> Iterator[tuple[int, Sequence[BlockNode]]]:
@@ -214,7 +219,7 @@ class ReadBuffer:
                     return
                 left -= len(group) * BLOCK_TOKENS * sum(self._source.widths(layer))
                 known = self._copied.get(layer, {})
-                if not any(node.block_id in known for node in group):
+                if not any(_key(node) in known for node in group):
                     yield layer, group
 
     def _worth(self, blocks: int, history: int, context: int, length: int) -> int:
@@ -236,14 +241,18 @@ class ReadBuffer:
         event = self._copy_stream.record()
         self._host.pin(nodes)
         self._pinned.append((self._ranks.mark(event), nodes))
-        identities = tuple(node.block_id for node in nodes)
-        copied = _Copied(rid, layer, identities, parts, frame, event)
+        keys = tuple(map(_key, nodes))
+        copied = _Copied(rid, layer, keys, parts, frame, event)
         known = self._copied.setdefault(layer, {})
-        for index, identity in enumerate(identities):
-            known[identity] = copied, index
+        for index, key in enumerate(keys):
+            known[key] = copied, index
         self.counters["early_layer_tokens"] += rows
 
     def _forget(self, copied: _Copied) -> None:
         known = self._copied[copied.layer]
-        for identity in copied.identities:
-            del known[identity]
+        for key in copied.keys:
+            del known[key]
+
+
+def _key(node: BlockNode) -> _Key:
+    return node.block_id, node.moved

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -51,6 +51,14 @@ class _Load(NamedTuple):
     layer: int
     piece: Piece
     early: Early | None = None
+
+
+def rows_of(loads: Iterable[_Load]) -> Counter[int]:
+    """How many rows of each layer these are."""
+    rows: Counter[int] = Counter()
+    for load in loads:
+        rows[load.layer] += load.piece.rows
+    return rows
 
 
 class _Staged(NamedTuple):
@@ -154,9 +162,7 @@ class RestorePass:
 
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
-        rows: Counter[int] = Counter()
-        for load in loads:
-            rows[load.layer] += load.piece.rows
+        rows = rows_of(loads)
         shares: dict[Form, list[tuple[float, _Load]]] = {Form.HIDDEN: [], Form.KV: []}
         for load in loads:
             part = load.piece.rows / rows[load.layer]
@@ -175,7 +181,7 @@ class RestorePass:
 
     def _has_come(self, layer: int) -> bool:
         """Whether this layer is in host memory for all restorations."""
-        return all(arrival.has(layer) for arrival in self._arrivals)
+        return all(arrival.reads.has(layer) for arrival in self._arrivals)
 
     def _make_room(self) -> None:
         """Write the pieces whose copies are over to the pool, so that copies go on. Between two
@@ -310,14 +316,8 @@ def _moved_from(
     restorations: Sequence[Restoration], positions: torch.Tensor
 ) -> torch.Tensor | None:
     """Positions at which the rows were computed; None if no row has moved."""
-    shifts = [r.shifts() for r in restorations]
-    if all(some is None for some in shifts):
-        return None
-    rows = [
-        np.zeros(r.stop - r.start, dtype=np.int64) if some is None else some
-        for r, some in zip(restorations, shifts, strict=True)
-    ]
-    return positions + torch.from_numpy(np.concatenate(rows)).to(positions.device)
+    shifts = np.concatenate([r.shifts() for r in restorations])
+    return positions + torch.from_numpy(shifts).to(positions.device) if shifts.any() else None
 
 
 class LayerGate:

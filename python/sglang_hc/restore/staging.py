@@ -107,8 +107,6 @@ class LayerSource:
         self._layout = layout
         self._hidden = torch.from_numpy(pool.hidden)
         self._kv = [torch.from_numpy(part) for part in pool.kv]
-        self._hidden_widths = [layout.shape.hidden_bytes]
-        self._kv_widths = list(layout.shape.kv_parts)
 
     def parts(self, layer: int) -> list[torch.Tensor]:
         """(slots, BLOCK_TOKENS, row bytes) uint8 per part of the layer's form: one, or K and V."""
@@ -119,8 +117,9 @@ class LayerSource:
 
     def widths(self, layer: int) -> list[int]:
         """Row bytes of each part."""
+        shape = self._layout.shape
         hidden = self._layout.form(layer) is Form.HIDDEN
-        return self._hidden_widths if hidden else self._kv_widths
+        return [shape.hidden_bytes] if hidden else list(shape.kv_parts)
 
 
 def copy_piece(
@@ -174,7 +173,7 @@ class StagingRing:
             (torch.empty(frame_bytes, dtype=torch.uint8, device=device), None)
             for _ in range(frames)
         )
-        self._finish_last: Callable[[], None] = _nothing
+        self._finish_last: Callable[[], None] | None = None
 
     @classmethod
     def sized_for(
@@ -192,14 +191,15 @@ class StagingRing:
     def claim(self, finish: Callable[[], None]) -> None:
         """A pass begins to use the frames. If the pass before it is not over, that one is finished
         first: two passes that each hold some of the frames could block each other."""
-        self._finish_last()
+        if self._finish_last is not None:
+            self._finish_last()
         self._finish_last = finish
 
     def release(self, finish: Callable[[], None]) -> None:
         """The pass that gave `finish` is over. The ring drops its reference to the pass, or the
         frames would stay in memory until the garbage collector finds the cycle."""
         if self._finish_last == finish:
-            self._finish_last = _nothing
+            self._finish_last = None
 
     def rows(self, row_bytes: int) -> int:
         """Rows of a size that one frame holds."""
@@ -238,7 +238,3 @@ def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.T
         views.append(frame[at : at + rows * width].view(rows, width))
         at += rows * width
     return views
-
-
-def _nothing() -> None:
-    return None

@@ -8,10 +8,11 @@ from sglang_hc.config import ConfigError
 
 
 def enable() -> None:
-    """Let rotary embeddings be built without CUDA.
+    """Let rotary embeddings be built without CUDA, and MLA models choose their attention.
 
     Without this SGLang looks for a CUDA kernel in another package and fails; the kernel is not used
-    by the native path that a CPU takes.
+    by the native path that a CPU takes. For a back end that it does not list, it splits prefill
+    from the latent KV, which torch_native cannot do.
     """
     from sglang.srt.layers.rotary_embedding import base
 
@@ -21,15 +22,6 @@ def enable() -> None:
             "this SGLang cannot serve on a CPU"
         )
     base._is_cpu = True
-    _let_mla_use_torch_native()
-
-
-def _let_mla_use_torch_native() -> None:
-    """Give MLA models a way to choose their attention path with this backend.
-
-    SGLang's default for a backend it does not list splits prefill from the latent KV, which
-    torch_native cannot do.
-    """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)

@@ -123,7 +123,7 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
     tree = tree_of(self.tp_worker.model_runner)
     if tree is None:
         return original(self, recv_req)
-    if tree.is_between_stages:
+    if tree.scheduler.is_between_stages:
         return REFUSED_UPDATE[original.__name__](
             success=False,
             message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
@@ -138,7 +138,7 @@ def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any
     """AROUND Scheduler.clear_hicache_storage_wrapped: the disk is not cleared while a batch is
     between two stages of a pipeline."""
     tree = tree_of(self.tp_worker.model_runner)
-    if tree is not None and tree.is_between_stages:
+    if tree is not None and tree.scheduler.is_between_stages:
         return ClearHiCacheReqOutput(success=False)
     return original(self, recv_req)
 

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import Prefix, pack_tokens
+from sglang_hc.tree.identity import pack_tokens
 
 NOTE = "hc_block"
 """Attribute of a device node: the last whole block, or root, of its path that the host tier was
@@ -50,7 +50,6 @@ class HostMatch:
     """Look-ups of one device tree in the host tier. Belongs to the scheduler thread."""
 
     def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
         self._tree = tiers.host.tree
         self._lag = tiers.layout.draft.lag
         """Tokens behind a position that its state depends on as well."""
@@ -86,17 +85,13 @@ class HostMatch:
     def blocks(self, req: Any, positions: int) -> Sequence[BlockNode] | None:
         """Blocks of the first positions of the request's prompt; None: not servable any more.
 
-        O(blocks) for the request last looked up: while its last block is served its path is too.
+        The request is the one that was looked up last: SGLang admits it right behind that. While
+        its last block is served its path is too.
         """
         found, tokens = self._found, positions + self._lag
-        if found is not None and found.req is req and tokens <= found.tokens and found.last.ready:
-            nodes: Sequence[BlockNode] = found.last.path()
-        else:
-            packed = pack_tokens(req.full_untruncated_fill_ids[:tokens])
-            nodes, usable = self._tiers.usable(Prefix(req.extra_key, packed))
-            if usable < tokens:
-                return None
-        return nodes[: -(-tokens // BLOCK_TOKENS)]
+        if found is None or found.req is not req or tokens > found.tokens or not found.last.ready:
+            return None
+        return found.last.path()[: -(-tokens // BLOCK_TOKENS)]
 
 
 def _noted(node: Any) -> tuple[BlockNode, int] | None:

@@ -155,6 +155,11 @@ def _buffers(pool: Any) -> list[list[torch.Tensor]]:
         buffers = [[kv] for kv in pool.kv_buffer]
     else:
         raise UnsupportedPool(f"KV pool {type(pool).__name__} is not supported")
+    if getattr(pool, "is_quantized_kv_cache", False):
+        raise UnsupportedPool(
+            "--kv-cache-dtype fp4_e2m1: the scales of the KV pool's rows lie outside of them, so "
+            "rows alone cannot come back; use another type"
+        )
     if getattr(pool, "use_hnd", False) or any(
         not part.is_contiguous() for layer in buffers for part in layer
     ):

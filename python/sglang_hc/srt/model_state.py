@@ -43,26 +43,21 @@ MODEL_STATE = "_hc_model"
 class ModelState:
     """What `after_load_model` settled for one model runner.
 
-    plan: of the whole model. held: the layers that this rank has, all or those of its pipeline
-    stage. own_plan: of these, numbered from 0. cost: None where the machine could not be measured.
+    plan: of the whole model. has_stages: other ranks have the model's other layers. own_plan: of
+    this rank's layers, numbered from 0. cost: None where the machine could not be measured.
     layers: adapters of the held layers, None where none of them is hidden. memory: what capture
     needs of the device. proof: what was measured of hidden form, None where it is not used. group:
     the ranks that settled it together.
     """
 
     plan: LayerPlan
-    held: range
+    has_stages: bool
     own_plan: LayerPlan
     cost: CostModel | None
     layers: list[families.LayerAdapter] | None
     memory: CaptureMemory
     proof: HiddenProof | None
     group: StartGroup
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether other ranks have the model's other layers."""
-        return len(self.held) < self.plan.num_layers
 
     def exactness(self, restore: str, pieces: Pieces | None) -> Exactness:
         """Of everything that a restoration of this server may bring back; KV form is a copy.
@@ -105,13 +100,13 @@ def after_load_model(result: Any, self: Any) -> None:
     cost = calibrate.cost_model(self, config, layers, reason is None, group)
     held = families.held_layers(self.model, self.model_config.num_hidden_layers)
     stages = group.each(len(held))[:: self.ps.tp_size]
-    plan = group.first(lambda: _plan(self, config, cost, layers, reason, stages))
+    plan = group.first(lambda: _plan(self, config, cost, reason, stages))
     own = plan.over(stages)[self.ps.pp_rank]
     if layers is not None and not plan.hidden:
         use_plain_products(layers)
     memory = take_capture_memory(self, own, group)
     layers = layers if own.hidden else None
-    state = ModelState(plan, held, own, cost, layers, memory, proof, group)
+    state = ModelState(plan, len(stages) > 1, own, cost, layers, memory, proof, group)
     setattr(self, MODEL_STATE, state)
     if memory.taps is not None:
         assert layers is not None
@@ -146,7 +141,6 @@ def _plan(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[families.LayerAdapter] | None,
     reason: str | None,
     stages: Sequence[int],
 ) -> LayerPlan:
@@ -156,7 +150,7 @@ def _plan(
     of the pipeline has.
     """
     if config.forms == "auto":
-        plan, why = _auto(runner, config, cost, layers, reason)
+        plan, why = _auto(runner, config, cost, reason)
         logger.info("sglang-hc: layer plan %s: %s", plan, why)
         return _for_all(plan, stages)
     plan = explicit_plan(config.forms, runner.model_config.num_hidden_layers)
@@ -190,15 +184,14 @@ def _auto(
     runner: Any,
     config: HcConfig,
     cost: CostModel | None,
-    layers: list[families.LayerAdapter] | None,
     reason: str | None,
 ) -> AutoPlan:
     """The fastest plan on the measured machine; unmeasured, the smaller form of every layer."""
     num_layers = runner.model_config.num_hidden_layers
     kv = LayerPlan(0, 0, num_layers)
     if cost is None:
-        if layers is None or reason is not None:
-            return AutoPlan(kv, str(reason))
+        if reason is not None:
+            return AutoPlan(kv, reason)
         shape = model_shape(runner)
         smaller = LayerPlan(0, num_layers, 0) if shape.hidden_bytes < shape.kv_bytes else kv
         return AutoPlan(smaller, "the smaller form per layer")

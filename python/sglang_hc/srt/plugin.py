@@ -56,63 +56,50 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         speculation,
     )
 
-    args = "sglang.srt.server_args.ServerArgs"
-    model_runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
-    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    chat = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
-    updates = (
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    )
-    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    extend = f"{backend}._run_sdpa_forward_extend"
-    results = (
-        "sglang.srt.managers.scheduler_components.batch_result_processor"
-        ".SchedulerBatchResultProcessor"
-    )
-    return [
-        (f"{args}.add_cli_args", HookType.AFTER, server_args.add_cli_args),
-        (f"{args}.from_cli_args", HookType.AROUND, server_args.from_cli_args),
-        (f"{args}.__post_init__", HookType.AROUND, server_args.post_init),
-        (f"{model_runner}.load_model", HookType.AFTER, model_state.after_load_model),
-        (f"{model_runner}.forward", HookType.AROUND, hooks.forward),
+    after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
+    args = "server_args.ServerArgs"
+    model_runner = "model_executor.model_runner.ModelRunner"
+    scheduler = "managers.scheduler.Scheduler"
+    policy = "managers.schedule_policy"
+    tokenizer = "managers.tokenizer_manager.TokenizerManager"
+    chat = "entrypoints.openai.serving_chat.OpenAIServingChat"
+    parts = "managers.scheduler_components"
+    updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
+    results = f"{parts}.batch_result_processor.SchedulerBatchResultProcessor"
+    backend = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    found = [
+        (f"{args}.add_cli_args", after, server_args.add_cli_args),
+        (f"{args}.from_cli_args", around, server_args.from_cli_args),
+        (f"{args}.__post_init__", around, server_args.post_init),
+        (f"{model_runner}.load_model", after, model_state.after_load_model),
+        (f"{model_runner}.forward", around, hooks.forward),
+        (f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange),
+        (f"{policy}.PrefillAdder.add_one_req", around, meeting.add_one_req),
+        (f"{policy}.PrefillAdder.add_chunked_req", around, meeting.add_chunked_req),
+        (f"{scheduler}.__init__", around, hooks.build_scheduler),
+        (f"{scheduler}.run_batch", around, hooks.run_batch),
+        (f"{scheduler}.get_internal_state", after, hooks.internal_state),
+        ("speculative.eagle_utils.eagle_sample", after, speculation.sampled),
+        (f"{results}._resolve_spec_v2_tokens", after, speculation.accepted),
         (
-            "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
-            HookType.AFTER,
-            hooks.arrange,
-        ),
-        (f"{adder}.add_one_req", HookType.AROUND, meeting.add_one_req),
-        (f"{adder}.add_chunked_req", HookType.AROUND, meeting.add_chunked_req),
-        (f"{scheduler}.__init__", HookType.AROUND, hooks.build_scheduler),
-        (f"{scheduler}.run_batch", HookType.AROUND, hooks.run_batch),
-        (f"{scheduler}.get_internal_state", HookType.AFTER, hooks.internal_state),
-        (
-            "sglang.srt.speculative.eagle_utils.eagle_sample",
-            HookType.AFTER,
-            speculation.sampled,
-        ),
-        (f"{results}._resolve_spec_v2_tokens", HookType.AFTER, speculation.accepted),
-        (
-            "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
-            HookType.AROUND,
+            "mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+            around,
             speculation.register_draft,
         ),
-        (f"{scheduler}.handle_dumper_control", HookType.AROUND, pins.control),
-        (f"{tokenizer}._tokenize_one_request", HookType.BEFORE, overflow.own_ids),
+        (f"{scheduler}.handle_dumper_control", around, pins.control),
+        (f"{tokenizer}._tokenize_one_request", before, overflow.own_ids),
         # The last of these runs first.
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, overflow.cut_prompt),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, pins.check_pin_request),
-        (f"{tokenizer}._validate_one_request", HookType.BEFORE, hooks.check_input_ids),
-        (f"{chat}._convert_to_internal_request", HookType.AFTER, overflow.count_head),
-        (f"{tokenizer}._wait_one_response", HookType.AROUND, overflow.tell),
-        (f"{scheduler}.clear_hicache_storage_wrapped", HookType.AROUND, hooks.clear_storage),
-        *(
-            (f"{updates}.{name}", HookType.AROUND, hooks.change_weights)
-            for name in hooks.REFUSED_UPDATE
-        ),
-        *([] if torch.cuda.is_available() else [(extend, HookType.AROUND, cpu_attention.extend)]),
+        (f"{tokenizer}._validate_one_request", before, overflow.cut_prompt),
+        (f"{tokenizer}._validate_one_request", before, pins.check_pin_request),
+        (f"{tokenizer}._validate_one_request", before, hooks.check_input_ids),
+        (f"{chat}._convert_to_internal_request", after, overflow.count_head),
+        (f"{tokenizer}._wait_one_response", around, overflow.tell),
+        (f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage),
+        *((f"{updates}.{name}", around, hooks.change_weights) for name in hooks.REFUSED_UPDATE),
     ]
+    if not torch.cuda.is_available():
+        found.append((f"{backend}._run_sdpa_forward_extend", around, cpu_attention.extend))
+    return [(f"sglang.srt.{target}", kind, hook) for target, kind, hook in found]
 
 
 def missing() -> list[str]:

@@ -25,7 +25,8 @@ class OwnScheduler:
 
     @property
     def is_between_stages(self) -> bool:
-        """Whether a batch may be on its way from one stage of a pipeline to the next."""
+        """Whether a batch may be on its way through a pipeline. Then stages cannot wait for each
+        other, and nothing may be cleared."""
         scheduler = self._scheduler()
         several: bool = scheduler.ps.pp_size > 1  # type: ignore[union-attr]
         return several and not scheduler.is_fully_idle()  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -86,10 +86,7 @@ class StartGroup:
 
     def digest(self, own: str) -> str:
         """One digest of all ranks' own ones; for a single rank its own."""
-        return own if self.size == 1 else joined(self.each(own))
-
-
-def joined(digests: Sequence[str]) -> str:
-    """A digest of digests, in their order."""
-    text = "\x00".join(digests).encode()
-    return hashlib.blake2b(text, digest_size=16, person=b"hc ranks").hexdigest()
+        if self.size == 1:
+            return own
+        text = "\x00".join(self.each(own)).encode()
+        return hashlib.blake2b(text, digest_size=16, person=b"hc ranks").hexdigest()

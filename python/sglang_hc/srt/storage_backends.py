@@ -86,8 +86,7 @@ class FramePool:
     def get_size_per_token(self) -> int:
         return int(self._page_bytes)
 
-    def get_ksize_per_token(self) -> int:
-        return int(self._page_bytes)
+    get_ksize_per_token = get_size_per_token
 
     def is_stride_page_aligned(self, alignment: int) -> bool:
         aligned: bool = (self.kv_buffer.data_ptr() | self._page_bytes) % alignment == 0

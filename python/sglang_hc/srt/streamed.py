@@ -8,7 +8,7 @@ something lost, is run once more with these blocks recomputed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,14 +22,22 @@ if TYPE_CHECKING:
     from sglang_hc.srt.tree_backend import HcRadixCache
 
 
+class _Pass(NamedTuple):
+    """Of a request whose first `head` tokens were on the device. slots: of its path, in host
+    memory."""
+
+    rid: str
+    head: int
+    slots: list[int]
+
+
 class StreamedPass:
     """At most one at a time, because there is one meeting. Belongs to the scheduler thread."""
 
     def __init__(self, tree: HcRadixCache) -> None:
         self._tree = tree
-        self._request: tuple[str, int] | None = None
-        """Name of the request whose pass comes next or runs, and its tokens before what was
-        promised."""
+        self._pass: _Pass | None = None
+        """Comes next or runs."""
 
     def is_due(self, req: Any, head: int) -> bool:
         """Whether a request whose first `head` tokens are on the device can have it now."""
@@ -60,20 +68,20 @@ class StreamedPass:
         promised = tree.promise(req, nodes, slots, plan, missing, arrival)
         if len(promised[0]):
             restorer.join_early(len(slots) - count)
-            self._request = req.rid, head
+            self._pass = _Pass(req.rid, head, [node.slot for node in nodes])
         return promised
 
     def over(self) -> None:
         """A pass was submitted, or what was queued was restored without one: what was streamed for
         it joins the tree."""
-        if self._request is None:
+        if self._pass is None:
             return
-        (rid, head), self._request = self._request, None
+        (rid, head, slots), self._pass = self._pass, None
         meetings, restorer = self._tree.tiers.queue.meetings, self._tree.tiers.restorer
-        nodes = meetings.join(rid, head) if meetings.of(rid) is not None else None
-        if nodes is not None:
-            restorer.keep(nodes)
-        else:  # their slots are free, and nobody may write them before they are copied
+        nodes = (meetings.join(rid, head) if meetings.of(rid) is not None else None) or ()
+        restorer.keep(nodes)
+        if [node.slot for node in nodes] != slots:
+            # Some of the slots are free, and nobody may write them before they are copied.
             restorer.path.copy_stream.record().wait()
 
 

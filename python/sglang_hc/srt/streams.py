@@ -2,7 +2,7 @@
 
 SGLang has two streams that matter here. On the schedule stream, which is current in the scheduler's
 event loop, it writes the table of device slots per request and frees slots. With overlap scheduling
-the model runs on the forward stream, one batch behind; without, it runs on the schedule stream too.
+and in a pipeline the model runs on the forward stream; else it runs on the schedule stream too.
 
 What the tiers do to the KV pool, to taps and to frames belongs on the stream of the model: there it
 is ordered with every pass. What the schedule stream may change at any time, a row of the slot
@@ -30,8 +30,9 @@ class ComputeStream:
     @classmethod
     def of(cls, runner: Any) -> ComputeStream:
         """As SGLang's scheduler decides it for a model runner."""
-        overlap = not runner.server_args.disable_overlap_schedule
-        return cls(torch.device(runner.device), runner.forward_stream if overlap else None)
+        args = runner.server_args
+        has_own = not args.disable_overlap_schedule or args.pp_size > 1
+        return cls(torch.device(runner.device), runner.forward_stream if has_own else None)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

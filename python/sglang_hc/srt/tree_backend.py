@@ -63,7 +63,7 @@ class HcRadixCache(RadixCache):
         super().__init__(params)
         self.tiers = tiers
         self.running: list[Any] = []
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.compute_stream = compute
         self._device_order = device_order
         self.token_to_kv_pool_host = HostPoolFacade(tiers)
@@ -236,14 +236,14 @@ class HcRadixCache(RadixCache):
 
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
-        tiers, exporter = self.tiers, self._scheduler.exporter
-        if tiers.disk is not None and tiers.disk.is_busy and not self._scheduler.decoding:
+        tiers, exporter = self.tiers, self.scheduler.exporter
+        if tiers.disk is not None and tiers.disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
-        self.waiting.on_schedule_step(self._scheduler.waiting_queue, self._scheduler.decoding)
+        self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
         if tiers.restorer.has_queued:
             with self.compute_stream.entered():
                 tiers.restorer.run_now()
@@ -265,15 +265,11 @@ class HcRadixCache(RadixCache):
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         """Tokens that came from disk for this request; asked once."""
-        return self.waiting.take_loaded(rid)
+        return self.tiers.queue.take_loaded(rid)
 
     def release_aborted_request(self, rid: str) -> None:
         """A request left the queue."""
         self.waiting.left(rid)
-
-    def terminate_prefetch(self, rid: str) -> None:
-        """Waiting for this request's prefetch has ended."""
-        self.release_aborted_request(rid)
 
     def clear_storage_backend(self) -> bool:
         """Delete what is on disk, for all namespaces of this model."""
@@ -295,7 +291,7 @@ class HcRadixCache(RadixCache):
         """A pass was submitted on the compute stream, which is current."""
         self.streamed.over()
         capture, mode = self.tiers.capture, forward_batch.forward_mode
-        if not capture.needs_taps or mode.is_target_verify():
+        if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
             return
         segments = segments_of(forward_batch, requests)
@@ -361,12 +357,6 @@ class HcRadixCache(RadixCache):
             with self.compute_stream.entered():
                 self.tiers.clear()
         super().reset()
-
-    @property
-    def is_between_stages(self) -> bool:
-        """Whether a batch is on its way through a pipeline: then its stages cannot wait for each
-        other, and nothing may be cleared."""
-        return self._scheduler.is_between_stages
 
     def forget_saved(self) -> None:
         """The weights changed: nothing saved is valid. Requests may be running, but not in a

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_hc.queue.admission import ARRANGED, Admission
+from sglang_hc.queue.admission import ARRANGED
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.queue.requests import Waiting, departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
@@ -45,11 +45,6 @@ class WaitingRequests:
         self.last_matched: Any = None
         """The request of the last match; SGLang matches a request just before it queues it."""
 
-    @property
-    def admission(self) -> Admission[str]:
-        """Who is bypassed, and the order of ready-first."""
-        return self._view.admission
-
     def on_schedule_step(self, queue: list[Any], decoding: int) -> None:
         """Top of a scheduling pass over SGLang's waiting requests: what they need is kept, fetched
         and copied early. decoding: requests that decode meanwhile."""
@@ -64,13 +59,14 @@ class WaitingRequests:
 
     def arrange(self, queue: list[Any]) -> None:
         """Put the first ARRANGED of the queue in ready-first's order, until the next pass."""
-        if not self.admission.ready_first:
+        admission = self._view.admission
+        if not admission.ready_first:
             return
         head = {req.rid: req for req in queue[:ARRANGED]}
         if len(head) == min(ARRANGED, len(queue)) and self._view.requests.knows(head.keys()):
             costs = self._view.readiness(head)
             before = list(head)
-            order = self.admission.arrange(before, costs)
+            order = admission.arrange(before, costs)
             if order != before:
                 queue[:ARRANGED] = [head[rid] for rid in order]
                 self._arranged = True
@@ -91,10 +87,6 @@ class WaitingRequests:
     def ready(self, rid: str) -> bool:
         """Whether the request, whose turn it is, may be admitted in this pass."""
         return rid not in self._view.requests or self._view.ready(rid)
-
-    def take_loaded(self, rid: str) -> int:
-        """Tokens that came from disk for this request; asked once."""
-        return self._view.take_loaded(rid)
 
     def left(self, rid: str) -> None:
         """A request left the queue without being admitted."""

@@ -35,7 +35,7 @@ class LayerReads:
     @property
     def is_lost(self) -> bool:
         """Something of these blocks will not come."""
-        return bool(self._failures)
+        return bool(self._failures) or any(promotion.lost for promotion in self.promotions)
 
     def has(self, layer: int) -> bool:
         """Whether this layer of all blocks is in host memory. Raises KeyError for a layer that is

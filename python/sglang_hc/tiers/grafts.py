@@ -125,7 +125,7 @@ class Grafts:
         self._host.pin([node])
         self._copied.add(promotion.block_id)
         progress = self._scatters.submit(CopySlot(node.slot, promotion.slot))
-        progress.on_done.append(partial(self._end_copy, node, promotion))
+        progress.then(partial(self._end_copy, node, promotion))
 
     def _end_copy(self, node: BlockNode, promotion: Promotion) -> None:
         self._host.unpin([node])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,10 +168,15 @@ def rotation_for(
         raise CannotMove(f"{name} has no rotary embedding that is known")
     heads = 1 if mla else pool.head_num
     rotation = TableRotation(rotaries, dtype, heads, pool.kv_lora_rank if mla else 0)
+    device = next(model.parameters()).device
     for index, layer in enumerate(layers):
-        keys = _latent_keys if mla else _keys
-        stored, wanted = keys(layer, pool, hidden_size, dtype, index, moves)
-        error = _difference(rotation, index, stored, wanted, moves.on(stored.device))
+        key = partial(_latent_key, pool.kv_lora_rank, layer) if mla else partial(_key, layer)
+        generator = torch.Generator().manual_seed(index)
+        width = pool.kv_cache_dim if mla else hidden_size
+        states = torch.randn((len(moves.old), width), generator=generator).to(device, dtype)
+        with torch.no_grad():
+            stored, wanted = (key(states.clone(), places) for places in moves.on(device))
+        error = _difference(rotation, index, stored, wanted, moves.on(device))
         if not error <= TOLERANCE[dtype]:
             raise CannotMove(
                 f"K of layer {index} of {name} differs by {error:.1e} when it is moved"
@@ -195,40 +201,23 @@ def _known(rotary: Any) -> Any:
     return rotary
 
 
-def _keys(
-    layer: _Attention, pool: Any, hidden_size: int, dtype: torch.dtype, seed: int, moves: Moves
-) -> list[torch.Tensor]:
-    """K of the same hidden states at the old and at the new positions."""
-    weight = next(layer.module.parameters())
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn((len(moves.old), hidden_size), generator=generator)
-    hidden = hidden.to(weight.device, dtype)
+def _key(layer: _Attention, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """K of hidden states, which may be changed."""
     try:
-        with torch.no_grad():
-            return [
-                model_kv(layer.module, layer.radix, hidden.clone(), places)[0]
-                for places in moves.on(weight.device)
-            ]
+        return model_kv(layer.module, layer.radix, hidden, positions)[0]
     except Exception as error:
         raise CannotMove(
             f"its attention could not be run on its own to see whether K moves ({error})"
         ) from None
 
 
-def _latent_keys(
-    layer: _Attention, pool: Any, hidden_size: int, dtype: torch.dtype, seed: int, moves: Moves
-) -> list[torch.Tensor]:
-    """The same for a latent row, of which the rotary embedding alone is run."""
-    device = layer.rotary.cos_sin_cache.device
-    generator = torch.Generator().manual_seed(seed)
-    row = torch.randn((len(moves.old), 1, pool.kv_cache_dim), generator=generator).to(device, dtype)
-
-    def at(positions: torch.Tensor) -> torch.Tensor:
-        key = row[..., pool.kv_lora_rank :].clone()
-        _, turned = layer.rotary(positions, key.clone(), key)
-        return torch.cat((row[..., : pool.kv_lora_rank], turned), dim=-1)
-
-    return [at(places) for places in moves.on(device)]
+def _latent_key(
+    rank: int, layer: _Attention, rows: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Latent rows, of which the rotary embedding alone is run. rank: columns it leaves alone."""
+    key = rows[:, None, rank:]
+    _, turned = layer.rotary(positions, key.clone(), key.clone())
+    return torch.cat((rows[:, None, :rank], turned), dim=-1)
 
 
 def _difference(
