@@ -94,7 +94,7 @@ def _hooks(result: dict[str, Any]) -> str:
     """Medians of what the hooks cost, at an old commit too, beside stock SGLang where that does the
     same."""
     old = result["old_commit"]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"pass with nothing to do, {requests}", _microseconds(timed), "", _microseconds(before))
         for (requests, timed), before in zip(
             result["idle"].items(), old["idle"].values(), strict=True

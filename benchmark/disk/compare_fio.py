@@ -199,7 +199,7 @@ def compare(root: Path, rounds: int, total: int, only: set[str]) -> list[dict[st
             ours = [one[name][0] for one in taken]
             fios = [one[name][1] for one in taken]
             ratios = [a.bytes_per_s / b.bytes_per_s for a, b in zip(ours, fios, strict=True)]
-            row = {
+            row: dict[str, object] = {
                 "workload": name,
                 "directories": directories,
                 "depth_per_directory": depth,

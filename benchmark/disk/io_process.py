@@ -30,10 +30,12 @@ from typing import Any
 
 from benchmark.disk.compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.disk import Block, DirectorySpec
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.process.clients import ProcessExecutor
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.tools.bench.machine import command
@@ -68,9 +70,14 @@ def far() -> float:
 def drain(io: Io, count: int) -> list[Any]:
     done: list[Any] = []
     while len(done) < count:
-        done += io.blocks.poll()
+        done += own_disk(io).poll()
         time.sleep(0.0002)
     return done
+
+
+def own_disk(io: Io) -> OwnDisk:
+    assert io.blocks is not None, "it was opened with a disk"
+    return io.blocks
 
 
 class Passes:
@@ -82,7 +89,7 @@ class Passes:
     """
 
     def __init__(self, io: Io, names: list[bytes], busy: bool) -> None:
-        self._io = io
+        self._io, self._blocks = io, own_disk(io)
         self._names = names
         self._behind = 4 if busy else 0
         self._owed = 0
@@ -99,7 +106,7 @@ class Passes:
         started = time.perf_counter()
         for index in range(count):
             call(index)
-        self._io.blocks.flush()
+        self._blocks.flush()
         self.sample(f"{name}_{count}", (time.perf_counter() - started) / count)
         self._owed += count if name not in UNANSWERED else 0
         while True:
@@ -111,7 +118,7 @@ class Passes:
     def look_up(self, name: str, block_ids: list[bytes]) -> None:
         rest()
         started = time.perf_counter()
-        self._io.blocks.contains(block_ids)
+        self._blocks.contains(block_ids)
         self.sample(name, time.perf_counter() - started)
 
     def end(self) -> None:
@@ -121,7 +128,7 @@ class Passes:
 
     def _poll(self) -> None:
         started = time.perf_counter()
-        answers = len(self._io.executor.poll()) + len(self._io.blocks.poll())
+        answers = len(self._io.executor.poll()) + len(self._blocks.poll())
         took = time.perf_counter() - started
         self._owed -= answers
         self.sample(("poll_0", "poll_1", "poll_many")[min(answers, 2)], took)
@@ -133,9 +140,9 @@ class Passes:
         while self._owed < self._behind:
             slot = 80 + self._turn % 16
             self._turn += 1
-            self._io.blocks.read(next(TICKETS), self._names[slot % 64], slot, far())
+            self._blocks.read(next(TICKETS), self._names[slot % 64], slot, far())
             self._owed += 1
-        self._io.blocks.flush()
+        self._blocks.flush()
 
 
 def rest() -> None:
@@ -171,17 +178,18 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
     memory = MemorySpec(LAYOUT, SLOTS, BLOCK_TOKENS, 2)
     disk = DiskSpec((DirectorySpec(str(folder), 3_000_000_000),), FINGERPRINT, "benchmark", 0)
     io = open_io(kind, memory, disk)
+    own = own_disk(io)
     blocks = make_path(64)
     names = [block.block_id for block in blocks]
     for slot, block in enumerate(blocks):
-        io.blocks.write(next(TICKETS), block, slot, far())
+        own.write(next(TICKETS), block, slot, far())
     drain(io, len(blocks))
     end = time.monotonic() + 600
     calls: dict[str, Callable[[int], object]] = {
         # A block that is there already: the same for the caller, and no disk is worn out.
-        "write": lambda index: io.blocks.write(next(TICKETS), blocks[index], index, end),
-        "read": lambda index: io.blocks.read(next(TICKETS), names[index], 64 + index, end),
-        "touch_16": lambda index: io.blocks.touch(names[:16]),
+        "write": lambda index: own.write(next(TICKETS), blocks[index], index, end),
+        "read": lambda index: own.read(next(TICKETS), names[index], 64 + index, end),
+        "touch_16": lambda index: own.touch(names[:16]),
         "file_16_rows": lambda index: io.executor.submit(next(TICKETS), ScatterRows(0, SPANS)),
         "copy_rows": lambda index: io.executor.submit(next(TICKETS), CopyRows(96, 97, 1)),
     }
@@ -196,7 +204,7 @@ def operations(kind: str, folder: Path, busy: bool) -> dict[str, dict[str, float
         passes.sample("wake_a_process", sleeper.wake())
     passes.end()
     sleeper.close()
-    io.blocks.close()
+    own.close()
     io.executor.close()
     return {name: percentiles(samples) for name, samples in sorted(passes.samples.items())}
 
@@ -212,40 +220,44 @@ def start(folder: Path, rows: int) -> dict[str, object]:
     disk = DiskSpec((DirectorySpec(str(folder), 400_000_000_000),), FINGERPRINT, "start", 0)
     block = make_path(1)[0]
     io = open_io("process", memory, disk)
-    io.blocks.write(next(TICKETS), block, 0, far())
+    own = own_disk(io)
+    own.write(next(TICKETS), block, 0, far())
     drain(io, 1)
-    io.blocks.close()
+    own.close()
     io.executor.close()
     add_rows(folder / "sglang-hc" / "index.sqlite", rows - 1, slot_bytes(small))
 
     before = resident_mb(os.getpid())
     started = time.perf_counter()
     io = open_io("process", memory, disk)
+    own = own_disk(io)
     ready = time.perf_counter() - started
-    assert io.blocks.contains([block.block_id]) == 1
-    io.blocks.read(next(TICKETS), block.block_id, 1, far())
+    assert own.contains([block.block_id]) == 1
+    own.read(next(TICKETS), block.block_id, 1, far())
     assert drain(io, 1)[0].outcome is Outcome.OK
     hit = time.perf_counter() - started
     started = time.perf_counter()
     gc.collect()
     collection = time.perf_counter() - started
+    assert isinstance(io.executor, ProcessExecutor)
     pid = io.executor.supervisor.pid
+    assert pid is not None, "it answered just now"
     sizes = {
         "process_mb": resident_mb(pid),
         "mirror_mb": resident_mb(os.getpid()) - before,
-        "blocks": io.blocks.levels()["disk_blocks"],
+        "blocks": own.levels()["disk_blocks"],
     }
     os.kill(pid, signal.SIGKILL)
     started = time.perf_counter()
     polls, work = [], []
     while io.counts["io_restarts"] == 0:
         begun, worked = time.perf_counter(), time.thread_time()
-        io.blocks.poll()
+        own.poll()
         polls.append(time.perf_counter() - begun)
         work.append(time.thread_time() - worked)
         time.sleep(0.0005)
     back = time.perf_counter() - started
-    io.blocks.close()
+    own.close()
     io.executor.close()
     return {
         "rows": rows,

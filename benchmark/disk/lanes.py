@@ -47,7 +47,9 @@ class Lanes(DirectBackend):
             for _ in range(self._depth):
                 lane = threading.Thread(target=self._serve, args=(self._lanes[folder],))
                 lane.start()
-        return _LaneFile(super().open(path, create), self._lanes[folder])
+        opened = super().open(path, create)
+        assert isinstance(opened, DirectFile)
+        return _LaneFile(opened, self._lanes[folder])
 
     def close(self) -> None:
         for lane in self._lanes.values():

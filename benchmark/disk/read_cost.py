@@ -86,7 +86,7 @@ def read_server(io: DiskThreads, blocks: Sequence[Block]) -> None:
 
 def digest_all(pool: HostPool) -> None:
     for slot in range(pool.num_slots):
-        xxhash.xxh3_128_digest(pool.slot(slot))
+        xxhash.xxh3_128_digest(pool.slot(slot).data)
 
 
 def expect_ok(outcomes: Sequence[Outcome]) -> None:
@@ -158,7 +158,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-read-cost-") as folder:
         root = Path(folder)
-        result = {"command": command(), "machine": machine(root)}
+        result: dict[str, object] = {"command": command(), "machine": machine(root)}
         total = args.megabytes << 20
         result["rows"] = [row for kib in KIB for row in compare(root, kib, total, args.rounds)]
     if args.out:

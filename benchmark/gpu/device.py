@@ -235,7 +235,7 @@ def main() -> int:
     good = [measure(file, "machine", facts)]
     good += rates(file, 16 * MIB if args.rehearse else 2 * GIB)
     sizes = (0.01, 0.02) if args.rehearse else PINNED_GIB  # the slowest last
-    good += [measure(file, f"pin {gib:g} GiB", lambda g=gib: pin(g)) for gib in sizes]
+    good += [measure(file, f"pin {gib:g} GiB", partial(pin, gib)) for gib in sizes]
     return 0 if all(good) else 1
 
 

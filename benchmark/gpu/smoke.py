@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 
 from benchmark import ROOT
-from benchmark.gpu.settings import HICACHE_PAGE, sglang_hc
+from benchmark.gpu.settings import HICACHE_PAGE
 from scripts.make_tiny_models import main as make_tiny_models
 from sglang_hc.tools.bench.cells import CellFile
+from sglang_hc.tools.cli.main import main as sglang_hc
 
 ARMS = "stock,hicache,kv,hidden,auto"
 ROOMY = "stock=--max-total-tokens 16384"

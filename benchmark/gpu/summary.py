@@ -6,6 +6,7 @@ import base64
 import html
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ def plots(found: dict[str, Cell]) -> list[str]:
     rows = [r for r in of_step(found, "restore") if r.get("source") in ("-", "host")]
     for shape, slots in dict.fromkeys((r["shape"], r["slots"]) for r in rows):
         here = [r for r in rows if (r["shape"], r["slots"]) == (shape, slots)]
-        drawn.append(_plot(lambda ax, h=here: _restores(h, ax), f"{shape}, {slots} slots"))
+        drawn.append(_plot(partial(_restores, here), f"{shape}, {slots} slots"))
     rates = [r for r in of_step(found, "device") if "gb_per_s" in r]
     if rates:
         drawn.append(_plot(lambda ax: _bars(ax, rates), "copies"))
     for name, result in served_results(found).items():
         if result["experiment"] == "multi-turn":
-            drawn.append(_plot(lambda ax, r=result: _turns(r, ax), name))
+            drawn.append(_plot(partial(_turns, result), name))
     return drawn
 
 

@@ -19,7 +19,7 @@ from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.policy.eviction import LruPolicy, make_policy
+from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
@@ -36,7 +36,7 @@ from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockTree
+from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from support.tiers import NoScheduler
@@ -54,7 +54,9 @@ def tiers_of(
     window: LookAhead[str] = LookAhead()
     pins = SessionPins.sized_for(slots)
     priority = RetentionPriority(window, pins)
-    policy = make_policy("queue", window, pinned=pins) if by_queue else LruPolicy()
+    policy: EvictionPolicy[BlockNode] = LruPolicy()
+    if by_queue:
+        policy = make_policy("queue", window, pinned=pins)
     host = HostTier(BlockTree(layout.fingerprint("benchmark")), slots, policy)
     below = DiskTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)

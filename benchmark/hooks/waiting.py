@@ -38,7 +38,14 @@ class InstantDisk(FakeIo):
     def wants(self, block_id: bytes) -> bool:
         return not self._full
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+    def read(
+        self,
+        ticket: int,
+        block_id: bytes,
+        slot: int,
+        deadline: float,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
         self._done.append(BlockDone(ticket, Outcome.OK, "disk"))
 
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
@@ -119,7 +126,7 @@ def measure_queue(passes: int) -> list[dict[str, Any]]:
         for ready_first in (False, True):
             queue = Queue(InstantDisk(full=False) if with_disk else None, ready_first=ready_first)
             still, moving = queue.still(passes), queue.moving(passes)
-            row = {
+            row: dict[str, object] = {
                 "disk": with_disk,
                 "schedule": "ready-first" if ready_first else "off",
                 "nothing new": summary(still),

@@ -92,7 +92,7 @@ def rows_of(measured: dict[str, cells.Cell]) -> list[dict[str, Any]]:
             for part in (None, *parts):
                 first, last = part or (0, window)
                 pairs = [
-                    tuple(chunks[first // CHUNK : last // CHUNK] for chunks in (mine[n], other))
+                    (mine[n][first // CHUNK : last // CHUNK], other[first // CHUNK : last // CHUNK])
                     for n, other in reference.items()
                     if n in mine and kinds[n] in chosen
                 ]
@@ -141,7 +141,9 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"after-a-cut": _by_head(rows), "by-text": _by_text(rows), "behind": _behind(rows)}
 
 
-PLACES = [{"dtype": dtype, "window": window} for dtype in DTYPES for window in WINDOWS]
+PLACES: list[dict[str, Any]] = [
+    {"dtype": dtype, "window": window} for dtype in DTYPES for window in WINDOWS
+]
 
 
 def _find(
@@ -165,9 +167,8 @@ def _by_head(rows: list[dict[str, Any]]) -> dict[str, Any]:
             changes = [_change(row, kv["cuts"]) for row in of]
             start = [*map(str, place.values()), str(head), str(kv["cuts"]), kv["against"]]
             lines.append([*start, *perplexities, *changes, _factor(nkvt)])
-    against = [f"{form} against TT" for form in FORMS]
-    head = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)", *against, "NKVT"]
-    return {"columns": head, "rows": lines}
+    start = ["dtype", "window", "head", "cuts", "TT with head", "TT", "ours (kv)"]
+    return {"columns": [*start, *(f"{form} against TT" for form in FORMS), "NKVT"], "rows": lines}
 
 
 def _by_text(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -194,8 +195,8 @@ def _behind(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 parts = [_find(rows, list(part), **wanted) for part in BEHIND]
                 start = [*map(str, place.values()), kind, str(kv["cuts"]), str(kv["tokens"])]
                 lines.append([*start, *(_change(row, kv["cuts"]) for row in (kv, *parts))])
-    parts = [f"tokens {first + 1}-{last}" for first, last in BEHIND]
-    columns = ["dtype", "window", "text", "cuts", "tokens", "all tokens", *parts]
+    columns = ["dtype", "window", "text", "cuts", "tokens", "all tokens"]
+    columns += [f"tokens {first + 1}-{last}" for first, last in BEHIND]
     return {"columns": columns, "rows": lines}
 
 

@@ -295,7 +295,8 @@ class Bench:
 def measure(case: dict[str, Any]) -> list[str]:
     """Measure the samples of one case that are missing, up to BATCH; returns their keys."""
     file = cells.CellFile(Path(case["cells"]), "overflow table", case["command"])
-    bench, done = None, []
+    bench: Bench | None = None
+    done: list[int] = []
     chosen = of_book if case["form"] == BOOK else samples
     for sample in chosen(case["samples"], texts()):
         missing = [

@@ -33,9 +33,9 @@ from typing import Any
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tools.bench import machine
+from sglang_hc.tools.bench.cells import rounded
 from sglang_hc.tools.bench.client import Client, GenerateApi, History, Reply
 from sglang_hc.tools.bench.options import demo_model
-from sglang_hc.tools.bench.results import rounded
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.bench.workload import Session, Turn
 from sglang_hc.tools.simulator.recorded import replay_record
@@ -161,7 +161,7 @@ def queued_hits(record: Path, talks: int) -> list[dict[str, int]]:
 
 
 def middle(runs: Sequence[Round], arm: str, key: str) -> float:
-    return statistics.median(run[key] for run in runs if run["arm"] == arm)
+    return float(statistics.median(run[key] for run in runs if run["arm"] == arm))
 
 
 def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def host_gb(folder: Path, forms: str, tokens: int) -> float:
     config = json.loads((folder / "config.json").read_text())
     kv = 2 * config["num_key_value_heads"] / config["num_attention_heads"]
     widest = 1.0 if forms == "hidden" else max(1.0, kv)
-    row = config["hidden_size"] * widest * config["num_hidden_layers"] * ELEMENT
+    row: float = config["hidden_size"] * widest * config["num_hidden_layers"] * ELEMENT
     return max(1.0, 1.25 * tokens * row / (1 << 30))
 
 

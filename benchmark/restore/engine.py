@@ -132,6 +132,7 @@ class Stored:
         parent = host.tree.root(None)
         for first in range(0, len(self.tokens), BLOCK_TOKENS):
             slot = host.stage(0.0)
+            assert slot is not None, "the pool has a slot for each block"
             piece = pack_tokens(self.tokens[first : first + BLOCK_TOKENS])
             parent = host.publish(parent, piece, slot, 0.0).node
             parent.ready = True

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,7 @@ class Measurement:
         if self._disks:
             for name, at in (("kv", 0), ("mix", again)):
                 done = stored[name].layout.plan if name == "kv" else run
-                arms.append(
-                    Arm("disk", name, done, lambda a=name, r=at: self._read(a, slots, n, r))
-                )
+                arms.append(Arm("disk", name, done, partial(self._read, name, slots, n, at)))
             return arms
         early = self._early.setdefault(slots, Early(self.engine, mix, slots))
         return [

@@ -87,7 +87,7 @@ class MeteredBackend(DirectBackend):
         super().__init__()
         self._bucket = bucket
 
-    def open(self, path: str, create: bool = False) -> File:  # type: ignore[override]
+    def open(self, path: str, create: bool = False) -> File:
         return MeteredFile(super().open(path, create), self._bucket)
 
 
@@ -109,8 +109,8 @@ class MeteredStore:
 def meter_disk(bucket: Bucket) -> None:
     """Every disk store that this process opens from now on reads through the bucket."""
     opened = DiskStore.open
-    DiskStore.open = lambda *args, **options: opened(  # type: ignore[method-assign,assignment]
-        *args, backend=MeteredBackend(bucket), **options
+    DiskStore.open = lambda *args, **options: opened(  # type: ignore[method-assign,misc]
+        *args, **options, backend=MeteredBackend(bucket)
     )
 
 
@@ -121,9 +121,7 @@ def meter_io_process() -> None:
     def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([words[0], "-m", __name__, *words[3:]], **options)
 
-    supervisor.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
-        Popen=start, PIPE=subprocess.PIPE
-    )
+    vars(supervisor)["subprocess"] = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
 
 
 def meter_remote(bucket: Bucket) -> None:
@@ -176,7 +174,7 @@ class SourceServer:
         self._profile: CostModel = self.costs.measured
         layout = self.tiers.restorer.path.pool.layout
         self.plan: LayerPlan = layout.plan
-        self.token_bytes = layout.slot_bytes / BLOCK_TOKENS
+        self.token_bytes: float = layout.slot_bytes / BLOCK_TOKENS
         self.vocabulary: int = self.core.scheduler.tp_worker.model_runner.model_config.vocab_size
         self._first_token: dict[str, float] = {}
         streamer = type(self.core.scheduler.output_streamer)

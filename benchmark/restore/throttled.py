@@ -20,14 +20,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan
 from sglang_hc.policy import copy_order
 from sglang_hc.policy.cost_model import CostModel, SourceTier
@@ -36,6 +35,7 @@ from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.restore.measure import Subject, measure
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
+from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockNode
@@ -135,15 +135,19 @@ def compare(subject: Subject, layers: int, tokens: int, rounds: int) -> dict[str
     }
 
 
-def sources(subject: Subject) -> dict[str, Callable[[], CopyStream]]:
-    """Host memory, and buckets around the rate at which hidden states arrive as they project."""
+def sources(subject: Subject, tokens: int) -> dict[str, StagingRing]:
+    """Frames behind host memory, and behind buckets around the rate at which hidden states arrive
+    as they project."""
     cost = measured(subject)
     balance = subject.shape.hidden_bytes * 1024 / cost.project_kv(1024)
     rates = {"four times the balance": 4.0, "the balance": 1.0, "a quarter of it": 0.25}
-    found: dict[str, Callable[[], CopyStream]] = {"host memory": HostCopyStream}
+    # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
+    frame = tokens * subject.shape.kv_bytes // 2
+    found = {"host memory": subject.staging}
     for name, factor in rates.items():
         rate = factor * balance
-        found[f"{name}, {rate / 1e9:.3f} GB/s"] = lambda rate=rate: ThrottledCopyStream(rate)
+        copies = ThrottledCopyStream(rate)
+        found[f"{name}, {rate / 1e9:.3f} GB/s"] = StagingRing(8, frame, subject.device, copies)
     return found
 
 
@@ -157,18 +161,16 @@ def main() -> int:
     options = parser.parse_args()
     from sglang_hc.srt.calibrate_command import load_model
     from sglang_hc.srt.model.scratch_layer import subject_of
+    from sglang_hc.srt.start_group import StartGroup
 
     loaded = load_model(options.model, ["--dtype", options.dtype])
     layers = loaded.runner.model_config.num_hidden_layers
     with torch.no_grad():
-        subject = subject_of(loaded.runner, loaded.layers, loaded.hidden)
+        alone = StartGroup.of(loaded.runner)
+        subject = subject_of(loaded.runner, loaded.layers, loaded.hidden, alone)
         result: dict[str, Any] = {}
-        for name, copy_stream in sources(subject).items():
-            here = replace(subject, copy_stream=copy_stream())
-            if isinstance(here.copy_stream, ThrottledCopyStream):
-                # As on a GPU: room for four layers of KV, which is what 256 MiB hold of a 7B model.
-                frame = options.tokens * subject.shape.kv_bytes // 2
-                here = replace(here, frames=(8, frame))
+        for name, staging in sources(subject, options.tokens).items():
+            here = replace(subject, staging=staging)
             found = result[name] = compare(here, layers, options.tokens, options.rounds)
             millis = {arm: round(1e3 * s, 1) for arm, s in found["seconds"].items()}
             print(

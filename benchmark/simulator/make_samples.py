@@ -83,9 +83,9 @@ def burstgpt(rng: random.Random, path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         header = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens"
         writer.writerow([*header.split(","), "Total tokens", "Log Type"])
-        for time, session, asked, answered, log in sorted(rows):
+        for time, talk, asked, answered, log in sorted(rows):
             elapsed = round(answered / 30, 2)
-            row = [f"{time:.3f}", session, elapsed, "ChatGPT", asked, answered]
+            row = [f"{time:.3f}", talk, elapsed, "ChatGPT", asked, answered]
             writer.writerow([*row, asked + answered, log])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_hc.device.copy_stream import HostCopyStream
+from sglang_hc.device.copy_stream import Event, HostCopyStream
 
 
 class BucketEvent:
@@ -48,8 +48,8 @@ class ThrottledCopyStream(HostCopyStream):
         super().copy(target, source)
         self._free = max(self._free, self.clock()) + source.numel() / self.bytes_per_s
 
-    def record(self) -> BucketEvent:  # type: ignore[override]
+    def record(self) -> Event:
         return BucketEvent(self, self._free)
 
-    def before_compute(self, event: BucketEvent) -> None:  # type: ignore[override]
+    def before_compute(self, event: Event) -> None:
         event.wait()
