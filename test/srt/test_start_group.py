@@ -81,7 +81,7 @@ def test_every_stage_of_a_pipeline_keeps_a_layer_of_each_form(
     runner = SimpleNamespace(model_config=SimpleNamespace(num_hidden_layers=6))
 
     def plan() -> LayerPlan:
-        return _plan(runner, HcConfig(forms=forms), None, None, None, [3, 3])
+        return _plan(runner, HcConfig(forms=forms), None, None, [3, 3])
 
     if wrong is None:
         assert str(plan()) == forms
