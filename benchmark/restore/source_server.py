@@ -161,7 +161,8 @@ class SourceServer:
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
             "--dtype", "float32", "--hc-host-size-gb", "1.5", "--hc-scrub-mb-s", "0",
             "--chunked-prefill-size", str(longest + POOL_SPARE), "--hc-io", "process",
-            "--disable-overlap-schedule",
+            # SGLang sets aside memory for the chunk, as on a GPU: of 24 GiB nothing would be left.
+            "--disable-overlap-schedule", "--mem-fraction-static", "0.5",
             model=model, profile=None, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
             SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",
         )  # fmt: skip
