@@ -234,7 +234,8 @@ _PATH = re.compile(r"`([\w./-]+/[\w-]+\.(?:py|json|md))`")
 
 
 def _anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
+    """What GitHub makes of the headings of a page, or of a folder's."""
+    page = page / "README.md" if page.is_dir() else page
     heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

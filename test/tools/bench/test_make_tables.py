@@ -79,7 +79,9 @@ def test_a_link_that_leads_nowhere_fails_the_check(
     page = tree(
         tmp_path, "# The queue's *order*\n\n[here](#the-queues-order), [home](../README.md)\n"
     )
-    (tmp_path / "README.md").write_text("[there](benchmark/README.md#the-queues-order)\n")
+    (tmp_path / "README.md").write_text(
+        "[there](benchmark/README.md#the-queues-order), [its folder](benchmark#the-queues-order)\n"
+    )
     assert run(tmp_path, "--check") == 0
     page.write_text("[gone](../docs/gone.md), [no heading](../README.md#here), `queue/gone.py`\n")
     assert run(tmp_path, "--check") == 1
