@@ -16,7 +16,8 @@ SMALL = {"heads": "kv", "heads-hidden": "hidden", "heads-mixed": "mixed"}
 """In place of a form: the smaller heads, in this form."""
 
 NO_TT, TT_FORM = "mixed", "hidden"
-"""TT has the same bits in every form, so with the smaller heads the one takes that of the other."""
+"""TT is an ordinary prompt, computed alike in every form (the same bits in all committed cells that
+have several), so with the smaller heads the one takes that of the other."""
 
 WINDOWS = (512, 1024, 2048)
 HEADS = (0, 4, 64)

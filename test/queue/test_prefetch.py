@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.queue.fetches import Missing
 from sglang_hc.queue.prefetch import (
     LOOKED_AT,
@@ -258,15 +258,9 @@ def test_late_blocks_pay_and_nothing_is_fetched_twice(
     starts: list[tuple[float, int]] = []
     begin: Callable[..., int] = below.start
 
-    def start(
-        request: str,
-        missing: Missing,
-        first: int,
-        count: int,
-        is_protected: IsProtected[Block] | None,
-    ) -> int:
+    def start(request: str, missing: Missing, first: int, count: int, *rest: Any) -> int:
         starts.append((float(len(below.staged)), count))
-        return begin(request, missing, first, count, is_protected)
+        return begin(request, missing, first, count, *rest)
 
     below.start = start  # type: ignore[method-assign]
     now = 100.0

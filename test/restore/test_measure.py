@@ -114,12 +114,18 @@ def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
     assert CostModel.from_samples(samples, "here").project is None
 
 
-def test_a_short_window_is_measured_too() -> None:
+@pytest.mark.parametrize(
+    ("rows", "prefills"),
+    [(1023, [(255, 0), (511, 0), (1023, 0)]), (1024, [(64, 0), (256, 0), (1024, 0)])],
+)
+def test_a_short_window_is_measured_too(rows: int, prefills: list[tuple[int, int]]) -> None:
     """With 600 tokens two prefills were timed, nothing was fitted, and all that was stored was
     restored, whatever it cost."""
     clock = Clock()
-    short = replace(subject(clock, SlowCopyStream(clock)), rows=600)
-    cost = CostModel.from_samples(measure(short, clock=clock), "here")
+    short = replace(subject(clock, SlowCopyStream(clock)), rows=rows)
+    samples = measure(short, clock=clock)
+    assert [(new, context) for new, context, _ in samples.prefill] == prefills
+    cost = CostModel.from_samples(samples, "here")
     assert cost.prefill.per_token == pytest.approx(TOKEN_S)
     assert cost.prefill.per_pair == pytest.approx(PAIR_S)
 

@@ -163,7 +163,8 @@ def measure(
 
 
 def _prefills(rows: int) -> list[tuple[int, int]]:
-    """What fits into `rows`; below 1,024 too little of it for a fit, so parts of them."""
+    """Those of PREFILLS that fit into `rows`. Below 1,024 rows only two do, too few for a fit; then
+    a quarter, a half and all of the rows."""
     fitting = [(new, context) for new, context in PREFILLS if new + context <= rows]
     return fitting if len(fitting) > 2 else [(rows // part, 0) for part in (4, 2, 1)]
 

@@ -316,6 +316,8 @@ def _moved_from(
     restorations: Sequence[Restoration], positions: torch.Tensor
 ) -> torch.Tensor | None:
     """Positions at which the rows were computed; None if no row has moved."""
+    if all(node.moved is None for restoration in restorations for node in restoration.nodes):
+        return None  # nearly always, and then no row needs a number
     shifts = np.concatenate([r.shifts() for r in restorations])
     return positions + torch.from_numpy(shifts).to(positions.device) if shifts.any() else None
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except DirectoryError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"cannot be read: {error}") from error
+        raise UsageError(f"{error}; run this as the user of the server") from error
     if args.json:
         print(msgspec.json.format(msgspec.json.encode({"directories": summaries})).decode())
         return 0
