@@ -195,6 +195,34 @@ def test_without_a_copy_below_a_leaf_stays_about_twice_as_long_but_not_for_ever(
     assert not held(cache, alone) and held(cache, turn(2))
 
 
+def test_a_prompt_leaves_behind_its_reply_whose_copy_holds_both() -> None:
+    """A prompt ends inside a block. Its copy gave way to the reply's, which has all of its tokens:
+    that is no state without a copy."""
+    prompt, reply = turn(0, 200), turn(0, 210)
+    below = {*needs(reply[:192]), needs_of_tail(reply)}
+    cache, _ = ours(lambda identity: identity in below)
+    insert(cache, prompt)
+    insert(cache, reply)
+    insert(cache, turn(1, 64))
+    below.update(needs(turn(1, 64)))
+    cache.evict(EvictParams(num_tokens=210))
+    assert not held(cache, prompt) and held(cache, turn(1, 64)) == 64
+
+
+def test_a_prompt_that_was_used_behind_its_reply_is_judged_by_its_own_blocks() -> None:
+    prompt, reply = turn(0, 200), turn(0, 210)
+    below = {*needs(reply[:192]), needs_of_tail(reply), *needs(turn(1, 64))}
+    cache, _ = ours(lambda identity: identity in below)
+    insert(cache, prompt)
+    insert(cache, reply)
+    insert(cache, turn(1, 64))
+    cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt))))
+    cache.evict(EvictParams(num_tokens=74))
+    assert held(cache, reply) == 200 and not held(cache, turn(1, 64))
+    cache.evict(EvictParams(num_tokens=200))
+    assert not held(cache, prompt)
+
+
 def needs_of_tail(tokens: list[int]) -> bytes:
     """Identity of a path's last, shorter block."""
     tree = BlockTree(FINGERPRINT)

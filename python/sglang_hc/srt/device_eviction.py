@@ -90,11 +90,16 @@ class DeviceOrder:
                     continue
             else:
                 _, node = heappop(needed)
-            parent, chance = node.parent, _chance(node)
+            # What is above it may leave as well, unless it was used later: it had the same chance,
+            # or is part of the same copy. (A prompt ends inside a block; when its reply is saved,
+            # the copy of that shorter block gives way to one that holds both.)
+            chance = _chance(node)
+            used = node.last_access_time if chance is None else chance
+            parent = node.parent
             yield node
             if not parent.children and parent.lock_ref == 0:
                 when = parent.last_access_time
-                if chance is not None and when <= chance:  # a path has one chance, not each node
+                if when <= used:
                     setattr(parent, CHANCE, (when, when))
                 heappush(heap, (when, parent))
 
