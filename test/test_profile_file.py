@@ -142,8 +142,8 @@ def change(path: str, value: object) -> str:
         ("[]", "Expected `object`, got `array`"),
         ("{}", "not a cost model"),
         (change("format", "recipe"), "not a cost model"),
-        (change("version", 1), "format version 1, this release reads version 3; measure again"),
-        (change("version", 99), "format version 99, this release reads version 3"),
+        (change("version", 1), "format version 1, this release reads version 4; measure again"),
+        (change("version", 99), "format version 99, this release reads version 4"),
         (change("copies.host.kv.per_token", None), r"`per_token` - at `\$\.copies\[\.\.\.\]\.kv`"),
         (
             change("copies.host.kv.per_token", -1),

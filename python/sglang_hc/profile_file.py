@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 OPTION = "--hc-profile"
 
 FORMAT = "sglang-hc cost model"
-VERSION = 3
-"""In older versions a copy from a lower tier went on to the device."""
+VERSION = 4
+"""Before 4 copies were measured into one layer, whose rows stay in the caches, and a prefill had
+no price for reading its context; before 3 a copy from a lower tier went on to the device."""
 
 ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""

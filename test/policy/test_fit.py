@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.policy.fit import Fit, FitError, fit_line, fit_quadratic
+from sglang_hc.policy.fit import Fit, FitError, fit_line, fit_prefill
 
 SIZES = (64, 256, 1024, 4096, 16384)
 seconds = st.floats(1e-7, 1e-1)
@@ -19,10 +19,10 @@ def test_line_without_noise_is_found_exactly(fixed, per_token):
     assert not line.is_poor
 
 
-@given(seconds.map(lambda s: s / 1000), seconds.map(lambda s: s / 1e7))
-def test_quadratic_term_is_separated_from_the_linear_one(per_token, per_pair):
-    truth = Fit(1e-5, per_token, per_pair)
-    fit = fit_quadratic([(n, c, truth.seconds(n, c)) for n in SIZES for c in (0, 2048, 8192)])
+@given(*(seconds.map(lambda s, share=share: s / share) for share in (1e3, 1e7, 1e4)))
+def test_the_terms_of_a_prefill_are_told_apart(per_token, per_pair, per_context):
+    truth = Fit(1e-5, per_token, per_pair, per_context=per_context)
+    fit = fit_prefill([(n, c, truth.seconds(n, c)) for n in SIZES for c in (0, 2048, 8192)])
     for new, context in ((128, 0), (512, 12000), (16384, 16384)):
         assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=1e-2)
     assert fit.r2 == pytest.approx(1.0)
@@ -52,9 +52,31 @@ def test_a_slow_large_sample_does_not_spoil_the_small_ones():
     truth = Fit(3e-3, 1.6e-4, 3e-8)
     sizes = [(64, 0), (64, 1024), (256, 0), (256, 2048), (1024, 0), (1024, 1024), (2048, 0)]
     slow = [(n, c, truth.seconds(n, c) * (1.05 if n == 2048 else 1)) for n, c in sizes]
-    fit = fit_quadratic(slow)
+    fit = fit_prefill(slow)
     for new, context in sizes:
         assert fit.seconds(new, context) == pytest.approx(truth.seconds(new, context), rel=0.06)
+
+
+def test_few_new_tokens_behind_a_long_history_pay_for_reading_it():
+    """Seconds of one layer on a CPU: 64 new tokens behind 4,032 take three times as long as behind
+    none, which no cost of pairs explains that long prefills have as well."""
+    behind = [(64, 0, 9.7e-3), (64, 1024, 14.0e-3), (256, 0, 30.1e-3), (64, 4032, 31.1e-3)]
+    both = [*behind, (256, 2048, 53.9e-3), (1024, 0, 136e-3), (1024, 1024, 175e-3),
+            (2048, 0, 287e-3), (2048, 2048, 490e-3)]  # fmt: skip
+    fit = fit_prefill(both)
+    for new, context, taken in both:
+        assert fit.seconds(new, context) == pytest.approx(taken, rel=0.06)
+    assert fit.seconds(8128, 0) == pytest.approx(1.95, rel=0.15)
+    # With one number of new tokens behind contexts, pairs and contexts are the same column.
+    assert fit_prefill(behind).per_context == 0.0 < fit.per_context
+    assert fit_prefill(behind).seconds(2048, 2048) > 0.49
+
+
+def test_a_scaled_fit_takes_so_many_times_as_long():
+    fit = Fit(1e-3, 1e-5, 1e-9, per_context=1e-6, floor=2e-3)
+    for new, context in ((1, 0), (64, 4096), (2048, 0)):
+        assert fit.scaled(3.0).seconds(new, context) == pytest.approx(3 * fit.seconds(new, context))
+    assert fit.scaled(1.0) is fit
 
 
 def test_floor_keeps_small_calls_from_looking_free():
@@ -88,7 +110,7 @@ def test_samples_that_mean_nothing_are_refused(samples, word):
 
 def test_prefill_needs_three_sizes():
     with pytest.raises(FitError, match="3 different sizes"):
-        fit_quadratic([(64, 0, 1.0), (128, 0, 2.0)])
+        fit_prefill([(64, 0, 1.0), (128, 0, 2.0)])
 
 
 def test_pairs_add_up_over_a_split_prefill():

@@ -20,6 +20,7 @@ from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.restore.measure import (
     ATTEMPTS,
     BUDGET_S,
+    LAYERS,
     PREFILLS,
     ROUNDS,
     Sampled,
@@ -67,16 +68,18 @@ class Sink:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.parts = [torch.zeros((ROWS, part), dtype=torch.uint8) for part in SHAPE.kv_parts]
+        self.written: dict[str, list[int]] = {"kv": [], "hidden": []}
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        assert layer == 0
+        self.written["kv"].append(layer)
         for target, rows in zip(self.parts, parts, strict=True):
             target.index_copy_(0, slots, rows)
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        assert layer == 0 and hidden.shape == (len(slots), SHAPE.hidden_bytes)
+        assert hidden.shape == (len(slots), SHAPE.hidden_bytes)
+        self.written["hidden"].append(layer)
         self.clock.now += len(slots) * PROJECT_S
 
 
@@ -105,6 +108,16 @@ def test_the_fitted_costs_are_those_of_the_parts(kind: Callable[[Clock], CopyStr
     assert cost.overlap == (kind is throttled)
     assert cost.ahead == pytest.approx(3 * (1 << 16) * BYTE_S)
     assert cost.complaints() == ()
+
+
+def test_layers_are_written_in_turn_as_in_a_pass() -> None:
+    """The rows of a single layer stay in the caches: on a processor with a large one, copies into
+    it took 0.9 of what they take in a pass."""
+    clock = Clock()
+    measured = subject(clock, SlowCopyStream(clock))
+    measure(measured, clock=clock)
+    for layers in measured.sink.written.values():  # type: ignore[attr-defined]
+        assert len(layers) > LAYERS and layers == [n % LAYERS for n in range(len(layers))]
 
 
 def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:

@@ -151,7 +151,7 @@ class CorrectedCosts:
         cost = self.measured
         project = cost.project
         if project is not None:
-            project = _scaled(project, self.factor(Resource.PROJECTION))
+            project = project.scaled(self.factor(Resource.PROJECTION))
         copies = {tier: self._copy(tier) for tier in cost.copies}
         if self._remote.value:
             line = Fit(0.0, self._remote.value)
@@ -159,7 +159,7 @@ class CorrectedCosts:
         return replace(
             cost,
             copies=copies,
-            prefill=_scaled(cost.prefill, self.factor(Resource.PREFILL)),
+            prefill=cost.prefill.scaled(self.factor(Resource.PREFILL)),
             project=project,
             ahead=cost.ahead * self.factor(Resource.KV_COPY),
         )
@@ -169,16 +169,4 @@ class CorrectedCosts:
         kv, hidden = self.factor(Resource.KV_COPY), self.factor(Resource.HIDDEN_COPY)
         if tier is not SourceTier.HOST:
             kv = hidden = self.factor(Resource.DISK) if tier is SourceTier.DISK else 1.0
-        return TierCopy(_scaled(copy.kv, kv), copy.hidden and _scaled(copy.hidden, hidden))
-
-
-def _scaled(fit: Fit, factor: float) -> Fit:
-    if factor == 1.0:
-        return fit
-    return replace(
-        fit,
-        fixed=fit.fixed * factor,
-        per_token=fit.per_token * factor,
-        per_pair=fit.per_pair * factor,
-        floor=fit.floor * factor,
-    )
+        return TierCopy(copy.kv.scaled(kv), copy.hidden and copy.hidden.scaled(hidden))

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import Form, LayerPlan
-from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_quadratic
+from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_prefill
 from sglang_hc.policy.makespan import LayerTimes
 
 S = TypeVar("S")
@@ -197,7 +197,7 @@ class CostModel:
             fingerprint=fingerprint,
             origin="measured",
             copies=copies,
-            prefill=_fit("prefill", fit_quadratic, samples.prefill),
+            prefill=_fit("prefill", fit_prefill, samples.prefill),
             project=_fit("projection", fit_line, samples.project) if samples.project else None,
             overlap=samples.overlap,
             ahead=samples.ahead,

@@ -1,4 +1,4 @@
-"""Least-squares fits of measured times: lines, and the quadratic of prefill (HybridServe 4.3).
+"""Least-squares fits of measured times: lines, and the cost of prefill (HybridServe 4.3).
 
 What is minimized is the error as a share of each sample: plans compare times of all sizes, and the
 64 new tokens of a turn count as much as the prefill of a long history.
@@ -33,17 +33,19 @@ class FitError(ValueError):
 @dataclass(frozen=True)
 class Fit:
     """Seconds for one kind of work by its tokens: max(floor, fixed + per_token * new + per_pair *
-    pairs), and 0 for no tokens.
+    pairs + per_context * context), and 0 for no tokens.
 
     pairs = new * (context + new / 2): each new token attends to the context before it and, on
-    average, to half of the new tokens. Without `per_pair`, for a copy or a projection, a line.
-    floor: seconds that no call undercuts, however few its tokens: the time to read the weights, or
-    the fastest sample. r2: coefficient of determination of the fit, 1 where nothing was measured.
+    average, to half of the new tokens. per_context: K and V of the context are read, however few
+    the new tokens are. Without these two, for a copy or a projection, a line. floor: seconds that
+    no call undercuts, however few its tokens: the time to read the weights, or the fastest sample.
+    r2: coefficient of determination of the fit, 1 where nothing was measured.
     """
 
     fixed: NonNegative
     per_token: NonNegative
     per_pair: NonNegative = 0.0
+    per_context: NonNegative = field(default=0.0, kw_only=True)
     floor: NonNegative = field(default=0.0, kw_only=True)
     r2: R2 = field(default=1.0, kw_only=True)
 
@@ -52,7 +54,20 @@ class Fit:
         if new <= 0:
             return 0.0
         each = self.per_token + self.per_pair * (context + 0.5 * new)
-        return max(self.floor, self.fixed + new * each)
+        return max(self.floor, self.fixed + new * each + self.per_context * context)
+
+    def scaled(self, factor: float) -> Fit:
+        """Everything takes `factor` times as long."""
+        if factor == 1.0:
+            return self
+        return replace(
+            self,
+            fixed=self.fixed * factor,
+            per_token=self.per_token * factor,
+            per_pair=self.per_pair * factor,
+            per_context=self.per_context * factor,
+            floor=self.floor * factor,
+        )
 
     @property
     def is_poor(self) -> bool:
@@ -68,20 +83,28 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> Fit:
     return _fit([(tokens, 0, seconds) for tokens, seconds in samples], 2)
 
 
-def fit_quadratic(samples: Sequence[tuple[int, int, float]]) -> Fit:
+def fit_prefill(samples: Sequence[tuple[int, int, float]]) -> Fit:
     """Prefill cost through samples of (new tokens, context tokens, seconds), one layer each.
 
-    Raises FitError for fewer than three different (new, context) or for nonsense numbers.
+    What a context costs besides its pairs shows when different numbers of new tokens are behind
+    one; from other samples it is not fitted. Raises FitError for fewer than three different (new,
+    context) or for nonsense numbers.
     """
-    return _fit(samples, 3)
+    behind = {new for new, context, _ in samples if context}
+    return _fit(samples, 4 if len(behind) > 1 else 3)
 
 
 def _fit(samples: Sequence[tuple[int, int, float]], coefficients: int) -> Fit:
-    """The first 2 or 3 coefficients of a `Fit`."""
-    _check(samples, coefficients)
+    """The first 2, 3 or 4 coefficients of a `Fit`."""
+    _check(samples, min(coefficients, 3))
     seconds = [second for _, _, second in samples]
-    rows = [(1.0, new, new * (context + 0.5 * new))[:coefficients] for new, context, _ in samples]
-    fit = Fit(*_nonnegative_least_squares(rows, seconds), floor=min(seconds))
+    rows = [
+        (1.0, new, new * (context + 0.5 * new), context)[:coefficients]
+        for new, context, _ in samples
+    ]
+    fixed, per_token, *rest = _nonnegative_least_squares(rows, seconds)
+    per_pair, per_context = (*rest, 0.0, 0.0)[:2]
+    fit = Fit(fixed, per_token, per_pair, per_context=per_context, floor=min(seconds))
     return replace(fit, r2=_r2(seconds, [fit.seconds(new, context) for new, context, _ in samples]))
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,8 @@ ATTEMPTS = 3
 
 LAYERS = 4
 """Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
-work to be submitted ahead of its execution, as in a forward pass."""
+work to be submitted ahead of its execution, as in a forward pass, and for the rows of one layer to
+have left a processor's own caches when it is written again."""
 
 TOKENS = (64, 256, 1024, 2048)
 """Sizes of a copy or projection: from one block to a usual history."""
@@ -75,7 +77,7 @@ class Subject:
 
     shape: of one layer, and of how many the blocks on a disk consist.
     staging: the frames that restorations pass through.
-    sink: a scratch pool of at least `rows` rows; asked for layer 0 only.
+    sink: a scratch pool of LAYERS layers and at least `rows` rows.
     prefill: submits one layer's work for (new, context) tokens, new + context <= `rows`.
     hidden: whether hidden states can be projected to K and V here.
     most: the largest of a number over all ranks that run this layer together; each rank makes the
@@ -226,6 +228,7 @@ class _Bench:
         self._subject = subject
         self._clock = clock
         self._slots = torch.arange(subject.rows, dtype=torch.int64, device=subject.device)
+        self._layers = cycle(range(LAYERS))
         self._pools = {Form.KV: self._pool(Form.KV)}
         if subject.hidden:
             self._pools[Form.HIDDEN] = self._pool(Form.HIDDEN)
@@ -240,7 +243,7 @@ class _Bench:
         span = Restoration(nodes, 0, tokens, self._slots[:tokens])
         self._wait()
         begin = self._clock()
-        path = RestorePath(pool, _OneLayer(subject.sink), subject.staging)
+        path = RestorePath(pool, _CopiesOnly(subject.sink), subject.staging)
         RestorePass(path, [span]).finish()
         self._wait()
         return (self._clock() - begin) / LAYERS
@@ -250,8 +253,8 @@ class _Bench:
         subject = self._subject
         width = subject.shape.hidden_bytes
         hidden = torch.zeros((tokens, width), dtype=torch.uint8, device=subject.device)
-        slots = self._slots[:tokens]
-        return self._repeated(lambda: subject.sink.write_hidden(0, hidden, slots, slots))
+        slots, layers = self._slots[:tokens], self._layers
+        return self._repeated(lambda: subject.sink.write_hidden(next(layers), hidden, slots, slots))
 
     def prefill(self, new: int, context: int) -> float:
         return self._repeated(lambda: self._subject.prefill(new, context))
@@ -291,9 +294,8 @@ class _Bench:
         return scratch_pool(layout, blocks, self._subject.device)
 
 
-class _OneLayer:
-    """Writes the K and V of all layers of a timed restoration to one layer of the scratch pool, and
-    does nothing with hidden states, so that only their copy is timed."""
+class _CopiesOnly:
+    """The scratch pool, but hidden states are not projected, so that only their copy is timed."""
 
     def __init__(self, sink: RestoreSink) -> None:
         self._sink = sink
@@ -304,7 +306,7 @@ class _OneLayer:
         return None
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        self._sink.write_kv(0, parts, slots)
+        self._sink.write_kv(layer, parts, slots)
 
 
 def _ahead(subject: Subject, copies: Times) -> float:

@@ -1,4 +1,5 @@
-"""One layer of the loaded model with a scratch KV pool: what the cost model is measured on.
+"""One layer of the loaded model with a scratch KV pool: what the cost model is measured on. The
+pool has several layers alike, which restorations write in turn.
 
 It is measured right after the weights are loaded, because the layer plan has to be known before
 CUDA graphs are captured; there is no KV pool, no attention backend and no batch yet. So the model's
@@ -37,7 +38,7 @@ from sglang_hc.device.copy_stream import copy_stream_for
 from sglang_hc.device.gather_scatter import scatter
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
-from sglang_hc.restore.measure import MAX_ROWS, Subject
+from sglang_hc.restore.measure import LAYERS, MAX_ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt import cpu_attention
 from sglang_hc.srt.kv_pool import KvPoolRows
@@ -140,14 +141,15 @@ def _of_layer(
     adapter = layers[len(layers) // 2]
     device = adapter.qkv.weight.device
     pool = scratch_pool(adapter, rows, kv_dtype(runner))
+    alike = [adapter] * LAYERS
     project: Projection = by_sglang
     if hidden and device.type == "cuda":
         # What is measured is what serves: the way is chosen again on the whole pool, by the same
         # rules and on a layer of the same size.
         slots = torch.arange(rows, dtype=torch.int64, device=device)
-        project = projection_for(pool, [adapter], slots, runner.model_config.context_len)
+        project = projection_for(pool, alike, slots, runner.model_config.context_len)
     width = adapter.qkv.weight.shape[1]
-    sink = KvPoolRows(pool, [adapter], project, columns=partial(columns_of, runner))
+    sink = KvPoolRows(pool, alike, project, columns=partial(columns_of, runner))
     layer = decoder_layer(runner.model, adapter.attention)
     try:
         prefill = real_layer(layer, adapter, pool, rows, width, runner.dtype)
@@ -169,7 +171,8 @@ def _of_layer(
 
 
 def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:
-    """A KV pool of one layer, on the device of the layer's weights."""
+    """A KV pool of LAYERS layers like this one, on the device of its weights; the first has its
+    number."""
     return MHATokenToKVPool(
         size=rows,
         page_size=1,
@@ -177,7 +180,7 @@ def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATok
         head_num=adapter.kv_heads,
         head_dim=adapter.head_dim,
         v_head_dim=adapter.v_head_dim,
-        layer_num=1,
+        layer_num=LAYERS,
         device=str(adapter.qkv.weight.device),
         enable_memory_saver=False,
         start_layer=adapter.radix.layer_id,
@@ -295,7 +298,10 @@ class _ByteRows:
     """A device pool's rows as bytes, for models without a projection of ours."""
 
     def __init__(self, parts: tuple[int, ...], rows: int, device: torch.device) -> None:
-        self._rows = [torch.zeros((rows, p), dtype=torch.uint8, device=device) for p in parts]
+        self._rows = [
+            [torch.zeros((rows, part), dtype=torch.uint8, device=device) for part in parts]
+            for _ in range(LAYERS)
+        ]
 
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -303,5 +309,5 @@ class _ByteRows:
         raise AssertionError("hidden states of this model cannot be projected")
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        for target, rows in zip(self._rows, parts, strict=True):
+        for target, rows in zip(self._rows[layer], parts, strict=True):
             scatter(target, slots, rows)
