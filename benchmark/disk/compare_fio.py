@@ -38,6 +38,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+if not __package__:  # run by its path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
@@ -339,26 +342,19 @@ def restart(root: Path, rows: int) -> dict[str, object]:
 
 
 def machine(root: Path) -> dict[str, object]:
+    def said(*words: str) -> str:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    found = subprocess.run(
-        ["findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     fio = ["fio", "--version"] if shutil.which("fio") else ["true"]  # not every workload needs it
-    version = subprocess.run(fio, capture_output=True, text=True, check=False)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "cpu": cpu[0].split(":")[1].strip() if cpu else platform.machine(),
         "cores": os.cpu_count(),
-        "file_system": found.stdout.strip(),
-        "fio": version.stdout.strip(),
+        "file_system": said("findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)),
+        "fio": said(*fio),
         "huge_pages_for_shared_memory": page_setting(),
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": said("git", "rev-parse", "--short", "HEAD"),
         "load_average_at_start": os.getloadavg()[0],
     }
 

@@ -36,6 +36,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run by its path
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from benchmark.restore.cases import answer, run_case
 from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
