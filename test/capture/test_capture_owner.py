@@ -29,12 +29,13 @@ def test_a_block_that_is_not_ready_does_not_make_room() -> None:
     tiers, _, executor = build(PLAN, slots=2, device_slots=100)
     compute(tiers, 0, FEW)
     tiers.capture.commit("r", Prefix(None, TOKENS), torch.arange(FEW), final=True)
-    assert tiers.host.published_blocks == 1 and not tiers.usable(Prefix(None, TOKENS))[1]
+    assert tiers.host.published_blocks == 1
+    assert not tiers.host.tree.match(Prefix(None, TOKENS)).ready.tokens
     other = tiers.host.stage(0.0)
     assert other is not None and tiers.host.stage(0.0) is None  # e.g. for a read from disk
     executor.step()
     tiers.poll()
-    assert tiers.usable(Prefix(None, TOKENS))[1] == FEW
+    assert tiers.host.tree.match(Prefix(None, TOKENS)).ready.tokens == FEW
     assert tiers.host.stage(0.0) is not None
     assert tiers.host.published_blocks == 0
 
@@ -48,7 +49,7 @@ def test_a_block_that_left_while_it_was_scattered_frees_its_slot_afterwards() ->
     # It takes the tail's place.
     tiers.capture.commit("r", Prefix(None, longer), torch.arange(FEW + 10), final=True)
     assert tiers.host.published_blocks == 1 and tiers.host.free_slots == 1
-    while not tiers.usable(Prefix(None, longer))[1]:
+    while not tiers.host.tree.match(Prefix(None, longer)).ready.tokens:
         executor.step()
         tiers.poll()
     assert tiers.host.free_slots == 2

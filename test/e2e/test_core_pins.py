@@ -37,7 +37,8 @@ def a_pin_and_its_end() -> tuple[Any, ...]:
     reply = ask_pinned(core, 600.0)
     pins = core.tree.tiers.retention.pinned(None)
     flood_host(core)
-    held = core.tree.tiers.usable(Prefix(None, pack_tokens([*PROMPT, *reply])))[1]
+    path = Prefix(None, pack_tokens([*PROMPT, *reply]))
+    held = core.tree.tiers.host.tree.match(path).ready.tokens
     kept = core.ask([*PROMPT, *reply, 5], 4)
     core.tree.tiers.retention.pins.expire(time.monotonic() + 601)
     flood_host(core)

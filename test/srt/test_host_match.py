@@ -73,7 +73,7 @@ class Subject:
     def look(self, word: str, length: int, salt: str | None) -> tuple[Any, int]:
         """Match a request; returns it and the tokens the host tier can serve."""
         tokens = tokens_of(word, length)
-        _, usable = self.tiers.usable(Prefix(salt, pack_tokens(tokens)))
+        usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready.tokens
         req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
         assert found.host_hit_length == max(usable - len(found.device_indices), 0)

@@ -206,11 +206,9 @@ class ReadBuffer:
     def _copies_for(self, waiting: Waiting) -> Iterator[tuple[int, Sequence[BlockNode]]]:
         """(layer, consecutive blocks) to copy for a request. Ends if one of its blocks leaves."""
         prompt, on_device = waiting.prompt, waiting.on_device()
-        match = self._host.tree.match(prompt)
-        ready = next((i for i, n in enumerate(match.nodes) if not n.ready), len(match.nodes))
-        nodes = match.nodes[on_device // BLOCK_TOKENS : ready]
-        usable = min(match.tokens, ready * BLOCK_TOKENS)
-        left = self._worth(len(nodes), usable - on_device, on_device, prompt.num_tokens)
+        match = self._host.tree.match(prompt).ready
+        nodes = match.nodes[on_device // BLOCK_TOKENS :]
+        left = self._worth(len(nodes), match.tokens - on_device, on_device, prompt.num_tokens)
         for layer in self._layout.stored_layers:
             blocks = self._frames.rows(sum(self._source.widths(layer))) // BLOCK_TOKENS
             for first in range(0, len(nodes), blocks):

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tiers.tiers import Tiers
-from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.identity import pack_tokens
 
 NOTE = "hc_block"
@@ -72,14 +72,11 @@ class HostMatch:
         if known + count == near:
             further, more = below(nodes[-1], pack_tokens(ids[near:end]))
             nodes, count = nodes + further, count + more
-        for index, found in enumerate(nodes):
-            if not found.ready:
-                nodes, count = nodes[:index], index * BLOCK_TOKENS
-                break
+        _, served, count = PathMatch(block, tuple(nodes), count).ready
         shared = min(count, on_device - known) // BLOCK_TOKENS
         if shared:
-            setattr(device_node, NOTE, (nodes[shared - 1], known + shared * BLOCK_TOKENS))
-        self._found = Found(req, nodes[-1] if nodes else block, known + count)
+            setattr(device_node, NOTE, (served[shared - 1], known + shared * BLOCK_TOKENS))
+        self._found = Found(req, served[-1] if served else block, known + count)
         return known + count - self._lag
 
     def blocks(self, req: Any, positions: int) -> Sequence[BlockNode] | None:

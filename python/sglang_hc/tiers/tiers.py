@@ -1,4 +1,4 @@
-"""The tiers below the device as one object: look up, save, restore, account.
+"""The tiers below the device as one object: save, restore, account.
 
 Everything the radix tree needs, without SGLang. Belongs to the scheduler thread; `after_pass` and
 the restorer's gate are called where the model runs, which is the same thread.
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
-from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.forms import BlockLayout
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
-from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
 
@@ -41,15 +40,7 @@ class Tiers:
     def layout(self) -> BlockLayout:
         return self.restorer.path.pool.layout
 
-    # -- look up ---------------------------------------------------------------------------------
-
-    def usable(self, prefix: Prefix) -> tuple[tuple[BlockNode, ...], int]:
-        """Blocks of the longest part of a prefix that can be served, and its length in tokens."""
-        match = self.host.tree.match(prefix)
-        for index, node in enumerate(match.nodes):
-            if not node.ready:
-                return match.nodes[:index], index * BLOCK_TOKENS
-        return match.nodes, match.tokens
+    # -- upkeep ----------------------------------------------------------------------------------
 
     def used(self, prefix: Prefix) -> None:
         """A request is over: the path of its tokens was used, wherever it came from."""
@@ -59,8 +50,6 @@ class Tiers:
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
             self.disk.save_again(nodes)
-
-    # -- upkeep ----------------------------------------------------------------------------------
 
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""

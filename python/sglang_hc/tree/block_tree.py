@@ -122,6 +122,14 @@ class PathMatch(NamedTuple):
         full = self.tokens // BLOCK_TOKENS
         return self.nodes[full - 1] if full else self.root
 
+    @property
+    def ready(self) -> PathMatch:
+        """The part of it that can be served: up to the first block that is not ready."""
+        for index, node in enumerate(self.nodes):
+            if not node.ready:
+                return PathMatch(self.root, self.nodes[:index], index * BLOCK_TOKENS)
+        return self
+
 
 class Insertion(NamedTuple):
     """Outcome of `BlockTree.insert`.

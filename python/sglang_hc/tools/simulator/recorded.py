@@ -174,12 +174,7 @@ class Replay:
     def _admit(self, event: dict[str, Any]) -> None:
         namespace, tokens = self._path(self._paths[event["req"]])
         looked_up = Prefix(namespace, tokens[: event["limit"] * TOKEN_BYTES])
-        match = self._tier.tree.match(looked_up)
-        usable = match.tokens
-        for index, node in enumerate(match.nodes):
-            if not node.ready:
-                usable = sum(above.num_tokens for above in match.nodes[:index])
-                break
+        usable = self._tier.tree.match(looked_up).ready.tokens
         beyond = max(0, usable - event["device"]) // self._page * self._page
         self._compare("hit tokens of a request", event["hit"], beyond)
         found = self.comparison
