@@ -23,7 +23,7 @@ Layers = tuple[int, ...] | None
 """Those of a block that are read; None for all of them."""
 
 
-class Write(msgspec.Struct, array_like=True, tag=True):
+class SlotWrite(msgspec.Struct, array_like=True, tag=True):
     """See `BlockIo.write`."""
 
     ticket: int
@@ -32,7 +32,7 @@ class Write(msgspec.Struct, array_like=True, tag=True):
     deadline: float
 
 
-class Read(msgspec.Struct, array_like=True, tag=True):
+class SlotRead(msgspec.Struct, array_like=True, tag=True):
     """See `BlockIo.read`. layers: see `OwnDisk.read`."""
 
     ticket: int

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.block_io import BlockDone, Read, Write
+from sglang_hc.store.block_io import BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, CopyRows
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
@@ -61,7 +61,7 @@ class FakeLink:
             request = self._unanswered.popleft()
             if isinstance(request, wire.Execute):
                 scattered.append(Completion(request.ticket, True))
-            elif isinstance(request, (Read, Write)):
+            elif isinstance(request, (SlotRead, SlotWrite)):
                 blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
         self.replies.append(wire.Answers(scattered, blocks, {}, False, 1, {}))
 

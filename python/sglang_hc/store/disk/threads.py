@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store import block_io
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, Write
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.reader import RUN_BYTES, Read
 from sglang_hc.store.disk.store import DiskStore
@@ -56,8 +55,8 @@ class DiskThreads:
         self._has_named = False
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
-        self._reads: dict[Directory, Workers[block_io.Read]] = {}
-        self._writes: dict[Directory, Workers[Write]] = {}
+        self._reads: dict[Directory, Workers[SlotRead]] = {}
+        self._writes: dict[Directory, Workers[SlotWrite]] = {}
         for directory in store.directories:
             write = partial(self._write, directory)
             self._reads[directory] = Workers("hc-read", self._read, run, READ_THREADS)
@@ -90,7 +89,7 @@ class DiskThreads:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         for directory in self._store.order():
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
-                self._writes[directory].submit(Write(ticket, block, slot, deadline))
+                self._writes[directory].submit(SlotWrite(ticket, block, slot, deadline))
                 return True
         return False
 
@@ -102,7 +101,7 @@ class DiskThreads:
         if directory is None:
             self.answer(ticket, self._store.absence(block_id))
         else:
-            self._reads[directory].submit(block_io.Read(ticket, block_id, slot, deadline, layers))
+            self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline, layers))
 
     def flush(self) -> None:
         """Threads begin at once."""
@@ -139,13 +138,13 @@ class DiskThreads:
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
         self._on_done()
 
-    def _read(self, batch: list[block_io.Read]) -> None:
+    def _read(self, batch: list[SlotRead]) -> None:
         reads = [
             Read(one.block_id, self._pool.view(one.slot), one.layers, one.deadline) for one in batch
         ]
         self._answer_all(batch, lambda: self._store.read_many(reads))
 
-    def _write(self, directory: Directory, batch: list[Write]) -> None:
+    def _write(self, directory: Directory, batch: list[SlotWrite]) -> None:
         now = time.monotonic()
         for move in batch:
             if move.deadline <= now:
@@ -155,7 +154,7 @@ class DiskThreads:
         self._answer_all(fresh, lambda: self._store.write_many(items, directory))
 
     def _answer_all(
-        self, batch: Sequence[block_io.Read | Write], work: Callable[[], Sequence[Outcome]]
+        self, batch: Sequence[SlotRead | SlotWrite], work: Callable[[], Sequence[Outcome]]
     ) -> None:
         """Do the work of a batch; whatever happens, each of it gets an answer."""
         outcomes: Sequence[Outcome] = [Outcome.IO_ERROR] * len(batch)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, Layers, Read, Write
+from sglang_hc.store.block_io import BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
@@ -123,7 +123,7 @@ class ProcessBlocks:
         self._known: dict[bytes, None] = {}
         """A dict and no set: the garbage collector visits every element of a set, but passes over a
         dict of plain bytes."""
-        self._under_way: dict[int, Read | Write] = {}
+        self._under_way: dict[int, SlotRead | SlotWrite] = {}
         self._writing = 0
         self._done: list[BlockDone] = []
         self._news: dict[bytes, bool] | None = None
@@ -162,7 +162,7 @@ class ProcessBlocks:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if not self._open or self._writing >= block_io.WRITE_QUEUE:
             return False
-        self._send(Write(ticket, block, slot, deadline))
+        self._send(SlotWrite(ticket, block, slot, deadline))
         self._writing += 1
         return True
 
@@ -171,11 +171,11 @@ class ProcessBlocks:
     ) -> None:
         """As `OwnDisk.read`."""
         if self._open:
-            self._send(Read(ticket, block_id, slot, deadline, layers))
+            self._send(SlotRead(ticket, block_id, slot, deadline, layers))
         else:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
 
-    def _send(self, operation: Read | Write) -> None:
+    def _send(self, operation: SlotRead | SlotWrite) -> None:
         self._supervisor.send(operation)
         self._under_way[operation.ticket] = operation
 
@@ -242,8 +242,8 @@ class ProcessBlocks:
 
     def _end(self, done: BlockDone) -> None:
         operation = self._under_way.pop(done.ticket)
-        self._writing -= isinstance(operation, Write)
-        name = operation.block_id if isinstance(operation, Read) else operation.block.block_id
+        self._writing -= isinstance(operation, SlotWrite)
+        name = operation.block_id if isinstance(operation, SlotRead) else operation.block.block_id
         if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
             if not self._clearing:
                 self._known[name] = None

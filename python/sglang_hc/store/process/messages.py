@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_hc.forms import BlockLayout
-from sglang_hc.store.block_io import BlockDone, Read, Write
+from sglang_hc.store.block_io import BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.host_memory import MemorySpec
@@ -109,7 +109,7 @@ class Answers(_Message, tag=True):
     counts: dict[str, int]
 
 
-DiskRequest = Write | Read | Touch | Expect | Clear
+DiskRequest = SlotWrite | SlotRead | Touch | Expect | Clear
 Request = Execute | DiskRequest | Close
 Reply = Ready | Refused | Answers
 

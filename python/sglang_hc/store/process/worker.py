@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from sglang_hc.store.block_io import Read, Write
+from sglang_hc.store.block_io import SlotRead, SlotWrite
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.executor import ThreadExecutor
@@ -79,10 +79,10 @@ class Worker:
         return True
 
     def _take_for_disk(self, disk: DiskThreads, request: wire.DiskRequest) -> None:
-        if isinstance(request, Write):
+        if isinstance(request, SlotWrite):
             if not disk.write(request.ticket, request.block, request.slot, request.deadline):
                 disk.answer(request.ticket, Outcome.DROPPED)  # every directory has too many
-        elif isinstance(request, Read):
+        elif isinstance(request, SlotRead):
             disk.read(*msgspec.structs.astuple(request))
         elif isinstance(request, wire.Touch):
             disk.touch(request.block_ids)
