@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.ranks import board as boards
-from sglang_hc.ranks.ballot import GOOD, Ballot, Decided, Verdict, verdict_of
+from sglang_hc.ranks.ballot import Ballot, Decided, Verdict, verdict_of
 from sglang_hc.ranks.board import PLACES, REPORT_BYTES, Kind, Vote, VoteBoard
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.outcome import GOOD, Outcome
 
 
 def ballots(count: int = 2, kind: Kind = Kind.SCATTER) -> list[Ballot]:

@@ -8,6 +8,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import disk_tier
 from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier, ReadWatch
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.remote import Chain
 from support.clock import Clock
 from support.fake_io import FakeIo
 from support.host import host_tier, keep, path_of, tokens_of
@@ -183,6 +184,38 @@ def test_a_write_that_failed_is_done_when_its_path_is_used_and_writes_end_well(
     disk.save_again(path)
     assert not io.moves and io.held() == {node.block_id for node in [*path, other]}
     assert not any(node.pins for node in host.tree.nodes())
+
+
+@pytest.mark.parametrize("outcome", [None, Outcome.NO_SPACE, Outcome.IO_ERROR])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_only_the_remote_store_took_is_on_disk_too_when_that_is_well_again(
+    outcome: Outcome | None, is_first: bool
+) -> None:
+    """A write counted as it ended last, mostly in the store, and the disk never got the block.
+    outcome: of the write to disk; None where it is refused."""
+    host, near, far = host_tier(8), FakeIo(writes_wait=True), FakeIo(writes_wait=True)
+    disk = DiskTier(Chain(near, far), host)
+    path, (other,) = keep(host, tokens_of("ab")), keep(host, tokens_of("x"))
+    far.far = {node.block_id for node in [*path, other]}
+    near.up = outcome is not None
+    for node in path:
+        disk.spill(node)
+    near.up = True
+    for holder in (near, far) if is_first else (far, near):
+        holder.end_all(Outcome.OK if holder is far or outcome is None else outcome)
+        disk.poll()
+    failed = "disk_save_dropped" if outcome is None else f"disk_write_{outcome.value}"
+    assert disk.counters == {"remote_saved_blocks": 2, failed: 2}
+    assert not any(node.pins for node in path)
+    disk.spill(other)
+    for holder in (near, far):
+        holder.end_all()
+    disk.poll()
+    disk.save_again(path)
+    near.end_all()
+    disk.poll()
+    assert not far.moves and near.held() == far.held() == far.far
+    assert not any(node.pins for node in path)
 
 
 def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from sglang_hc.ranks.board import PLACES, Kind, Vote, VoteBoard
-from sglang_hc.store.outcome import Outcome
-
-GOOD = (Outcome.OK, Outcome.DUPLICATE)
+from sglang_hc.store.outcome import GOOD, Outcome
 
 
 def a_moment() -> None:

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.ranks.ballot import GOOD, Ballot
+from sglang_hc.ranks.ballot import Ballot
 from sglang_hc.ranks.transfers import AgreedTransfers
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import Block
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.outcome import GOOD, Outcome
 
 NEWS = 2048
 """Most identities that are told at once."""

@@ -59,6 +59,8 @@ def count_write(counts: Counter[str], done: BlockDone) -> None:
     """Count what became of a write."""
     if done.outcome is Outcome.OK:
         counts[f"{done.tier}_saved_blocks"] += 1
+    elif done.outcome is Outcome.DROPPED and done.tier == SourceTier.DISK.value:
+        counts["disk_save_dropped"] += 1
     elif done.outcome is not Outcome.DUPLICATE:
         counts[f"{done.tier}_write_{done.outcome.value}"] += 1
 

@@ -24,7 +24,7 @@ from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.layer_reads import LayerReads, layer_groups
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
@@ -358,7 +358,7 @@ class DiskTier:
     def _end_spill(self, node: BlockNode, done: BlockDone) -> None:
         self._host.unpin([node])
         count_write(self.counters, done)
-        if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
+        if done.outcome in GOOD:
             self._can_write = True
         else:
             self._write_failed(node)

@@ -21,3 +21,7 @@ class Outcome(enum.Enum):
     NO_SPACE = "no_space"  # a write for which nothing could be evicted
     DROPPED = "dropped"  # a write that was not begun: too many wait, or its store is out of use
     LOST = "lost"  # the process that was to do it is gone
+
+
+GOOD = (Outcome.OK, Outcome.DUPLICATE)
+"""How an operation ends that has done what it was asked for: the block is there."""

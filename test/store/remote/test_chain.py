@@ -133,11 +133,12 @@ def test_both_begin_when_told() -> None:
 
 
 def test_a_refused_write_is_counted_once() -> None:
-    """By the chain if the other holder took the block, else by whoever asked."""
+    """With its answer if the other holder took the block, else by whoever asked."""
     (block,) = make_path(1)
     near, far = FakeIo(), FakeIo()
     near.up = False
     chain = Chain(near, far)
-    assert chain.write(1, block, 0, FOREVER) and chain.counts["disk_save_dropped"] == 1
-    assert far.contains([block.block_id])
-    assert not chain.write(2, block, 0, FOREVER) and chain.counts["disk_save_dropped"] == 1
+    assert chain.write(1, block, 0, FOREVER)
+    assert [done.outcome for done in chain.poll()] == [Outcome.DROPPED]
+    assert far.contains([block.block_id]) and chain.counts == {"disk_saved_blocks": 1}
+    assert not chain.write(2, block, 0, FOREVER) and not chain.poll()

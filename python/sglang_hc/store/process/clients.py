@@ -17,7 +17,7 @@ from sglang_hc.store.block_io import BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.store.process import messages as wire
 from sglang_hc.store.process.supervisor import IoSupervisor, State
 
@@ -244,7 +244,7 @@ class ProcessBlocks:
         operation = self._under_way.pop(done.ticket)
         self._writing -= isinstance(operation, SlotWrite)
         name = operation.block_id if isinstance(operation, SlotRead) else operation.block.block_id
-        if done.outcome in (Outcome.OK, Outcome.DUPLICATE):
+        if done.outcome in GOOD:
             if not self._clearing:
                 self._known[name] = None
                 if self._news is not None:

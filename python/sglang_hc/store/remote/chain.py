@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.outcome import GOOD, Outcome
 
 
 class Chain:
@@ -18,8 +19,8 @@ class Chain:
 
     def __init__(self, near: BlockIo, far: BlockIo) -> None:
         self._near, self._far = near, far
-        self._written_twice: set[int] = set()
-        """Tickets of writes that both holders took and neither has answered."""
+        self._twice: dict[int, BlockDone | None] = {}
+        """By ticket, of writes that both holders want: how the first to end has ended, if any."""
         self.counts = near.counts
 
     @property
@@ -57,10 +58,9 @@ class Chain:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         wanting = [one for one in (self._near, self._far) if one.wants(block.block_id)]
         taken = [holder.write(ticket, block, slot, deadline) for holder in wanting]
-        if all(taken) and len(taken) == 2:
-            self._written_twice.add(ticket)
-        if any(taken):  # else the caller counts the refusal
-            self.counts["disk_save_dropped"] += taken.count(False)
+        if any(taken) and len(taken) == 2:
+            refused = BlockDone(ticket, Outcome.DROPPED, SourceTier.DISK.value)
+            self._twice[ticket] = None if all(taken) else refused
         return any(taken)
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
@@ -72,15 +72,21 @@ class Chain:
         self._far.flush()
 
     def poll(self) -> list[BlockDone]:
-        """Of a write to both holders only the last answer is passed on: until then the slot is in
-        use. The first is counted here."""
+        """Of a write to both holders one answer is passed on when both have ended, as until then
+        the slot is in use: the disk's if it failed, so that it is tried again, else the last. The
+        other is counted here."""
         done = []
         for answer in (*self._near.poll(), *self._far.poll()):
-            if answer.ticket in self._written_twice:
-                self._written_twice.remove(answer.ticket)
-                count_write(self.counts, answer)
-            else:
-                done.append(answer)
+            last = answer
+            if answer.ticket in self._twice:
+                first = self._twice.pop(answer.ticket)
+                if first is None:
+                    self._twice[answer.ticket] = answer
+                    continue
+                if first.tier == SourceTier.DISK.value and first.outcome not in GOOD:
+                    first, last = last, first
+                count_write(self.counts, first)
+            done.append(last)
         return done
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
