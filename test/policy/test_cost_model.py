@@ -109,3 +109,8 @@ def test_layer_times_put_the_new_tokens_behind_the_restored_ones():
     both = SHEET.copy_kv(SourceTier.DISK, 512) + SHEET.copy_kv(SourceTier.HOST, 512)
     assert times.copy_kv == both
     assert (times.start, times.pieces) == (0.0, 1)
+
+
+@pytest.mark.parametrize(("noise", "is_noisy"), [(1.5, False), (1.501, True), (None, False)])
+def test_a_profile_is_noisy_beyond_a_limit(noise, is_noisy):
+    assert replace(SHEET, noise=noise).is_noisy == is_noisy

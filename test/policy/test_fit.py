@@ -122,3 +122,8 @@ def test_pairs_add_up_over_a_split_prefill():
 def test_no_tokens_take_no_time():
     assert Fit(1.0, 1.0, floor=5.0).seconds(0) == 0.0
     assert Fit(1.0, 1.0, 1.0, floor=5.0).seconds(0, 100) == 0.0
+
+
+@pytest.mark.parametrize(("r2", "is_poor"), [(0.95, False), (0.9499, True)])
+def test_a_fit_is_poor_below_a_limit(r2, is_poor):
+    assert Fit(1e-3, 1e-6, r2=r2).is_poor == is_poor

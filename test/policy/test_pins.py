@@ -120,3 +120,17 @@ def test_counts_follow_from_the_pins_that_are_alive(history):
         everything = {n.encode() + bytes([i]) for n in "tu" for i in range(7)}
         if action != "unpin":  # unpin does not look at the clock
             assert {b for b in everything if pins.is_pinned(b)} == held
+
+
+def test_a_namespace_pins_a_quarter_of_the_tier_and_all_of_them_half():
+    pins = SessionPins.sized_for(40)
+    for tenant in "ab":
+        names = [f"{tenant}{number}".encode() for number in range(11)]
+        pins.pin(tenant, "s", names[:10], 10, now=0)
+        with pytest.raises(PinLimitError, match="the bound is 10"):
+            pins.pin(tenant, "s", names, 10, now=0)
+    with pytest.raises(PinLimitError, match="20"):
+        pins.pin("c", "s", [b"c"], 10, now=0)
+    pins.pin("c", "s", [], 3600, now=0)
+    with pytest.raises(PinLimitError, match="at most 3600 s"):
+        pins.pin("c", "s", [], 3601, now=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,3 +116,55 @@ def test_duels_stay_pairs_and_few(history, blocks):
 def test_buckets_grow_with_age():
     ages = [bucket_of(age) for age in range(5000)]
     assert ages == sorted(ages) and ages[-1] < 30
+
+
+@pytest.mark.parametrize(
+    ("wins", "again", "soon", "wins_now"),
+    [
+        (5, 9, 0, True),
+        (4, 9, 0, False),  # a score of 0.25 is not clear
+        (9, 5, 0, True),
+        (9, 4, 0, False),  # too few uses to see a loop
+        (9, 9, 3, True),
+        (9, 9, 4, False),  # a third of them would hit in an LRU
+    ],
+)
+def test_the_old_wins_in_a_clear_loop(wins: int, again: int, soon: int, wins_now: bool):
+    """wins: duels of one age that the old one won. again: young ones that were used again, `soon`
+    of them while they would still be in an LRU."""
+    duels, blocks = SetDueling(), 16
+
+    def others(count: int) -> None:
+        for _ in range(count):
+            duels.entered(duels.clock.to_bytes(2, "big"), blocks)
+
+    for number in range(9):
+        old, young = b"old%d" % number, b"young%d" % number
+        duels.begin(old, 30 if number < wins else 5, young, blocks)
+        others(2)
+        if number < wins:
+            duels.used(old, 0, blocks)
+        if number < again:
+            others(0 if number < soon else blocks)
+            duels.used(young, 0, blocks)
+    assert duels.old_wins(30) == wins_now
+
+
+def test_uses_close_together_count_once():
+    """Fewer than a sixteenth of the blocks came in or were used between them."""
+    duels = SetDueling()
+    for number in range(10):
+        duels.entered(bytes([number]), 32)
+    duels.used(b"x", 8, 32)
+    assert duels.clock == 10
+    duels.used(b"x", 7, 32)
+    assert duels.clock == 11
+
+
+def test_a_duel_begins_so_often_that_256_are_open_until_patience_ends():
+    duels, blocks = SetDueling(), 25600
+    duels.begin(b"old", 30, b"young", blocks)
+    for number in range(8 * blocks // 256):
+        assert not duels.is_due
+        duels.entered(number.to_bytes(2, "big"), blocks)
+    assert duels.is_due

@@ -106,3 +106,12 @@ def test_nobody_starves(history, bound, ready_first):
         for request in chosen:
             requests.left(request)
         queue = [request for request in queue if request not in chosen]
+
+
+def test_a_request_is_due_after_64_bypasses():
+    admission: Admission[str] = Admission(WaitingTable())
+    for _ in range(63):
+        admission.count(["a", "b"], ["b"])
+    assert not admission.is_due("a")
+    admission.count(["a", "b"], ["b"])
+    assert admission.is_due("a")

@@ -104,3 +104,16 @@ def test_ranks_survive_endless_insertions_at_one_place():
         queue.insert(1, request)
         window.update(queue, len(queue), lambda r: [r.to_bytes(2, "big")])
     window.check_integrity()
+
+
+def test_ranks_are_given_anew_when_the_gap_between_two_is_a_millionth():
+    window: LookAhead[str] = LookAhead()
+    queue = ["head", "tail"]
+    window.update(queue, 100, lambda request: ())
+    for count in range(1, 20):
+        queue.insert(1, f"new {count}")
+        window.update(queue, 100, lambda request: ())
+        assert window.rank(queue[1]) == 1 + 0.5**count
+    queue.insert(1, "new 20")
+    window.update(queue, 100, lambda request: ())
+    assert [window.rank(request) for request in queue] == list(range(1, len(queue) + 1))

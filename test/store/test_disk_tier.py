@@ -232,3 +232,17 @@ def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.Monkey
     disk.poll()
     disk.save_again(path)
     assert [move.block_id for move in io.moves] == [node.block_id for node in path[1:]]
+
+
+def test_a_write_waits_for_half_a_minute() -> None:
+    clock, host = Clock(0.0), host_tier(8)
+    io = FakeIo(writes_wait=True, clock=clock)
+    disk = DiskTier(io, host, clock)
+    (node,) = keep(host, tokens_of("a"))
+    disk.spill(node)
+    clock.now = 29.9
+    disk.poll()
+    assert disk.busy and node.pins
+    clock.now = 30.0
+    disk.poll()
+    assert not disk.busy and not node.pins and disk.counters["disk_write_timed_out"] == 1

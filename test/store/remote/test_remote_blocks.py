@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import RemoteBlocks
+from sglang_hc.store.remote import RemoteBlocks, presence_cache
 from sglang_hc.store.remote.envelope import HEADER_BYTES, seal, storage_key
-from sglang_hc.store.remote.presence_cache import Presence
+from sglang_hc.store.remote.presence_cache import Presence, PresenceCache
 from support.clock import Clock
 from support.remote import (
     FINGERPRINT,
@@ -251,3 +251,14 @@ def test_an_envelope_sealed_with_the_wrong_bytes_does_not_pass(pool, store, cloc
     io = make_blocks(store, pool, clock)
     assert load(io, path[0].block_id) is Outcome.DAMAGED
     io.close()
+
+
+def test_so_many_answers_are_remembered(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence_cache, "MOST_REMEMBERED", 2)
+    presence = PresenceCache(clock)
+    for name in (b"a", b"b", b"a"):
+        presence.note(name, Presence.PRESENT)
+    assert presence.state(b"a") is presence.state(b"b") is Presence.PRESENT
+    presence.note(b"c", Presence.PRESENT)
+    assert presence.state(b"b") is None, "the oldest answer"
+    assert presence.state(b"a") is presence.state(b"c") is Presence.PRESENT
