@@ -175,6 +175,15 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
     open_store(tmp_path).close()
 
 
+def test_the_size_that_the_error_names_is_just_enough(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="too small") as error:
+        open_store(tmp_path, size=1_000_000)
+    size = int(1e9 * float(str(error.value).split()[-2]))
+    with pytest.raises(DirectoryError, match="too small"):
+        open_store(tmp_path, size=size - 2_000_000)
+    open_store(tmp_path, size=size).close()
+
+
 @pytest.mark.parametrize(
     ("text", "path", "size"),
     [
