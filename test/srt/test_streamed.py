@@ -71,7 +71,7 @@ def test_no_slot_gets_another_owner_before_it_is_copied(computed: bool) -> None:
     """Another request computed and kept one of the blocks meanwhile. Its slot was pinned, and the
     one from which the pass still copied was free."""
     served = Pass()
-    read_to = {served.world.meeting.source(n).slot for n in range(HELD, len(WORD))}
+    read_to = {served.world.meeting.promotion(n).slot for n in range(HELD, len(WORD))}
     if computed:
         keep(served.world.host, SPOKEN[: (HELD + 1) * BLOCK_BYTES])
     served.streamed.over()

@@ -95,11 +95,11 @@ class Admission(Generic[K]):
     def count(self, asked: Iterable[K], admitted: Collection[K]) -> None:
         """Of `asked`, in the order of the queue, `admitted` were admitted in this pass; whoever
         stands before one of them was bypassed."""
-        open_ = set(admitted)
+        still = set(admitted)
         for name in asked:
-            if not open_:
+            if not still:
                 return
-            if name in open_:
-                open_.remove(name)
+            if name in still:
+                still.remove(name)
             else:
                 self._requests[name].bypassed += 1

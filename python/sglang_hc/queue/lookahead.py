@@ -94,8 +94,8 @@ class QueueView:
         self._mover = mover
         self.window = window
         self._costs = costs
-        self._fetches = disk is not None or mover is not None
-        mode = rules.prefetch if self._fetches else "off"
+        self._can_fetch = disk is not None or mover is not None
+        mode = rules.prefetch if self._can_fetch else "off"
         slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self, costs, slots, mode)
         self.requests = window.requests
@@ -105,6 +105,7 @@ class QueueView:
         self._now = below.now if below is not None else time.monotonic
         self.meetings: Meetings[str] = Meetings(host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
+        """Blocks of which the disk is to be told when they are used next."""
         self._priority = priority
         self.coming: Collection[bytes] = ()
         """See `fetches.Below`."""
@@ -152,11 +153,11 @@ class QueueView:
     def ready(self, rid: str) -> bool:
         """Whether the request may be admitted now. Its turn has come, so what it lacks is fetched.
 
-        False for at most MAX_BYPASSED passes in which a request asked for after it was admitted.
-        While nobody is, for no longer than `Prefetcher.ready` says.
+        False in at most MAX_BYPASSED passes that admit a request behind it; while none does, for no
+        longer than `Prefetcher.ready` says.
         """
         self.admission.asked(rid)
-        if not self._fetches:
+        if not self._can_fetch:
             return True
         if self.admission.is_due(rid):
             self.counters["prefetch_bypassed"] += self.requests.is_fetching(rid)

@@ -88,10 +88,8 @@ class Streamed(NamedTuple):
 
 
 class Meeting:
-    """Blocks of a prompt are below host memory when this begins.
-
-    What comes before them is on the device or in host memory.
-    """
+    """Blocks of a prompt that are below host memory when this begins. What comes before them is on
+    the device or in host memory."""
 
     def __init__(
         self,
@@ -197,7 +195,7 @@ class Meeting:
 
     def history(self, head: int, end: int, now: float) -> History:
         """What is to come: the blocks between `head` tokens and block `end`."""
-        places = [(self._source(n), n >= self._low) for n in range(head // BLOCK_TOKENS, end)]
+        places = [(self._tier(n), n >= self._low) for n in range(head // BLOCK_TOKENS, end)]
         taken = self._taken(now)
         coming: list[Span] = []
         for (tier, is_asked), run in groupby(reversed(places)):
@@ -216,17 +214,13 @@ class Meeting:
         promotion = self._blocks.get(block)
         return promotion is not None and self._coming.holds(promotion)
 
-    def can_join(self, head: int) -> bool:
-        """Whether the blocks of the first `head` tokens are in host memory, so that those behind
-        them can continue their path."""
-        return self._front(head // BLOCK_TOKENS) is not None
-
-    def source(self, block: int) -> Promotion:
-        """Where the bytes of a block are that came."""
+    def promotion(self, block: int) -> Promotion:
+        """Of a block that came."""
         return self._blocks[block]
 
     def path_to(self, head: int) -> Sequence[BlockNode] | None:
-        """The blocks of the first `head` tokens; None when they are not in host memory."""
+        """The blocks of the first `head` tokens, which those behind them continue; None when they
+        are not in host memory."""
         front = self._front(head // BLOCK_TOKENS)
         return None if front is None else front.path()
 
@@ -301,7 +295,7 @@ class Meeting:
         """Give up what has not joined the tree."""
         self._coming.give_up(self._blocks.values())
 
-    def _source(self, block: int) -> SourceTier:
+    def _tier(self, block: int) -> SourceTier:
         """Where a block lies. Host memory has those before the first one; they were not worth
         restoring, and count as the first one does."""
         return self._sources[max(0, block - self.first)]
@@ -312,7 +306,7 @@ class Meeting:
         asked: dict[SourceTier, float] = {}
         for block, promotion in self._blocks.items():
             if not promotion.here:
-                tier = self._source(block)
+                tier = self._tier(block)
                 asked[tier] = min(promotion.asked, asked.get(tier, promotion.asked))
         return {t: max(0.0, now - max(at, self._reads.came_last(t))) for t, at in asked.items()}
 

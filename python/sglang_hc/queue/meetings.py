@@ -19,10 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Meetings(Generic[K]):
-    """The meetings of one waiting queue: there is one at a time.
-
-    decoding: requests that decode now; whoever makes the passes says so.
-    """
+    """See the module. decoding: requests that decode now; whoever makes the passes says so."""
 
     def __init__(
         self,

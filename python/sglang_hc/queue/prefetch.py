@@ -234,7 +234,7 @@ class Prefetcher(Generic[K]):
         if record.fetches >= MAX_FETCHES:
             self.give_up(request)
             return True
-        if not self.requests.is_fetching(request) and self._has_all(request):
+        if not self.requests.is_fetching(request) and self._need_not_wait(request):
             return True
         patience = PATIENCE if record.patience is None else record.patience
         until = now + max(0.0, min(PATIENCE, patience))
@@ -246,8 +246,8 @@ class Prefetcher(Generic[K]):
         self.give_up(request)
         return True
 
-    def _has_all(self, request: K) -> bool:
-        """The request need not wait: it lacks nothing, or what it lacks is not worth a fetch or
+    def _need_not_wait(self, request: K) -> bool:
+        """Whether the request lacks nothing, or what it lacks is not worth a fetch or
         cannot be fetched now."""
         missing = self._below.missing(request)
         if missing is None:
@@ -267,7 +267,7 @@ class Prefetcher(Generic[K]):
 
     def _start(self, request: K, missing: Missing, turn_in: float, *, at_turn: bool) -> int:
         """Wait for what is under way already, begin the rest as far as it is worth it and there is
-        room. Returns the blocks that were wanted, and are waited for, besides those under way."""
+        room. Returns how many of the rest are worth it."""
         ids, first, end = missing.path.block_ids, missing.first, missing.first + missing.count
         coming = self._below.coming
         while first < end and ids[first] in coming:
@@ -357,4 +357,5 @@ class Prefetcher(Generic[K]):
         return is_protected
 
     def _is_head(self, request: K) -> bool:
+        """Nobody is known to stand before it."""
         return self.window.queue[:1] in ((), (request,))

@@ -109,7 +109,7 @@ class EarlyBlocks:
 
 def standing_for(meeting: Meeting, block: int) -> BlockNode:
     """A node in no tree, for a block of a meeting."""
-    promotion = meeting.source(block)
+    promotion = meeting.promotion(block)
     node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
     node.slot = promotion.slot
     return node
@@ -137,6 +137,6 @@ def woven(there: Slots, others: torch.Tensor, start: int, stop: int) -> torch.Te
 
 
 def _runs(blocks: Iterable[int]) -> Iterator[list[int]]:
-    """Consecutive blocks of those, which are sorted."""
+    """Runs of consecutive blocks; `blocks` ascend."""
     for _, run in groupby(enumerate(blocks), key=lambda numbered: numbered[1] - numbered[0]):
         yield [block for _, block in run]

@@ -8,18 +8,18 @@ request whose prefix has grown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
-from sglang_hc.srt.early import Slots, gaps, woven
-from sglang_hc.srt.streamed import restorable
+from sglang_hc.srt.streamed import load_rest, restorable
 from sglang_hc.srt.tree_backend import HcRadixCache
-from sglang_hc.tree.block_tree import BlockNode
+
+UNLIMITED = 1 << 62
+"""Tokens of a chunk that need not end early."""
 
 
 def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, **kwargs: Any):
@@ -53,10 +53,6 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
                 return req
             self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
     return original(self, req)
-
-
-UNLIMITED = 1 << 62
-"""Tokens of a chunk that need not end early."""
 
 
 def _chunk(tree: HcRadixCache, rid: str, head: int) -> int:
@@ -105,7 +101,7 @@ def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
     """Restore what has come, while there is room for all of the prompt. False for nothing."""
     head = len(req.prefix_indices)
     blocks = tree.early.wanted(meeting, head, restorable(tree, meeting, req))
-    if not blocks or not meeting.can_join(head):
+    if not blocks or meeting.path_to(head) is None:
         return False
     without_them = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_
     if without_them < len(req.full_untruncated_fill_ids) - head - tree.early.tokens:
@@ -120,7 +116,7 @@ def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
 
 
 def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
-    """Put what was read behind the request's prefix; what cannot be is computed."""
+    """Restore what was read behind the request's prefix; what cannot be restored is computed."""
     head, stop = len(req.prefix_indices), restorable(tree, meeting, req)
     tree.early.drop_before(head)
     there = tree.early.hand_over()
@@ -129,7 +125,7 @@ def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
         tree.early.give_back(there)
         return
     if there:
-        slots, node = _load_rest(tree, req, blocks, stop, there)
+        slots, node = load_rest(tree, req, blocks, stop, there)
     else:
         slots, node = tree.load_back(req, blocks, stop)
     _go_on_behind(tree, req, slots, node)
@@ -145,22 +141,3 @@ def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) 
     req.prefix_indices = torch.cat([req.prefix_indices, slots])
     req.cache_protected_len = len(req.prefix_indices)
     tree.continue_behind(req, len(slots))
-
-
-def _load_rest(
-    tree: HcRadixCache, req: Any, blocks: Sequence[BlockNode], stop: int, there: Slots
-) -> tuple[torch.Tensor, Any]:
-    """As `HcRadixCache.load_back`, of what `there` lacks; its slots are the tree's from now on, or
-    given back."""
-    restorer, start = tree.tiers.restorer, len(req.prefix_indices)
-    missing = gaps(there, start, stop)
-    count = sum(end - begin for begin, end in missing)
-    others = tree.allocate(count)
-    if others is None:
-        tree.early.give_back(there)
-        return tree.refuse(req, Reason.NO_DEVICE_SLOTS)
-    slots = woven(there, others, start, stop)
-    promised = tree.promise(req, blocks, slots, restorer.planner.as_stored(count), missing)
-    if len(promised[0]):
-        restorer.join_early(len(slots) - count)
-    return promised

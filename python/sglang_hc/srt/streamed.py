@@ -8,6 +8,7 @@ something lost, is run once more with these blocks recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.restore.arrival import LayerArrival
-from sglang_hc.srt.early import gaps, standing_for, woven
+from sglang_hc.srt.early import Slots, gaps, standing_for, woven
+from sglang_hc.tree.block_tree import BlockNode
 
 if TYPE_CHECKING:
     from sglang_hc.srt.tree_backend import HcRadixCache
@@ -46,28 +48,22 @@ class StreamedPass:
 
     def load_back(self, req: Any) -> tuple[torch.Tensor, Any]:
         """As `HcRadixCache.load_back`, for a request that `is_due`."""
-        tree, head = self._tree, len(req.prefix_indices)
-        tiers, restorer = tree.tiers, tree.tiers.restorer
-        meeting = tiers.queue.meetings.of(req.rid)
-        assert meeting is not None and tiers.disk is not None
+        tree, head, disk = self._tree, len(req.prefix_indices), self._tree.tiers.disk
+        meeting = tree.tiers.queue.meetings.of(req.rid)
+        assert meeting is not None and disk is not None
         reads = meeting.take_streamed()
         tree.early.drop_before(head)
         there = tree.early.hand_over()
         stop, path = restorable(tree, meeting, req), meeting.path_to(head)
-        missing = gaps(there, head, stop)
-        count = sum(end - begin for begin, end in missing)
-        others = tree.allocate(count) if path is not None and count else None
-        if path is None or others is None:
+        if path is None or stop <= head:
             tree.early.give_back(there)
-            return tree.refuse(req, Reason.BLOCKS_GONE if path is None else Reason.NO_DEVICE_SLOTS)
+            return tree.refuse(req, Reason.BLOCKS_GONE)
         nodes = [*path, *(standing_for(meeting, n) for n in range(len(path), meeting.end))]
-        patience = restorer.planner.prefill_seconds(len(reads.promotions) * BLOCK_TOKENS, head)
-        arrival = LayerArrival(reads, tiers.disk.poll, patience)
-        slots = woven(there, others, head, stop)
-        plan = restorer.planner.as_stored(count)
-        promised = tree.promise(req, nodes, slots, plan, missing, arrival)
+        planner = tree.tiers.restorer.planner
+        patience = planner.prefill_seconds(len(reads.promotions) * BLOCK_TOKENS, head)
+        arrival = LayerArrival(reads, disk.poll, patience)
+        promised = load_rest(tree, req, nodes, stop, there, arrival)
         if len(promised[0]):
-            restorer.join_early(len(slots) - count)
             self._pass = _Pass(req.rid, head, [node.slot for node in nodes])
         return promised
 
@@ -89,3 +85,23 @@ def restorable(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     """Tokens of the prompt that may be restored; of the others at least one is computed."""
     limit: int = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     return min(meeting.stop, limit) // tree.page_size * tree.page_size
+
+
+def load_rest(
+    tree: HcRadixCache, req: Any, blocks: Sequence[BlockNode], stop: int, there: Slots,
+    arrival: LayerArrival | None = None,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """As `HcRadixCache.load_back`, of what `there` lacks; its slots are the tree's from now on, or
+    given back. arrival: see `Restoration`."""
+    restorer, start = tree.tiers.restorer, len(req.prefix_indices)
+    missing = gaps(there, start, stop)
+    count = sum(end - begin for begin, end in missing)
+    others = tree.allocate(count)
+    if others is None:
+        tree.early.give_back(there)
+        return tree.refuse(req, Reason.NO_DEVICE_SLOTS)
+    slots, plan = woven(there, others, start, stop), restorer.planner.as_stored(count)
+    promised = tree.promise(req, blocks, slots, plan, missing, arrival)
+    if len(promised[0]):
+        restorer.join_early(len(slots) - count)
+    return promised

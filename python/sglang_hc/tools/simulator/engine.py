@@ -325,7 +325,7 @@ class Engine:
         step = self.cache.stream_step(met.job.number, met.head, self.now)
         if step is None or step.action is not Action.STREAM:
             return False
-        if met.meeting.can_join(met.head):
+        if met.meeting.path_to(met.head) is not None:
             return True
         met.meeting.take_streamed()  # nothing follows these reads any more
         return False
@@ -357,7 +357,7 @@ class Engine:
             return False
         blocks = range(met.head // BLOCK_TOKENS, met.stop // BLOCK_TOKENS)
         came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
-        if not came or not meeting.can_join(met.head):
+        if not came or meeting.path_to(met.head) is None:
             return False
         self.now += self.costs.restored_early(len(came))
         meeting.restored |= came
