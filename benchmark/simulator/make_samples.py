@@ -9,10 +9,10 @@ up, and so are the hit rates on them.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import random
-import sys
 from pathlib import Path
 
 WORDS = ("state", "block", "tier", "queue", "disk", "host", "token", "layer", "answer", "turn")
@@ -106,7 +106,10 @@ def sharegpt(rng: random.Random) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "samples"
+    parser = argparse.ArgumentParser(description=__doc__)
+    samples = Path(__file__).parent / "samples"
+    parser.add_argument("folder", nargs="?", type=Path, default=samples)
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mooncake.jsonl").write_text(mooncake(random.Random(1)), encoding="utf-8")
     (folder / "bailian.jsonl").write_text(bailian(random.Random(2)), encoding="utf-8")
