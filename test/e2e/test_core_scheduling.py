@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from support.core import Core, run_in_child
+from support.meetings import HeldDisk, on_disk
 
 POOL = 640
 FORMS = ("hidden", "kv")
@@ -208,3 +210,43 @@ def test_a_cut_prompt_that_is_retracted_counts_once(models: None) -> None:
     assert counts["overflow_requests"] == 3
     assert counts["overflow_dropped_tokens"] == sum(600 - length for _, length, _ in found)
     assert counts["overflow_recomputed_tokens"] == sum(new - old for _, new, old in found)
+
+
+def makes_room(folder: str, chunk: str) -> tuple[list, list]:
+    """The replies of a request and of one of a higher priority that comes while it decodes and
+    whose state the disk keeps back for a few passes: each undisturbed, then both."""
+    flags = ("--max-running-requests", "1", "--enable-priority-scheduling")
+    core = Core(
+        "--hc-forms", "kv", *FLAGS, *flags, *on_disk(folder), "--chunked-prefill-size", chunk
+    )
+    alone = [core.ask(tokens, 40).tokens for tokens in (prompt(5, 100), prompt(2, 200))]
+    core.settle()
+    assert core.scheduler.flush_cache()
+    disk, passes, rids = HeldDisk(core), 0, [core.submit(prompt(5, 100), 40, salt="not stored")]
+    core.inbox[-1].priority, disk.left = 0, 0
+
+    def receive() -> list[Any]:
+        nonlocal passes
+        passes += 1
+        if passes == 8:
+            rids.append(core.submit(prompt(2, 200), 40))
+            core.inbox[-1].priority = 100
+        if passes == 20:
+            disk.left = None
+        return core.receive()
+
+    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+    core.run()
+    both = [core.reply(rid) for rid in rids]
+    assert both[1].storage >= 192
+    core.settle()
+    return alone, [reply.tokens for reply in both]
+
+
+@pytest.mark.parametrize("chunk", ["64", "512"])
+def test_a_request_that_makes_room_for_one_whose_state_is_on_its_way_is_served(
+    models: None, tmp_path: Path, chunk: str
+) -> None:
+    """SGLang takes it back only with the other one's batch, which did not come: it was lost."""
+    alone, both = run_in_child(makes_room, str(tmp_path / "d"), chunk)
+    assert both == alone

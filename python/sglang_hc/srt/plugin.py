@@ -52,6 +52,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         model_state,
         overflow,
         pins,
+        preemption,
         server_args,
         speculation,
     )
@@ -76,6 +77,8 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{policy}.SchedulePolicy.calc_priority", after, hooks.arrange),
         (f"{policy}.PrefillAdder.add_one_req", around, meeting.add_one_req),
         (f"{policy}.PrefillAdder.add_chunked_req", around, meeting.add_chunked_req),
+        (f"{policy}.PrefillAdder.preempt_to_schedule", around, preemption.preempt_to_schedule),
+        (f"{scheduler}._get_new_batch_prefill_raw", around, preemption.get_new_batch_prefill),
         (f"{scheduler}.__init__", around, hooks.build_scheduler),
         (f"{scheduler}.run_batch", around, hooks.run_batch),
         (f"{scheduler}.get_internal_state", after, hooks.internal_state),

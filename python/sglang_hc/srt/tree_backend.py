@@ -46,6 +46,7 @@ class HcRadixCache(RadixCache):
     """RadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread. running: the requests of the batch that is being run.
+    preempted: those that made room in this pass (`srt/preemption.py`).
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -63,6 +64,7 @@ class HcRadixCache(RadixCache):
         super().__init__(params)
         self.tiers = tiers
         self.running: list[Any] = []
+        self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
         self._device_order = device_order
