@@ -8,6 +8,7 @@ in place with and without the tiers, so that a comparison with plain SGLang comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,8 @@ def extend(
         new = length - prefix
         slots = req_to_token[request, :length]
         rows = query[start : start + new]
-        k = k_cache[slots].to(rows.dtype)
-        v = v_cache[slots].to(rows.dtype)
+        k = _KEYS.rows(k_cache, slots).to(rows.dtype)
+        v = _VALUES.rows(v_cache, slots).to(rows.dtype)
         result = scaled_dot_product_attention(
             rows.transpose(0, 1).unsqueeze(0),
             k.transpose(0, 1).unsqueeze(0),
@@ -64,6 +65,27 @@ def extend(
         output[start : start + new] = result.squeeze(0).transpose(0, 1)
         start += new
     return output
+
+
+class _Gathered:
+    """Memory for one layer's rows of a context. It is kept, because the system clears the pages of
+    new memory, and would do so in every layer."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def rows(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of `slots`, valid until the next call."""
+        source = cache.view(torch.uint8)  # there are types of 8 bits that cannot be selected
+        shape = (len(slots), *source.shape[1:])
+        needed = math.prod(shape)
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+        found = self._memory[:needed].view(shape)
+        return torch.index_select(source, 0, slots, out=found).view(cache.dtype)
+
+
+_KEYS, _VALUES = _Gathered(), _Gathered()
 
 
 def _causal(new: int, length: int, dtype: torch.dtype) -> torch.Tensor:
