@@ -61,6 +61,16 @@ def test_values_that_are_part_of_a_latent_row() -> None:
     assert attended(rows, rows[..., :8], [(7, 130), (64, 64)]) < 1e-5
 
 
+def test_memory_taken_in_inference_mode_is_written_outside_of_it_too() -> None:
+    """SGLang runs the model in that mode if asked to; recomputed layers run without gradients."""
+    gathered = cpu_attention._Gathered()
+    cache = torch.randn((SLOTS, HEADS, DIM))
+    with torch.inference_mode():
+        gathered.rows(cache, torch.arange(90))
+    with torch.no_grad():
+        assert torch.equal(gathered.rows(cache, torch.arange(9)), cache[:9])
+
+
 def test_a_context_of_half_the_length_takes_no_new_memory() -> None:
     gathered = cpu_attention._Gathered()
     cache = torch.randn((SLOTS, HEADS, DIM))

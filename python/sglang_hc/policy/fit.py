@@ -87,8 +87,8 @@ def fit_prefill(samples: Sequence[tuple[int, int, float]]) -> Fit:
     """Prefill cost through samples of (new tokens, context tokens, seconds), one layer each.
 
     What a context costs besides its pairs shows when different numbers of new tokens are behind
-    one; from other samples it is not fitted. Raises FitError for fewer than three different (new,
-    context) or for nonsense numbers.
+    contexts; from other samples it is not fitted. Raises FitError for fewer than three different
+    (new, context) or for nonsense numbers.
     """
     behind = {new for new, context, _ in samples if context}
     return _fit(samples, 4 if len(behind) > 1 else 3)

@@ -39,8 +39,8 @@ ATTEMPTS = 3
 
 LAYERS = 4
 """Layers of one timed restoration, and passes of one timed prefill on an accelerator: enough for
-work to be submitted ahead of its execution, as in a forward pass, and for the rows of one layer to
-have left a processor's own caches when it is written again."""
+work to be submitted ahead of its execution, as in a forward pass, and for long copies to find less
+of the rows that they write in a processor's caches than with one layer."""
 
 TOKENS = (64, 256, 1024, 2048)
 """Sizes of a copy or projection: from one block to a usual history."""

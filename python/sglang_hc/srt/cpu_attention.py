@@ -80,7 +80,8 @@ class _Gathered:
         shape = (len(slots), *source.shape[1:])
         needed = math.prod(shape)
         if self._memory.numel() < needed:
-            self._memory = torch.empty(needed * 5 // 4, dtype=torch.uint8)
+            with torch.inference_mode(False):  # else nobody may write it outside that mode
+                self._memory = torch.empty(needed * 5 // 4, dtype=torch.uint8)
         found = self._memory[:needed].view(shape)
         return torch.index_select(source, 0, slots, out=found).view(cache.dtype)
 
