@@ -280,7 +280,7 @@ def main() -> int:
 
 
 def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    """One engine for each, and the restarts."""
+    """One engine for each, whose costs are measured when it starts, and the restarts."""
     found = []
     for form in options.forms:
         spec = {
@@ -292,7 +292,8 @@ def specs_of(options: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
         for store in ("disk", "file"):
             sources = [source for source in options.sources if STORES.get(source) == store]
             if sources:
-                found.append({**spec, "store": store, "sources": sources})
+                ours = {**spec, "store": store, "sources": sources}
+                found += [{**ours, "histories": [history]} for history in spec["histories"]]
         if "restart" in options.sources:
             found.append({**spec, "store": "restart"})
     return found

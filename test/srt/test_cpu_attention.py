@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_hc.srt import cpu_attention
+from sglang_hc.srt.cpu_attention import ROWS
 
-SLOTS, HEADS, DIM = 700, 2, 16
+SLOTS, HEADS, DIM = 4000, 2, 16
 
 
 def never(*_: Any, **__: Any) -> torch.Tensor:
@@ -53,6 +54,28 @@ def test_rows_of_longer_and_shorter_contexts_are_those_of_their_own_request(
     k, v = (torch.randn((SLOTS, HEADS, DIM), generator=rng).to(dtype) for _ in range(2))
     for requests in ([(3, 40)], [(64, 600), (1, 9), (20, 0)], [(2, 5)], [(100, 600)]):
         assert attended(k, v, requests) < 1e-5
+
+
+@pytest.mark.parametrize("new", [ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, 2 * ROWS + 5])
+def test_many_tokens_behind_a_prefix_run_in_parts(new: int) -> None:
+    """A mask that is kept fits fewer rows and columns too, whichever come first."""
+    rng = torch.Generator().manual_seed(3)
+    k, v = (torch.randn((SLOTS, HEADS, DIM), generator=rng) for _ in range(2))
+    assert attended(k, v, [(new, 1), (7, 300), (new, 1500), (new, 0), (30, 2000)]) < 1e-5
+
+
+def test_a_part_sees_no_token_behind_its_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would compute what the mask hides."""
+    seen = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        seen.append((q.shape[2], k.shape[2]))
+        return scaled_dot_product_attention(q, k, *_, **options)
+
+    monkeypatch.setattr(cpu_attention, "scaled_dot_product_attention", attend)
+    k = torch.randn((SLOTS, HEADS, DIM), generator=torch.Generator().manual_seed(4))
+    attended(k, k, [(ROWS + 20, 500), (ROWS + 20, 0)])
+    assert seen == [(ROWS, 500 + ROWS), (20, 520 + ROWS), (ROWS + 20, ROWS + 20)]
 
 
 def test_values_that_are_part_of_a_latent_row() -> None:

@@ -40,7 +40,7 @@ def word(*tensors: torch.Tensor) -> torch.dtype:
 def scatter(target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Row i of `rows` to row slots[i] of `target`; both (n, bytes) uint8, slots (n,) int64."""
     dtype = word(target, rows)
-    target.view(dtype)[slots] = rows.view(dtype)
+    target.view(dtype).index_copy_(0, slots, rows.view(dtype))
 
 
 def gather(

@@ -9,11 +9,15 @@ in place with and without the tiers, so that a comparison with plain SGLang comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+ROWS = 1024
+"""Rows of one attention behind a prefix. Fewer are slower: torch takes larger blocks from 768 on,
+though more would compute more of what the mask hides."""
 
 
 def extend(
@@ -53,18 +57,41 @@ def extend(
         rows = query[start : start + new]
         k = _KEYS.rows(k_cache, slots).to(rows.dtype)
         v = _VALUES.rows(v_cache, slots).to(rows.dtype)
-        result = scaled_dot_product_attention(
-            rows.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            attn_mask=_causal(new, length, rows.dtype) if prefix else None,
-            is_causal=prefix == 0,
+        attended = _attend(
+            *(part.transpose(0, 1).unsqueeze(0) for part in (rows, k, v)),
+            prefix,
             scale=options.get("scaling"),
             enable_gqa=bool(options.get("enable_gqa")),
         )
-        output[start : start + new] = result.squeeze(0).transpose(0, 1)
+        for first, result in attended:
+            at = start + first
+            output[at : at + result.shape[2]] = result.squeeze(0).transpose(0, 1)
         start += new
     return output
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, **options: Any
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, its and the next rows' attention); all are (1, heads, tokens, head dim).
+
+    Behind a prefix at most ROWS rows run at a time, and see no token behind their last one: torch
+    computes what a mask hides, and only without a prefix does it know better.
+    """
+    if not prefix:
+        yield 0, scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        return
+    for first in range(0, q.shape[2], ROWS):
+        rows = q[:, :, first : first + ROWS]
+        count = rows.shape[2]
+        seen = prefix + first + count
+        mask = _CAUSAL.mask(count, seen, q.dtype)
+        yield (
+            first,
+            scaled_dot_product_attention(
+                rows, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, **options
+            ),
+        )
 
 
 class _Gathered:
@@ -89,7 +116,23 @@ class _Gathered:
 _KEYS, _VALUES = _Gathered(), _Gathered()
 
 
-def _causal(new: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """(new, length) additive mask: new token i sees the prefix and new tokens up to i."""
-    hidden = torch.ones((new, length), dtype=torch.bool).triu(length - new + 1)
-    return torch.zeros((new, length), dtype=dtype).masked_fill_(hidden, float("-inf"))
+class _Causal:
+    """Additive masks. One is kept, at most ROWS numbers for a token of the longest context, so that
+    not each layer of a pass makes its own; a smaller one is its last rows and columns."""
+
+    def __init__(self) -> None:
+        self._mask = torch.empty((0, 0))
+
+    def mask(self, new: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """(new, length): the i-th of the last `new` tokens sees the tokens up to itself."""
+        rows, columns = self._mask.shape
+        if new > rows or length > columns or dtype != self._mask.dtype:
+            rows, columns = max(new, rows), max(length * 5 // 4, columns)
+            hidden = torch.ones((rows, columns), dtype=torch.bool).triu(columns - rows + 1)
+            zeros = torch.zeros((rows, columns), dtype=dtype)
+            self._mask = zeros.masked_fill_(hidden, float("-inf"))
+            rows, columns = self._mask.shape
+        return self._mask[rows - new :, columns - length :]
+
+
+_CAUSAL = _Causal()
