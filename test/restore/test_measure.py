@@ -129,7 +129,7 @@ def test_a_model_without_hidden_form_has_no_costs_for_it() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "prefills"),
-    [(1023, [(255, 0), (511, 0), (1023, 0)]), (1024, [(64, 0), (256, 0), (1024, 0)])],
+    [(1023, [(255, 0), (511, 0), (1023, 0)]), (1024, [(64, 0), (512, 0), (1024, 0)])],
 )
 def test_a_short_window_is_measured_too(rows: int, prefills: list[tuple[int, int]]) -> None:
     """With 600 tokens two prefills were timed, nothing was fitted, and all that was stored was
@@ -363,7 +363,7 @@ def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
 
 
 def test_nothing_of_a_measurement_is_left_when_it_is_over() -> None:
-    """On a GPU it is 0.6 GB of frames and scratch rows; without a run of the garbage collector."""
+    """On a GPU it is 0.8 GB of frames and scratch rows; without a run of the garbage collector."""
     clock = Clock()
     measured = subject(clock, HostCopyStream())
     left: list[weakref.ref[object]] = [weakref.ref(frame) for frame in measured.staging.free]

@@ -45,8 +45,8 @@ of the rows that they write in a processor's caches than with one layer."""
 TOKENS = (64, 256, 1024, 4096)
 """Sizes of a copy or projection: from one block to a usual history."""
 
-PREFILLS = ((64, 0), (64, 1024), (256, 0), (64, 4032), (256, 2048), (64, 8064), (1024, 0),
-            (1024, 1024), (2048, 0), (1024, 7104), (2048, 2048))  # fmt: skip
+PREFILLS = ((64, 0), (64, 1024), (64, 4032), (512, 0), (64, 8064), (512, 2048), (1024, 0),
+            (1024, 1024), (2048, 0), (1024, 7104))  # fmt: skip
 """(new, context) of a prefill, in the order of their costs. The first four are measured on every
 machine: a few new tokens behind a long history are what a restoration ends with. How the longest
 histories take more than in proportion shows only in samples behind 8,000 tokens."""
