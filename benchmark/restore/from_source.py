@@ -210,7 +210,7 @@ def after_restart(spec: dict[str, Any]) -> None:
                 "source": "restart", "source_gbps": gbps, "history": history,
                 "form": str(server.plan), "arm": arm, "ttft_ms": taken,
                 "bound_ms": 1e3 * seconds["bound"], "predicted_ms": 1e3 * seconds[arm],
-                "all_ms": [taken], "load_average": load,
+                "load_average": load,
             })  # fmt: skip
     server.close()
     answer(rows)
@@ -219,20 +219,25 @@ def after_restart(spec: dict[str, Any]) -> None:
 def restart(spec: dict[str, Any]) -> None:
     """Every round is a server that starts over the same directory, whose files no cache holds."""
     file = cells.CellFile(Path(spec["cells"]), "from_source", spec["command"])
-    found: list[dict[str, Any]] = []
+    rounds: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
         run_case(__spec__.name, {**spec, "dir": folder, "part": "before"})
         for _ in range(spec["rounds"]):
             forget_files(Path(folder))
-            rows = run_case(__spec__.name, {**spec, "dir": folder, "part": "after"})
-            for row, old in zip(rows, found or rows, strict=True):
-                row["all_ms"] = (old["all_ms"] if found else []) + row["all_ms"]
-                row["ttft_ms"] = statistics.median(row["all_ms"])
-            found = rows
+            rounds.append(run_case(__spec__.name, {**spec, "dir": folder, "part": "after"}))
+    found = [median_of(rows) for rows in zip(*rounds, strict=True)]
     file.add(restart_key(spec), {"rows": found, "counted": {}}, time.monotonic() - began)
     for row in found:
         print(line_of(row), file=sys.stderr, flush=True)
+
+
+def median_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several servers, each with costs of its own."""
+    row = {**rows[-1], "all_ms": [row["ttft_ms"] for row in rows]}
+    for name in ("ttft_ms", "bound_ms", "predicted_ms"):
+        row[name] = statistics.median(row[name] for row in rows)
+    return row
 
 
 def forget_files(folder: Path) -> None:
@@ -331,6 +336,7 @@ def report(options: argparse.Namespace, measured: Sequence[dict[str, Any]]) -> N
                 {"cell": cell["key"], "at": cell["at"], **cell["values"]["counted"]}
                 for cell in measured
             ],
+            # Of each form's last engine; every history's predictions are those of its own engine.
             "profiles": {
                 cell["values"]["rows"][0]["form"]: cell["values"]["profile"]
                 for cell in measured

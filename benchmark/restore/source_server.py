@@ -14,6 +14,7 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -144,7 +145,9 @@ class SourceServer:
         rate = str(Path(folder, "rate"))
         Path(rate).write_bytes(bytes(8))
         os.environ[RATE_FILE] = rate
-        os.environ["XDG_CACHE_HOME"] = folder  # costs are measured now, not those of another day
+        # Costs are measured now, not those of another start: a machine's speed drifts.
+        shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         self.bucket = Bucket(rate)
         below = ["--hc-disk", f"{folder}/disk:8"]
         if store == "file":

@@ -136,7 +136,7 @@ class Core:
             logprobs_from -= dropped
         params = SamplingParams(**sampling)
         params.normalize(None)
-        rid = f"r{next(self._names)}"
+        rid = f"r{next(self._names)}."  # SGLang aborts all whose id begins with that of the abort
         self.inbox.append(
             TokenizedGenerateReqInput(
                 rid=rid,

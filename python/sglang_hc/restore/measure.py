@@ -48,8 +48,7 @@ TOKENS = (64, 256, 1024, 4096)
 PREFILLS = ((64, 0), (64, 1024), (64, 4032), (512, 0), (64, 8064), (512, 2048), (1024, 0),
             (1024, 1024), (2048, 0), (1024, 7104))  # fmt: skip
 """(new, context) of a prefill, in the order of their costs. The first four are measured on every
-machine: a few new tokens behind a long history are what a restoration ends with. How the longest
-histories take more than in proportion shows only in samples behind 8,000 tokens."""
+machine: a few new tokens behind a long history are what a restoration ends with."""
 
 MAX_ROWS = max(new + context for new, context in PREFILLS)
 GROWTH = 4
@@ -167,9 +166,17 @@ def measure(
 
 def _prefills(rows: int) -> list[tuple[int, int]]:
     """Those of PREFILLS that fit into `rows`. Below 1,024 rows only two do, too few for a fit; then
-    a quarter, a half and all of the rows."""
+    a quarter, a half and all of the rows.
+
+    The fewest new tokens are measured behind the longest context that fits, and not behind the next
+    shorter one: a longer one takes more than in proportion, and a line through both falls short of
+    what a restoration of a long history waits for.
+    """
     fitting = [(new, context) for new, context in PREFILLS if new + context <= rows]
-    return fitting if len(fitting) > 2 else [(rows // part, 0) for part in (4, 2, 1)]
+    if len(fitting) <= 2:
+        return [(rows // part, 0) for part in (4, 2, 1)]
+    longest = max(context for new, context in fitting if new == BLOCK_TOKENS)
+    return [(n, c) for n, c in fitting if n > BLOCK_TOKENS or c <= 1024 or c == longest]
 
 
 def quietest(sample: Callable[[float], Sampled], budget_s: float, clock: Clock) -> Sampled:
