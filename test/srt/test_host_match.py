@@ -71,13 +71,14 @@ class Subject:
         keep(self.host, pack_tokens(tokens_of(word, length)), salt, ready=ready)
 
     def look(self, word: str, length: int, salt: str | None) -> tuple[Any, int]:
-        """Match a request; returns it and the tokens the host tier can serve."""
+        """Match a request; returns it and the tokens that the host tier can serve, 0 if the device
+        has them all."""
         tokens = tokens_of(word, length)
         usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready.tokens
         req: Any = SimpleNamespace(rid="r", extra_key=salt, full_untruncated_fill_ids=tokens)
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, salt), req=req))
         assert found.host_hit_length == max(usable - len(found.device_indices), 0)
-        return req, usable
+        return req, usable if found.host_hit_length else 0
 
     def admit(self, word: str, length: int, salt: str | None) -> None:
         """Match a request and ask for its blocks, and again when the last has made room."""
@@ -104,6 +105,7 @@ NOTED: list[tuple[Any, ...]] = [
 
 @settings(deadline=None)
 @example([*NOTED, ("host_evicts", 3), ("host", "aaaa", 192, None), ("look", "aaaa", COUNT, None)])
+@example([("device", "aaaa", 1, None), ("host", "aaaa", 1, None), ("admit", "aaaa", 1, None)])
 @example([*NOTED, ("host_clears",), ("host", "aaaa", 128, None), ("look", "aaaa", COUNT, None)])
 @given(steps)
 def test_notes_change_no_answer(script: list[tuple[Any, ...]]) -> None:
