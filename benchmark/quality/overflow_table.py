@@ -354,7 +354,7 @@ def main() -> int:
                 **{"dtype": dtype, "form": form, "samples": args.samples, "command": command},
                 **{"windows": [int(w) for w in args.windows.split(",")], "cells": str(path)},
             }
-            while done := run_case(__spec__.name, case, timeout=7200):
+            while done := run_case(machine.module(__file__), case, timeout=7200):
                 print(f"{dtype} {form}: samples {', '.join(done)}", flush=True)
     found = cells.latest(cells.read(path))
     known = args.out is not None and args.out.exists()

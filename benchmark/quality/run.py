@@ -164,7 +164,7 @@ def run(dtypes: list[str], count: int) -> list[dict[str, Any]]:
         reference: dict[str, Any] = {}
         for forms in FORMS:
             case = {"dtype": dtype, "forms": forms, "windows": count, "baselines": not reference}
-            for raw in run_case(__spec__.name, case):
+            for raw in run_case(machine.module(__file__), case):
                 reference = reference or raw
                 row = compared(raw, reference, dtype)
                 rows.append(row)

@@ -28,6 +28,7 @@ from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
 from benchmark.gpu.tables import pair_rows
 from benchmark.restore.cases import answer, run_case
 from benchmark.restore.goals import capture_lines
+from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile
 
 ELEMENT = 2
@@ -94,7 +95,7 @@ def run(file: CellFile, name: str, case: dict[str, Any]) -> dict[str, float] | N
     """Times of one engine by batch, kept under a key; None when it failed."""
     began = time.monotonic()
     try:
-        found: dict[str, float] = run_case(__spec__.name, case)
+        found: dict[str, float] = run_case(machine.module(__file__), case)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         file.failed(name, "the engine failed", str(error), time.monotonic() - began)
         print(f"{name} failed: {error}", flush=True)

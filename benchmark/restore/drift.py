@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmark import ROOT
 from benchmark.restore.cases import answer, run_case
+from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
@@ -127,7 +128,7 @@ def run(file: CellFile, case: dict[str, Any], flags: str) -> bool:
     """Measures and keeps one case. Returns whether it is good."""
     began = time.monotonic()
     try:
-        row = run_case(__spec__.name, {**case, "server_args": flags})
+        row = run_case(machine.module(__file__), {**case, "server_args": flags})
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         file.failed(key(case), "the case failed", str(error), time.monotonic() - began)
         print(f"BAD {key(case)}: {error}", flush=True)

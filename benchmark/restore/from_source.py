@@ -48,9 +48,6 @@ from sglang_hc.policy.meeting import History, Span, best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells, machine
 
-MODULE = "benchmark.restore.from_source"
-"""What runs one case in a process of its own; `__spec__` knows no name when run by the path."""
-
 FACTORS = (0.25, 1.0, 4.0)
 """Rates of the buckets before a disk over the balance."""
 
@@ -225,10 +222,12 @@ def restart(spec: dict[str, Any]) -> None:
     rounds: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=spec["dir"]) as folder:
-        run_case(MODULE, {**spec, "dir": folder, "part": "before"})
+        run_case(machine.module(__file__), {**spec, "dir": folder, "part": "before"})
         for _ in range(spec["rounds"]):
             forget_files(Path(folder))
-            rounds.append(run_case(MODULE, {**spec, "dir": folder, "part": "after"}))
+            rounds.append(
+                run_case(machine.module(__file__), {**spec, "dir": folder, "part": "after"})
+            )
     found = [median_of(rows) for rows in zip(*rounds, strict=True)]
     file.add(restart_key(spec), {"rows": found, "counted": {}}, time.monotonic() - began)
     for row in found:
@@ -237,9 +236,9 @@ def restart(spec: dict[str, Any]) -> None:
 
 def median_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row of several servers, each with costs of its own."""
-    row = {**rows[-1], "all_ms": [row["ttft_ms"] for row in rows]}
+    row = {**rows[-1], "all_ms": [one["ttft_ms"] for one in rows]}
     for name in ("ttft_ms", "bound_ms", "predicted_ms"):
-        row[name] = statistics.median(row[name] for row in rows)
+        row[name] = statistics.median(one[name] for one in rows)
     return row
 
 
@@ -317,7 +316,7 @@ def run(spec: dict[str, Any]) -> list[str]:
         if is_restart:
             restart(spec)
         else:
-            run_case(MODULE, spec, timeout=7200)
+            run_case(machine.module(__file__), spec, timeout=7200)
     return keys
 
 

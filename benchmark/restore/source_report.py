@@ -19,8 +19,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For the pages: `ratios` by source and form over all histories, `restart`, and the rows that
-    are `off` their prediction."""
+    """For the pages: `ratios` by source and form over all histories, and `restart`."""
     cell: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cell.setdefault((row["source"], row["form"], row["history"]), {})[row["arm"]] = row
@@ -44,28 +43,7 @@ def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             source, form, _range(m / o for m, o in zip(mine, others, strict=True)),
             _range(m / b for m, b in zip(mine, bounds, strict=True)), _range(told),
         ])  # fmt: skip
-    gains = []
-    for (source, form, history), arms in cell.items():
-        if "met" in arms:
-            met, ours = arms["met"], arms["overlapped"]
-            gains.append([
-                source, form, str(history), f"{met['ttft_ms']:.0f}", f"{ours['ttft_ms']:.0f}",
-                f"{met['ttft_ms'] / ours['ttft_ms']:.2f}",
-                f"{met['predicted_ms'] / ours['predicted_ms']:.2f}",
-            ])  # fmt: skip
     return {
-        "streamed": {
-            "columns": [
-                "source",
-                "form",
-                "history",
-                "met, ms",
-                "streamed, ms",
-                "times faster",
-                "predicted",
-            ],
-            "rows": gains,
-        },
         "ratios": {
             "columns": ["source", "form", "of the best other", "of the bound", "of the prediction"],
             "rows": ratios,
@@ -74,24 +52,7 @@ def tables_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "columns": ["history", "form", "restored, ms", "recomputed, ms", "times faster"],
             "rows": turns,
         },
-        "off": {
-            "columns": ["source", "form", "history", "arm", "of the prediction"],
-            "rows": _off(rows),
-        },
     }
-
-
-OFF = 0.15
-"""A row that is further from its prediction than this share of it is named."""
-
-
-def _off(rows: Iterable[dict[str, Any]]) -> list[list[str]]:
-    quotients = [(row, row["ttft_ms"] / row["predicted_ms"]) for row in rows]
-    return [
-        [row["source"], row["form"], str(row["history"]), row["arm"], f"{quotient:.2f}"]
-        for row, quotient in quotients
-        if abs(quotient - 1) > OFF
-    ]
 
 
 def _range(values: Iterable[float]) -> str:

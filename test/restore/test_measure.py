@@ -41,7 +41,7 @@ from support.throttled import ThrottledCopyStream
 
 CPU = torch.device("cpu")
 SHAPE = StateShape(6, 8, (16, 16), "uint8")
-ROWS = 4096
+ROWS = 8128
 FRAMES = (3, 1 << 17)
 BYTE_S = 1e-7
 PROJECT_S = 3e-6
@@ -143,14 +143,22 @@ def test_a_short_window_is_measured_too(rows: int, prefills: list[tuple[int, int
     assert cost.prefill.per_pair == pytest.approx(PAIR_S)
 
 
-@pytest.mark.parametrize(("rows", "longest"), [(8128, 8064), (8127, 4032)])
+@pytest.mark.parametrize(("rows", "longest"), [(8128, 8064), (8127, 4032), (4096, 4032)])
 def test_few_and_many_tokens_behind_the_longest_context_that_fits(rows: int, longest: int) -> None:
-    """What 8,064 tokens take was extrapolated from half as many, and up to 18 % off."""
+    """What 8,064 tokens take was once extrapolated from half as many."""
     clock = Clock()
     long = replace(subject(clock, SlowCopyStream(clock)), rows=rows)
     sizes = [size[:2] for size in measure(long, clock=clock).prefill]
     assert [context for new, context in sizes if new == 64] == [0, 1024, longest]
     assert ((1024, 7104) in sizes) == (rows == 8128)
+
+
+@pytest.mark.parametrize(("rows", "contexts"), [(4095, [0, 1024]), (1088, [0, 1024]), (1087, [0])])
+def test_the_fewest_new_tokens_in_shorter_windows(rows: int, contexts: list[int]) -> None:
+    clock = Clock()
+    short = replace(subject(clock, SlowCopyStream(clock)), rows=rows)
+    prefill = measure(short, clock=clock).prefill
+    assert [context for new, context, _ in prefill if new == 64] == contexts
 
 
 @pytest.mark.parametrize("slow", [1.0, 30.0, 300.0])

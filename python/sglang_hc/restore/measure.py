@@ -169,8 +169,8 @@ def _prefills(rows: int) -> list[tuple[int, int]]:
     a quarter, a half and all of the rows.
 
     The fewest new tokens are measured behind the longest context that fits, and not behind the next
-    shorter one: a longer one takes more than in proportion, and a line through both falls short of
-    what a restoration of a long history waits for.
+    shorter one. Where the longest outgrows the caches it takes more than in proportion, and a line
+    through both falls short of what a restoration of a long history waits for.
     """
     fitting = [(new, context) for new, context in PREFILLS if new + context <= rows]
     if len(fitting) <= 2:

@@ -117,8 +117,9 @@ _KEYS, _VALUES = _Gathered(), _Gathered()
 
 
 class _Causal:
-    """Additive masks. One is kept, at most ROWS numbers for a token of the longest context, so that
-    not each layer of a pass makes its own; a smaller one is its last rows and columns."""
+    """Additive masks. One is kept, so that not each layer of a pass makes its own: ROWS numbers for
+    a token of the longest context, and a quarter more to grow into. A smaller one is its last rows
+    and columns."""
 
     def __init__(self) -> None:
         self._mask = torch.empty((0, 0))

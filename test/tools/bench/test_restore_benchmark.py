@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmark.restore import run
+from benchmark.restore import from_source, run
 from benchmark.restore.capture import host_gb
 from benchmark.restore.cases import run_case
 from benchmark.restore.ceilings import bound
 from benchmark.restore.goals import restore_lines
 from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile, latest, read
 from sglang_hc.tools.model_shape import ModelShape
 
@@ -133,3 +134,21 @@ def test_a_case_answers_through_its_process_and_a_failing_one_says_why(
     assert run_case("answers", {"fail": False}) == {"fail": False, "done": True}
     with pytest.raises(RuntimeError, match="no such device"):
         run_case("answers", {"fail": True})
+
+
+def test_a_file_of_the_tree_is_found_as_a_module_however_it_was_started(tmp_path: Path) -> None:
+    """Run by its path a benchmark has no `__spec__`, and could start none of its cases."""
+    assert machine.module(from_source.__file__) == "benchmark.restore.from_source"
+    assert machine.module(str(tmp_path / "other.py")).endswith("other")
+
+
+def test_rows_of_several_restarts_are_their_medians() -> None:
+    """Each has costs of its own, so what was expected is a median too."""
+    rows = [
+        {"ttft_ms": 3.0, "bound_ms": 1.0, "predicted_ms": 5.0},
+        {"ttft_ms": 1.0, "bound_ms": 3.0, "predicted_ms": 4.0},
+        {"ttft_ms": 2.0, "bound_ms": 2.0, "predicted_ms": 9.0},
+    ]
+    found = from_source.median_of(rows)
+    assert found.pop("all_ms") == [3.0, 1.0, 2.0]
+    assert found == {"ttft_ms": 2.0, "bound_ms": 2.0, "predicted_ms": 5.0}

@@ -49,13 +49,25 @@ def commit() -> str:
 def command(words: Sequence[str] | None = None) -> str:
     """What was typed to start this process: a benchmark or a script of the source tree, or else the
     command line tool. words: the flags, where they are not those of this process."""
-    root, script = Path(__file__).resolve().parents[4], Path(sys.argv[0]).resolve()
+    script = _in_tree(sys.argv[0])
     program = ["sglang-hc"]
-    if script.is_relative_to(root / "benchmark"):
-        program = ["python", "-m", ".".join(script.relative_to(root).with_suffix("").parts)]
-    elif script.is_relative_to(root / "scripts"):
-        program = ["python", str(script.relative_to(root))]
+    if script.parts[:1] == ("benchmark",):
+        program = ["python", "-m", module(sys.argv[0])]
+    elif script.parts[:1] == ("scripts",):
+        program = ["python", str(script)]
     return shlex.join([*program, *(sys.argv[1:] if words is None else words)])
+
+
+def module(file: str) -> str:
+    """Name of the module in a file of the source tree. `__spec__` knows none when it is run by its
+    path."""
+    return ".".join(_in_tree(file).with_suffix("").parts)
+
+
+def _in_tree(file: str) -> Path:
+    """The path below the source tree, where it is there."""
+    root, path = Path(__file__).resolve().parents[4], Path(file).resolve()
+    return path.relative_to(root) if path.is_relative_to(root) else path
 
 
 def one_line(machine: dict[str, Any]) -> str:
