@@ -25,7 +25,8 @@ class Workers(Generic[T]):
         self, name: str, perform: Callable[[list[T]], None], most: int = 1, threads: int = 1
     ) -> None:
         self._perform = perform
-        self._most = most
+        self.most = most
+        """A batch has no more items; may be changed at any time."""
         self._items: deque[T] = deque()
         self._work = threading.Semaphore(0)
         self._closing = False
@@ -59,7 +60,7 @@ class Workers(Generic[T]):
             self._work.acquire()
             batch: list[T] = []
             with suppress(IndexError):  # another thread may take the last one
-                while len(batch) < self._most:
+                while len(batch) < self.most:
                     batch.append(self._items.popleft())
             if batch:
                 try:

@@ -55,7 +55,9 @@ def test_a_store_that_keeps_raising_is_left_alone_for_a_while(
     assert io.levels() == {"remote_usable": 1}
 
 
-def test_a_block_that_cannot_be_read_costs_no_other(io: RemoteBlocks, store, pool) -> None:
+def test_a_block_that_cannot_be_read_costs_no_other(
+    large_calls: None, io: RemoteBlocks, store, pool
+) -> None:
     """One call asks for all of them, and raises."""
     path = make_path(FAILURES_TO_OPEN + 2)
     save(io, pool, path)
@@ -279,7 +281,7 @@ def test_close_leaves_a_hung_thread_behind(
 
 
 def test_the_blocks_of_one_call_are_told_of_together(
-    io: RemoteBlocks, store, pool, monkeypatch: pytest.MonkeyPatch
+    large_calls: None, io: RemoteBlocks, store, pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever saw the first of them would take the others for unread."""
     path = make_path(3)
@@ -310,7 +312,7 @@ def test_the_blocks_of_one_call_are_told_of_together(
 
 
 def test_late_blocks_of_a_call_that_raised_are_not_tried_one_by_one(
-    io: RemoteBlocks, store, clock, monkeypatch: pytest.MonkeyPatch
+    large_calls: None, io: RemoteBlocks, store, clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store whose calls take long and raise then was asked for each of them, for nobody."""
     entered, gate = threading.Semaphore(0), threading.Semaphore(0)

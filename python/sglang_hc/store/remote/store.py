@@ -26,6 +26,7 @@ from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
+from sglang_hc.store.remote.call_size import CallSize
 from sglang_hc.store.remote.envelope import Verdict, inspect, seal, storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
 
@@ -122,13 +123,15 @@ class RemoteStore:
         self._pool = pool
         self._fingerprint = fingerprint
         self._counts = counts
+        self._clock = clock
         self._hung = False
         self._refused: list[BlockDone] = []
         self._unasked: list[Found] = []
         get, put = partial(self._move, self._fetch), partial(self._move, self._store)
-        loads, saves = len(frames.for_loads), len(frames.for_saves)
+        self._read_size = CallSize(len(frames.for_loads))
+        first, saves = self._read_size.blocks, len(frames.for_saves)
         self._questions = JobThread[_Question]("hc-remote-find", self._find, 1, clock)
-        self._loads = JobThread[_Transfer]("hc-remote-get", get, loads, clock)
+        self._loads = JobThread[_Transfer]("hc-remote-get", get, first, clock)
         self._saves = JobThread[_Transfer]("hc-remote-put", put, saves, clock)
 
     @property
@@ -232,7 +235,11 @@ class RemoteStore:
         for frame in frames:
             self._frames.header(frame).fill(0)  # what an earlier read left must not look like news
         keys = [self._key(job.block_id) for job in jobs]
+        begin = self._clock()
         answers = _one_each(keys, self._backend.get(keys, frames))
+        if all(answers):
+            self._read_size.observe(len(keys), self._clock() - begin)
+            self._loads.take(self._read_size.blocks)
         ended = [
             self._deliver(job, frame) if good else Outcome.MISSING
             for job, frame, good in zip(jobs, frames, answers, strict=True)
