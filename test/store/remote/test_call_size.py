@@ -81,6 +81,19 @@ def test_another_size_is_tried_where_all_calls_had_the_same() -> None:
     assert sizes_of(size, 0.0, 1.0, 2 * CALLS_SEEN)[-1] <= 2, "and back"
 
 
+@given(
+    st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=3 * CALLS_SEEN),
+    st.integers(1, MOST_FRAMES),
+)
+def test_no_call_is_more_than_twice_as_large_as_those_before(times: list[float], most: int) -> None:
+    """Whatever they took."""
+    size, largest = CallSize(most), 1
+    for seconds in times:
+        largest = max(largest, size.blocks)
+        size.observe(size.blocks, seconds)
+        assert 1 <= size.blocks <= min(most, 2 * largest)
+
+
 def test_nothing_is_learned_from_a_call_that_took_no_time() -> None:
     size = CallSize(MOST_FRAMES)
     size.observe(1, 0.0)
@@ -102,7 +115,7 @@ class SlowBackend(FakeBackend):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "sizes"), [(2 * SHORT_S, [1, 2, 1, 1, 1, 1, 1]), (SHORT_S / 1000, [1, 7])]
+    ("seconds", "sizes"), [(2 * SHORT_S, [1, 2, 1, 1, 1, 1, 1]), (SHORT_S / 1000, [1, 2, 4, 1])]
 )
 def test_blocks_of_a_slow_store_come_one_by_one(
     store, pool, clock: Clock, seconds: float, sizes: list[int]

@@ -42,12 +42,14 @@ class CallSize:
         sizes = {blocks for blocks, _ in self._seen}
         if len(sizes) > 1:
             line = fit_line(self._seen)
-            return _blocks(line.fixed, line.per_token, self._most)
+            # What lies far beyond the calls that were timed is not believed.
+            return min(2 * max(sizes), _blocks(line.fixed, line.per_token, self._most))
         # Calls of one size do not tell what each costs by itself: another size will.
         (size,) = sizes
-        other = 2 * size if 2 * size <= self._most else size // 2
+        if 2 * size <= self._most:
+            return 2 * size
         each = math.fsum(seconds for _, seconds in self._seen) / (size * len(self._seen))
-        return max(other, _blocks(0.0, each, self._most))
+        return max(size // 2, _blocks(0.0, each, self._most))
 
 
 def _blocks(fixed: float, each: float, most: int) -> int:
