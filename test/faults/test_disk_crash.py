@@ -118,7 +118,8 @@ class Workload:
 
         @contextmanager
         def transaction(index: Index, durable: bool) -> Iterator[object]:
-            with workload.lock:
+            # Whoever inserts holds the index already: two orders would wait for each other.
+            with index._lock, workload.lock:
                 with real(index, durable) as connection:
                     yield connection
                 if durable:

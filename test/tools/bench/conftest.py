@@ -39,7 +39,8 @@ def fake_server() -> Iterator[Callable[..., FakeServer]]:
     def start(**settings: Any) -> FakeServer:
         fake = FakeServer(**settings)
         server = serve(fake)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # It sees the end of the test when it looks up, by itself twice a second.
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         started.append(server)
         return fake
 

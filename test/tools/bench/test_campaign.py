@@ -150,7 +150,9 @@ def test_the_list_leaves_out_what_is_done(call: Any, tmp_path: Path, capsys: Any
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["two"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
+)
 def test_killed_at_any_moment_and_called_again_it_ends_with_the_same_cells(
     seed: int, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from benchmark.gpu.tables import served_results
 from sglang_hc.tools.bench import arms, report
 from sglang_hc.tools.bench.cells import latest, read
 
+pytestmark = pytest.mark.long
+
 SHORT = ["--sessions", "2", "--turns", "2", "--system-len", "8", "--input-len", "6"]
 SHORT += ["--output-len", "3", "--think", "0", "--rates", "inf", "--repeat", "1", "--warmup", "0"]
 

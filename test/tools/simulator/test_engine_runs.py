@@ -14,6 +14,8 @@ from sglang_hc.tools.simulator.tiers import TieredCache
 from sglang_hc.tools.simulator.traces import Timing, read_trace
 from sglang_hc.tools.simulator.workloads import attentionstore, l_eval, sharegpt4
 
+pytestmark = pytest.mark.long
+
 SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"
 
 MODEL = load_model("llama-13b")

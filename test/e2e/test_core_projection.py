@@ -14,7 +14,7 @@ import pytest
 
 from support.waiting import HANGS_S
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / name) for name in ("python", "test", "sgl-kernel-ext/python")]
 
 
