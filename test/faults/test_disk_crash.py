@@ -118,7 +118,8 @@ class Workload:
 
         @contextmanager
         def transaction(index: Index, durable: bool) -> Iterator[object]:
-            # Whoever inserts holds the index already: two orders would wait for each other.
+            # `Index.insert` holds the index's lock when it comes here. In the other order two
+            # writers would wait for each other.
             with index._lock, workload.lock:
                 with real(index, durable) as connection:
                     yield connection

@@ -17,16 +17,20 @@ T = TypeVar("T")
 class Workers(Generic[T]):
     """Daemon threads that take items in their order, up to `most` that wait at a time.
 
+    most: asked before each batch.
     perform: does a batch, on one of the threads, and answers for each item of it. What it raises is
     logged, and the thread goes on.
     """
 
     def __init__(
-        self, name: str, perform: Callable[[list[T]], None], most: int = 1, threads: int = 1
+        self,
+        name: str,
+        perform: Callable[[list[T]], None],
+        most: Callable[[], int] = lambda: 1,
+        threads: int = 1,
     ) -> None:
         self._perform = perform
-        self.most = most
-        """A batch has no more items; may be changed at any time."""
+        self._most = most
         self._items: deque[T] = deque()
         self._work = threading.Semaphore(0)
         self._closing = False
@@ -59,8 +63,9 @@ class Workers(Generic[T]):
         while True:
             self._work.acquire()
             batch: list[T] = []
+            most = self._most()
             with suppress(IndexError):  # another thread may take the last one
-                while len(batch) < self.most:
+                while len(batch) < most:
                     batch.append(self._items.popleft())
             if batch:
                 try:

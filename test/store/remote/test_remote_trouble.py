@@ -231,7 +231,7 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
         for job in batch:
             job.settle(Outcome.OK)
 
-    thread: JobThread[Job] = JobThread("test", perform, 2, clock=clock)
+    thread: JobThread[Job] = JobThread("test", perform, lambda: 2, clock=clock)
     alone, first, second = Job(FOREVER), Job(clock.now + 10), Job(clock.now + 20)
     thread.submit(alone)
     assert entered.acquire(timeout=HANGS_S)

@@ -59,8 +59,8 @@ class DiskThreads:
         self._writes: dict[Directory, Workers[SlotWrite]] = {}
         for directory in store.directories:
             write = partial(self._write, directory)
-            self._reads[directory] = Workers("hc-read", self._read, run, READ_THREADS)
-            self._writes[directory] = Workers("hc-write", write, batch, WRITE_THREADS)
+            self._reads[directory] = Workers("hc-read", self._read, lambda: run, READ_THREADS)
+            self._writes[directory] = Workers("hc-write", write, lambda: batch, WRITE_THREADS)
 
     @property
     def capacity(self) -> int:

@@ -13,12 +13,14 @@ from collections import deque
 from sglang_hc.policy.fit import fit_line
 
 SHORT_S = 0.02
-"""A call may always read for so long. A prompt is computed in passes, most of which take longer."""
+"""A call may always read for so long: one that is as short as a pass of the model keeps nobody
+waiting."""
 
 OWN_SHARE = 0.1
 """Part of a longer call that what it costs by itself may take."""
 
 CALLS_SEEN = 16
+"""Calls whose times count; where they all had one size, the next has another."""
 
 
 class CallSize:
@@ -30,7 +32,7 @@ class CallSize:
         self._most = most
         self._seen: deque[tuple[int, float]] = deque(maxlen=CALLS_SEEN)
         self.blocks = 1
-        """That the next call should read, or as many as are wanted."""
+        """That the next call should read at most."""
 
     def observe(self, blocks: int, seconds: float) -> None:
         """A call read so many blocks in so long. A time that is not positive says nothing."""
@@ -42,8 +44,9 @@ class CallSize:
         sizes = {blocks for blocks, _ in self._seen}
         if len(sizes) > 1:
             line = fit_line(self._seen)
+            each = line.per_token  # these samples count blocks
             # What lies far beyond the calls that were timed is not believed.
-            return min(2 * max(sizes), _blocks(line.fixed, line.per_token, self._most))
+            return min(2 * max(sizes), _blocks(line.fixed, each, self._most))
         # Calls of one size do not tell what each costs by itself: another size will.
         (size,) = sizes
         if 2 * size <= self._most:

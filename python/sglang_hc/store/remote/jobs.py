@@ -51,15 +51,16 @@ J = TypeVar("J", bound=Job)
 class JobThread(Generic[J]):
     """A daemon thread that takes jobs in the order in which they came, up to `most` at a time.
 
-    All methods but `take` belong to one other thread; none waits except `close`. perform: does a
-    batch and settles each job of it; what it leaves unsettled, or raises for, is answered IO_ERROR.
+    All methods belong to one other thread; none waits except `close`. perform: does a batch and
+    settles each job of it; what it leaves unsettled, or raises for, is answered IO_ERROR. most:
+    asked before each batch.
     """
 
     def __init__(
         self,
         name: str,
         perform: Callable[[list[J]], None],
-        most: int,
+        most: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._perform = perform
@@ -77,10 +78,6 @@ class JobThread(Generic[J]):
     def submit(self, job: J) -> None:
         self._jobs.append(job)
         self._thread.submit(job)
-
-    def take(self, most: int) -> None:
-        """Do no more jobs at a time from now on."""
-        self._thread.most = most
 
     def take_done(self) -> list[J]:
         """Jobs that are answered, in the order in which they were submitted."""

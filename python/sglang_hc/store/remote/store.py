@@ -129,9 +129,9 @@ class RemoteStore:
         self._unasked: list[Found] = []
         get, put = partial(self._move, self._fetch), partial(self._move, self._store)
         self._read_size = CallSize(len(frames.for_loads))
-        first, saves = self._read_size.blocks, len(frames.for_saves)
-        self._questions = JobThread[_Question]("hc-remote-find", self._find, 1, clock)
-        self._loads = JobThread[_Transfer]("hc-remote-get", get, first, clock)
+        loads, saves = (lambda: self._read_size.blocks), (lambda: len(frames.for_saves))
+        self._questions = JobThread[_Question]("hc-remote-find", self._find, clock=clock)
+        self._loads = JobThread[_Transfer]("hc-remote-get", get, loads, clock)
         self._saves = JobThread[_Transfer]("hc-remote-put", put, saves, clock)
 
     @property
@@ -237,15 +237,15 @@ class RemoteStore:
         keys = [self._key(job.block_id) for job in jobs]
         begin = self._clock()
         answers = _one_each(keys, self._backend.get(keys, frames))
-        if all(answers):
-            self._read_size.observe(len(keys), self._clock() - begin)
-            self._loads.take(self._read_size.blocks)
+        seconds = self._clock() - begin
         ended = [
             self._deliver(job, frame) if good else Outcome.MISSING
             for job, frame, good in zip(jobs, frames, answers, strict=True)
         ]
         for job, outcome in zip(jobs, ended, strict=True):
             job.settle(outcome)  # together: whoever sees one would take the others for unread
+        if all(answers):
+            self._read_size.observe(len(keys), seconds)
 
     def _deliver(self, job: _Transfer, frame: int) -> Outcome:
         """Copy into the slot, if it is still this job's, and prove the bytes that lie there."""
