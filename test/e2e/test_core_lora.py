@@ -1,21 +1,17 @@
-"""Adapters behind a cut: what an adapter has computed moves, and serves no other one.
-
-SGLang's LoRA pins memory at every step, which needs an accelerator; here nothing is pinned. The
-rest is SGLang's own code with its back end `torch_native`.
-"""
+"""Adapters behind a cut: what an adapter has computed moves, and serves no other one."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
+from support.adapters import pin_nothing, write_adapter
 from support.core import Core, run_in_child
 
-MODEL, RANK, TURNS = "llama-gqa", 4, 6
+MODEL, TURNS = "llama-gqa", 6
 FLAGS = (
     *("--context-length", "512", "--hc-overflow-drop", "0.34", "--hc-overflow-reserve", "64"),
     *("--max-total-tokens", "2048", "--hc-host-size-gb", "0.2", "--dtype", "float32"),
@@ -28,53 +24,6 @@ class Talk(NamedTuple):
 
     replies: list[list[int]]
     found: list[int]
-
-
-def write_adapter(folder: Path, seed: int) -> str:
-    """A folder like one of PEFT: random weights for the projections of attention."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
-
-    from support.core import MODELS
-
-    config = AutoConfig.from_pretrained(MODELS / MODEL)
-    head = config.hidden_size // config.num_attention_heads
-    sizes = {
-        "q_proj": config.hidden_size,
-        "k_proj": head * config.num_key_value_heads,
-        "v_proj": head * config.num_key_value_heads,
-    }
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config.num_hidden_layers):
-        for name, size in sizes.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("A", (RANK, config.hidden_size)), ("B", (size, RANK))):
-                random_part = torch.randn(shape, generator=generator) * 0.1
-                weights[f"{place}.lora_{part}.weight"] = random_part
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(sizes)}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return str(folder)
-
-
-def pin_nothing() -> None:
-    """From now on this thread's tensors are not pinned, whoever asks for it."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Unpinned(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.Tensor.pin_memory:
-                return args[0]
-            given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-            return func(*args, **given)
-
-    Unpinned().__enter__()
 
 
 def talk(core: Core, lora: str | None, salt: str | None, evict: bool) -> Talk:
@@ -111,7 +60,7 @@ def talks(mode: str, *adapters: str) -> tuple[dict[str, list[Talk]], dict[str, i
 
 @pytest.mark.parametrize("mode", ["recompute", "reembed"])
 def test_state_behind_a_cut_belongs_to_its_adapter(models: None, tmp_path: Path, mode: str) -> None:
-    adapters = [write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    adapters = [write_adapter(tmp_path / name, seed, MODEL) for seed, name in enumerate("ab")]
     found, counts = run_in_child(talks, mode, *adapters)
     for name, (kept, evicted) in found.items():
         assert evicted.replies == kept.replies, name

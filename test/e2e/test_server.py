@@ -176,8 +176,8 @@ def refusal(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
     return raised.value.code, json.load(raised.value)["error"]["message"]
 
 
-def pins(server: ServerProcess, namespace: str | None = None) -> Any:
-    query = "" if namespace is None else f"?namespace={namespace}"
+def pins(server: ServerProcess, salt: str | None = None) -> Any:
+    query = "" if salt is None else f"?cache_salt={salt}"
     with urllib.request.urlopen(f"{server.url}/hc/pins{query}", timeout=HANGS_S) as reply:
         return json.load(reply)
 
@@ -212,6 +212,25 @@ def test_the_openai_client_pins_a_session(server: ServerProcess) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=part):
             ask(wish)
+
+
+def test_salt_and_key_are_two_parts_of_a_namespace(server: ServerProcess) -> None:
+    """A gateway sets the salt, a client the key; together they do not spell another tenant's."""
+    tokens = prompt(123, 200)
+
+    def cached(**parts: Any) -> int:
+        body = {"model": "default", "prompt": tokens, "max_tokens": 1, **parts}
+        usage = post(f"{server.url}/v1/completions", body)["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    assert cached(cache_salt="acme2") == 0
+    assert cached(cache_salt="acme2") > 0, "the tenant itself"
+    assert cached(cache_salt="acme", extra_key="2") == 0
+    assert cached(extra_key="acme2") == 0
+    assert cached(extra_key="s5:acme2") == 0
+    assert cached(cache_salt="", extra_key="acme2") > 0, "an empty salt is none"
+    status, message = refusal(server, "/v1/completions", {"prompt": tokens, "cache_salt": ["a"]})
+    assert status == 400 and "cache_salt must be a string" in message
 
 
 def test_pins_over_http(server: ServerProcess) -> None:

@@ -162,11 +162,12 @@ class Core:
     ) -> tuple[list[int], str | None, dict[str, Any], int]:
         """What the tokenizer process makes of a prompt: its tokens, its key, its options, tokens
         dropped."""
+        from sglang_hc.srt.namespaces import client_key
         from sglang_hc.srt.overflow import cut_prompt
 
         request = SimpleNamespace(
             sampling_params=sampling,
-            extra_key=salt,
+            extra_key=client_key(None, salt),
             return_logprob=False,
             contains_mm_input=lambda: False,
             input_embeds=None,
@@ -285,7 +286,9 @@ class Core:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        key = RadixKey(array("q", tokens), salt)
+        from sglang_hc.tree.namespaces import client_namespace
+
+        key = RadixKey(array("q", tokens), client_namespace(None, salt))
         return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
 
     def receive(self) -> list[Any]:

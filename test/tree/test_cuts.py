@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,20 +12,25 @@ from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.block_tree import BlockTree
-from sglang_hc.tree.cuts import SEPARATOR, EarlierCuts, base_namespace, cut_namespace
+from sglang_hc.tree.cuts import EarlierCuts, base_namespace, cut_namespace
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix, pack_tokens
+from sglang_hc.tree.namespaces import Namespace, client_namespace
 
 RULE = OverflowRule(window=512, keep_first=64, drop=0.4, reserve=64)
 FINGERPRINT = b"f" * 16
 
-keys = st.none() | st.text(st.characters(blacklist_characters=SEPARATOR), max_size=6)
-loras = st.none() | st.uuids().map(lambda name: name.hex)
+keys = st.none() | st.text(max_size=6) | st.sampled_from(["a1:b", "c1:0", "k1:a"])
+adapters = st.none() | st.uuids().map(lambda name: name.hex)
 
 
-def named(key: str | None, lora: str | None) -> str | None:
-    """A client's key as SGLang's requests have it."""
-    return key if lora is None else (key or "") + lora
+def named(key: str | None, adapter: str | None) -> str | None:
+    """The namespace of a client's key and an adapter."""
+    return adapted(client_namespace(None, key), adapter)
+
+
+def adapted(space: str | None, adapter: str | None) -> str | None:
+    return Namespace.of(space)._replace(adapter=adapter).pack()
 
 
 def whole(seed: int, length: int, changed: int | None = None) -> list[int]:
@@ -36,14 +40,17 @@ def whole(seed: int, length: int, changed: int | None = None) -> list[int]:
     return tokens
 
 
-def namespace_of(key: str | None, lora: str | None, tokens: list[int]) -> tuple[str | None, bytes]:
+def namespace_of(
+    key: str | None, adapter: str | None, tokens: list[int]
+) -> tuple[str | None, bytes]:
     """Namespace and packed tokens of what a server with `reembed` makes of a prompt."""
     cut = RULE.cut(len(tokens), None)
     kept = pack_tokens(tokens[: cut.head] + tokens[cut.head + cut.dropped :])
     if not cut.dropped:
-        return named(key, lora), kept
+        return named(key, adapter), kept
     before = pack_tokens(tokens[: cut.head + cut.dropped])
-    return named(cut_namespace(key, cut.head, cut.dropped, before), lora), kept
+    base = client_namespace(None, key)
+    return adapted(cut_namespace(base, cut.head, cut.dropped, before), adapter), kept
 
 
 prompts = st.builds(
@@ -52,7 +59,7 @@ prompts = st.builds(
     st.sampled_from([300, 449, 460, 600, 700, 900, 1400]),
     st.none() | st.integers(0, 299),
 )
-requests = st.lists(st.tuples(keys, loras, prompts), min_size=2, max_size=6)
+requests = st.lists(st.tuples(keys, adapters, prompts), min_size=2, max_size=6)
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,33 +73,33 @@ def test_state_behind_a_cut_is_found_by_nobody_else(
     tree = BlockTree(FINGERPRINT)
     left: dict[bytes, tuple[object, ...]] = {}
     sent = list(found)
-    for key, lora, tokens in found:  # prompts that equal the cut ones
+    for key, adapter, tokens in found:  # prompts that equal the cut ones
         cut = RULE.cut(len(tokens), None)
-        sent.append((key, lora, tokens[: cut.head] + tokens[cut.head + cut.dropped :]))
-    for key, lora, tokens in sent:
-        space, kept = namespace_of(key, lora, tokens)
+        sent.append((key, adapter, tokens[: cut.head] + tokens[cut.head + cut.dropped :]))
+    for key, adapter, tokens in sent:
+        space, kept = namespace_of(key, adapter, tokens)
         cut = RULE.cut(len(tokens), None)
         left_out = tuple(tokens[: cut.head + cut.dropped]) if cut.dropped else ()
         parent = tree.root(space)
         for index, block_id in enumerate(tree.path(Prefix(space, kept))[1].block_ids):
             end = (index + 1) * BLOCK_BYTES
-            anonymous = cut.dropped and key is None
-            state = (named(key, lora), anonymous, cut.dropped, left_out, kept[:end])
+            state = (key, adapter, cut.dropped, left_out, kept[:end])
             assert left.setdefault(block_id, state) == state, "two states have one identity"
             parent = tree.insert(parent, kept[index * BLOCK_BYTES : end]).node
             assert parent.block_id == block_id
     assert len(set(left.values())) == len(left), "one state has two identities"
 
 
-@given(keys, loras, st.integers(1, 4), st.integers(1, 9))
+@given(keys, adapters, st.integers(1, 4), st.integers(1, 9))
 def test_pins_count_by_the_clients_own_key(
-    key: str | None, lora: str | None, head: int, dropped: int
+    key: str | None, adapter: str | None, head: int, dropped: int
 ) -> None:
     head, dropped = head * BLOCK_TOKENS, dropped * BLOCK_TOKENS
     before = pack_tokens(whole(0, head + dropped))
-    space = named(cut_namespace(key, head, dropped, before), lora)
-    assert base_namespace(space) == named(key, lora)
-    assert base_namespace(named(key, lora)) == named(key, lora)
+    base = client_namespace(None, key)
+    space = adapted(cut_namespace(base, head, dropped, before), adapter)
+    assert base_namespace(space) == named(key, adapter)
+    assert base_namespace(named(key, adapter)) == named(key, adapter)
 
 
 def test_a_pin_behind_a_cut_is_its_clients() -> None:
@@ -107,9 +114,9 @@ def test_a_pin_behind_a_cut_is_its_clients() -> None:
         assert slot is not None
         host.publish(host.tree.root(space), kept[:BLOCK_BYTES], slot, clock)
         assert retention.pin(Prefix(space, kept), "session", 5.0) == 1
-    (pinned,) = retention.pinned("tenant")
+    (pinned,) = retention.pinned("k6:tenant")
     assert pinned.blocks == 1, "the session's new pin takes the place of the old one"
-    assert retention.pinned(None) == [] and len(pins.pinned_blocks("tenant")) == 1
+    assert retention.pinned(None) == [] and len(pins.pinned_blocks("k6:tenant")) == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -140,8 +147,3 @@ def test_blocks_are_where_the_earlier_paths_say(length: int, turns: int) -> None
             assert path.shift_of(block) == (place - block) * BLOCK_TOKENS
             if place < len(path.path.block_ids):
                 assert there[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES] == mine
-
-
-def test_a_clients_key_cannot_name_a_cut() -> None:
-    with pytest.raises(AssertionError):
-        cut_namespace(f"a{SEPARATOR}hc-cut", 64, 64, pack_tokens(whole(0, 128)))

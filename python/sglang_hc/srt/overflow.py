@@ -30,10 +30,12 @@ import msgspec
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.overflow import Cut, OverflowRule
+from sglang_hc.srt.namespaces import ClientKey
 from sglang_hc.srt.pins import custom_params
 from sglang_hc.srt.server_args import config_of
-from sglang_hc.tree.cuts import SEPARATOR, EarlierCuts, cut_namespace
+from sglang_hc.tree.cuts import EarlierCuts, cut_namespace
 from sglang_hc.tree.identity import pack_tokens
+from sglang_hc.tree.namespaces import Namespace
 
 FIELD = "hc_overflow"
 CUT_FIELD = "hc_cut"
@@ -72,8 +74,6 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     if CUT_FIELD in custom:
         raise ValueError(f"custom_params.{CUT_FIELD} is set by the server; leave it out")
     rule = _rule(self)
-    if rule is not None and _mode(self) == REEMBED:
-        check_key(getattr(obj, "extra_key", None))
     keep_first = read_field(custom[FIELD]) if FIELD in custom else None
     if rule is None or keep_first == "off" or not _may_cut(obj, input_ids):
         return
@@ -87,7 +87,9 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
             f"{cut.dropped} tokens of the prompt would be dropped, and logprobs of the prompt were "
             "asked for; shorten the prompt or leave out logprob_start_len"
         )
-    obj.extra_key, carried = _carried(self, rule, cut, obj.extra_key, input_ids)
+    key = None if obj.extra_key is None else str(obj.extra_key)  # encoders know plain strings
+    name, carried = _carried(self, rule, cut, key, input_ids)
+    obj.extra_key = None if name is None else ClientKey(name)
     del input_ids[cut.head : cut.head + cut.dropped]
     setattr(obj, _CUT, (length, cut))
     # In a dictionary of its own: the prompts of a batch share the one that the client sent.
@@ -106,22 +108,11 @@ def cut_tokens(
     rule = _rule(manager)
     if rule is None:
         return tokens, namespace
-    if _mode(manager) == REEMBED:
-        check_key(namespace)
     cut = rule.cut(len(tokens), None)
     if not cut.dropped:
         return tokens, namespace
     namespace, _ = _carried(manager, rule, cut, namespace, tokens)
     return tokens[: cut.head] + tokens[cut.head + cut.dropped :], namespace
-
-
-def check_key(key: str | None) -> None:
-    """Raises ValueError for a client's key that could be taken for the name of a cut."""
-    if key is not None and SEPARATOR in key:
-        raise ValueError(
-            "extra_key and cache_salt may not have the character \\x1f with --hc-overflow reembed: "
-            "it marks state behind a cut; leave it out"
-        )
 
 
 async def tell(
@@ -172,11 +163,11 @@ def earlier_of(req: Any) -> EarlierCuts | None:
     known = _cut_of(req)
     if known is None or not known.cuts:
         return None
-    if not req.lora_id:
+    adapter = Namespace.of(req.extra_key).adapter
+    if adapter is None:
         return known
-    # SGLang appends the adapter's name to every key.
-    cuts = tuple((dropped, (key or "") + req.lora_id) for dropped, key in known.cuts)
-    return replace(known, cuts=cuts)
+    cuts = [(n, Namespace.of(key)._replace(adapter=adapter).pack()) for n, key in known.cuts]
+    return replace(known, cuts=tuple(cuts))
 
 
 def count_head(result: tuple[Any, Any], self: Any, request: Any, raw_request: Any = None) -> None:

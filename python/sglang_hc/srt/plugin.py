@@ -50,6 +50,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         hooks,
         meeting,
         model_state,
+        namespaces,
         overflow,
         pins,
         preemption,
@@ -63,6 +64,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     scheduler = "managers.scheduler.Scheduler"
     policy = "managers.schedule_policy"
     tokenizer = "managers.tokenizer_manager.TokenizerManager"
+    serving = "entrypoints.openai.serving_base.OpenAIServingBase"
     chat = "entrypoints.openai.serving_chat.OpenAIServingChat"
     parts = "managers.scheduler_components"
     updates = f"{parts}.weight_updater.SchedulerWeightUpdaterManager"
@@ -89,12 +91,15 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
             around,
             speculation.register_draft,
         ),
+        (f"{scheduler}._add_request_to_queue", before, namespaces.complete),
         (f"{scheduler}.handle_dumper_control", around, pins.control),
         (f"{tokenizer}._tokenize_one_request", before, overflow.own_ids),
         # The last of these runs first.
         (f"{tokenizer}._validate_one_request", before, overflow.cut_prompt),
         (f"{tokenizer}._validate_one_request", before, pins.check_pin_request),
+        (f"{tokenizer}._validate_one_request", before, namespaces.pack_key),
         (f"{tokenizer}._validate_one_request", before, hooks.check_input_ids),
+        (f"{serving}._compute_extra_key", around, namespaces.openai_key),
         (f"{chat}._convert_to_internal_request", after, overflow.count_head),
         (f"{tokenizer}._wait_one_response", around, overflow.tell),
         (f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage),

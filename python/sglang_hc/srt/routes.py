@@ -1,12 +1,11 @@
 """HTTP routes beside SGLang's own: pins of sessions.
 
-    POST /hc/pin    {"session", "ttl_s", "input_ids" or "text", "namespace"}
-    POST /hc/unpin  {"session", "namespace"}
-    GET  /hc/pins?namespace=
+    POST /hc/pin    {"session", "ttl_s", "input_ids" or "text", "cache_salt", "extra_key"}
+    POST /hc/unpin  {"session", "cache_salt", "extra_key"}
+    GET  /hc/pins?cache_salt=&extra_key=
 
-`namespace`: cache_salt followed by extra_key, as in the requests; none by default. Errors are
-{"error": {"message"}} with status 400 (bad body), 404 (nothing to pin or unpin) and 409 (beyond a
-bound).
+`cache_salt`, `extra_key`: as in the requests; none by default. Errors are {"error": {"message"}}
+with status 400 (bad body), 404 (nothing to pin or unpin) and 409 (beyond a bound).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput
 from sglang_hc.errors import decode_json
 from sglang_hc.srt.overflow import DroppedTokensHeader, cut_tokens
 from sglang_hc.srt.pins import PREFIX, PinSeconds, SessionName, joined
+from sglang_hc.tree.namespaces import client_namespace
 
 router = APIRouter(prefix="/hc")
 
@@ -36,7 +36,13 @@ class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
     """Body of /hc/unpin."""
 
     session: SessionName
-    namespace: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    @property
+    def namespace(self) -> str | None:
+        """Of requests with the same salt and key. Raises ValueError for users."""
+        return client_namespace(self.cache_salt or None, self.extra_key)
 
 
 class PinBody(UnpinBody, kw_only=True, forbid_unknown_fields=True):
@@ -64,14 +70,19 @@ async def unpin(request: Request) -> JSONResponse:
     """End a session's pin."""
     try:
         body = decode_json(await request.body(), UnpinBody, "the body")
+        fields = {"session": body.session, "namespace": body.namespace}
     except ValueError as error:
         return _bad(error)
-    return await _ask("unpin", msgspec.to_builtins(body))
+    return await _ask("unpin", fields)
 
 
 @router.get("/pins")
-async def pins(namespace: str | None = None) -> JSONResponse:
+async def pins(cache_salt: str | None = None, extra_key: str | None = None) -> JSONResponse:
     """The pins of one namespace."""
+    try:
+        namespace = client_namespace(cache_salt or None, extra_key)
+    except ValueError as error:
+        return _bad(error)
     return await _ask("list", {"namespace": namespace})
 
 

@@ -31,6 +31,7 @@ from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.namespaces import keeps_state
 from sglang_hc.srt.passes import prefilled, segments_of
 from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.scheduler import OwnScheduler
@@ -299,7 +300,7 @@ class HcRadixCache(RadixCache):
         segments = segments_of(forward_batch, requests)
         if mode.is_extend():
             for req, segment in zip(requests, segments, strict=True):
-                if not capture.is_open(req.rid) and _keeps(req):
+                if not capture.is_open(req.rid) and keeps_state(req):
                     before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
                     capture.open(req.rid, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
@@ -309,7 +310,7 @@ class HcRadixCache(RadixCache):
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
-        if not self.disable and _keeps(req):
+        if not self.disable and keeps_state(req):
             tokens = req.get_fill_ids()
             length = len(tokens) // self.page_size * self.page_size
             if chunked:
@@ -321,7 +322,7 @@ class HcRadixCache(RadixCache):
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """A request is over. Without insertion (abort, retraction) keep only what the tree has."""
-        if not self.disable and _keeps(req):
+        if not self.disable and keeps_state(req):
             keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
             keep = max(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
@@ -375,8 +376,3 @@ class HcRadixCache(RadixCache):
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
         self.tiers.check_integrity()
-
-
-def _keeps(req: Any) -> bool:
-    """Whether the request's state depends on its tokens and namespace alone."""
-    return req.input_embeds is None and req.positional_embed_overrides is None

@@ -4,9 +4,9 @@ A prompt that was cut keeps `tokens[:head] + tokens[head + dropped:]`. With `--h
 what earlier turns stored of these tokens is used at its new positions (AttentionStore section 3.4).
 Such state depends on the tokens that were dropped, so it must never be served to a prompt that
 merely equals the cut one. It lives in a namespace of its own, which names the cut and everything up
-to its end:
+to its end, as a part beside the client's own (`tree.namespaces`):
 
-    extra_key + "\\x1fhc-cut/1/HEAD/DROPPED/" + blake2b128(tokens[:head + dropped])
+    HEAD/DROPPED/blake2b128(tokens[:head + dropped])
 
 Block j of the cut path was block j + (dropped - less) / BLOCK_TOKENS when only `less` tokens had
 been dropped; the head's blocks stay where they were. Pure: no I/O.
@@ -15,7 +15,6 @@ been dropped; the head's blocks stay where they were. Pure: no I/O.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,35 +27,25 @@ from sglang_hc.tree.identity import (
     block_ids,
     root_id,
 )
-
-SEPARATOR = "\x1f"
-"""Only namespaces of cut paths have it; clients' keys with it are refused."""
-
-_CUT = re.compile(
-    rf"(?P<base>[^{SEPARATOR}]*){SEPARATOR}hc-cut/1(?P<none>n?)/\d+/\d+/[0-9a-f]{{32}}(?P<more>.*)",
-    re.DOTALL,
-)
+from sglang_hc.tree.namespaces import Namespace
 
 
 def cut_namespace(base: str | None, head: int, dropped: int, before: bytes) -> str:
     """Namespace of the path that is left after a cut.
 
-    base: the client's own namespace, without SEPARATOR. before: the packed tokens up to the end of
-    the cut, `head + dropped` of them.
+    base: the namespace of the whole prompt. before: the packed tokens up to the end of the cut,
+    `head + dropped` of them.
     """
-    assert SEPARATOR not in (base or "") and len(before) == (head + dropped) * TOKEN_BYTES
-    none = "n" if base is None else ""  # None and "" are different namespaces
+    assert len(before) == (head + dropped) * TOKEN_BYTES
     digest = hashlib.blake2b(before, digest_size=BLOCK_ID_BYTES).hexdigest()
-    return f"{base or ''}{SEPARATOR}hc-cut/1{none}/{head}/{dropped}/{digest}"
+    packed = Namespace.of(base)._replace(cut=f"{head}/{dropped}/{digest}").pack()
+    assert packed is not None
+    return packed
 
 
 def base_namespace(namespace: str | None) -> str | None:
-    """The client's own namespace of a path, cut or not. What SGLang appended (a LoRA) stays."""
-    cut = _CUT.fullmatch(namespace) if namespace is not None else None
-    if cut is None:
-        return namespace
-    base = cut["base"] + cut["more"]
-    return None if cut["none"] and not base else base
+    """The namespace of a path without its cut, if it has one."""
+    return Namespace.of(namespace)._replace(cut=None).pack()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     block(i)         = blake2b(parent || tokens(i), key = fingerprint)
 
 The fingerprint covers model, weights, dtype, layer plan and layout
-(`forms.BlockLayout.fingerprint`); the namespace is SGLang's extra_key (cache salt, LoRA id). A
+(`forms.BlockLayout.fingerprint`); the namespace says whose they are (`tree.namespaces`). A
 block's hash therefore covers all token ids up to its end. Token ids are hashed as big-endian int32,
 the byte order the tree sorts by.
 """

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from transformers import LlamaConfig
 
-from sglang_hc.srt.model.identity import SAMPLES, model_identity, weights_digest
+from sglang_hc.srt.model.identity import SAMPLES, adapter_digest, model_identity, weights_digest
 from sglang_hc.srt.start_group import StartGroup
 from support.start_groups import on_ranks
 
@@ -75,7 +76,7 @@ def test_an_empty_parameter_is_no_trouble() -> None:
 
 
 def runner(path: str = "/a/model", rope_theta: float = 1e4, **flags: str) -> SimpleNamespace:
-    args = {"quantization": None, "quantization_param_path": None, "kv_cache_dtype": "auto"}
+    args = {"quantization": None, "kv_cache_dtype": "auto"}
     config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
     config._name_or_path = path
     return SimpleNamespace(
@@ -99,6 +100,40 @@ def test_a_model_is_the_same_wherever_it_lies() -> None:
 )
 def test_another_use_of_the_same_weights_is_another_model(other: dict) -> None:
     assert identity(runner(**other)) != identity(runner())
+
+
+def scaled(k_scale: float | None) -> SimpleNamespace:
+    """A model with an 8-bit KV cache whose scales were loaded from a file of one name."""
+    one = runner(quantization_param_path="/scales.json")
+    one.model.add_module("attention", RadixAttention(2, 16, 0.25, 2, 0))
+    one.model.attention.k_scale_float = one.model.attention.v_scale_float = k_scale
+    return one
+
+
+def test_scales_of_the_cache_are_known_by_their_values() -> None:
+    assert identity(scaled(0.5)) == identity(scaled(0.5))
+    assert len({tuple(identity(scaled(scale))) for scale in (None, 0.5, 0.25)}) == 3
+
+
+def adapter(seed: int = 0, scaling: float = 1.0, name: str = "q_proj") -> SimpleNamespace:
+    """What `adapter_digest` reads of SGLang's LoRAAdapter."""
+    weights = {name: torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))}
+    layers = [SimpleNamespace(weights=weights), SimpleNamespace(weights={})]
+    return SimpleNamespace(
+        scaling=scaling, layers=layers, embedding_layers={}, added_tokens_embeddings={}
+    )
+
+
+def test_an_adapter_is_known_by_its_content() -> None:
+    assert adapter_digest(adapter()) == adapter_digest(adapter())
+    changed = adapter()
+    changed.layers[0].weights["q_proj"].view(torch.int32)[3, 7] ^= 1
+    moved = adapter()
+    moved.layers.reverse()
+    embedding = adapter()
+    embedding.embedding_layers["q_proj"] = embedding.layers[0].weights.pop("q_proj")
+    others = [changed, moved, embedding, adapter(1), adapter(scaling=2.0), adapter(name="k_proj")]
+    assert len({adapter_digest(one) for one in [adapter(), *others]}) == 7
 
 
 def test_all_ranks_have_one_identity_that_names_every_part_and_their_number() -> None:

@@ -25,7 +25,7 @@ def model_identity(runner: Any, group: StartGroup) -> list[str]:
         __version__,
         json.dumps(_without_paths(config), sort_keys=True),
         str(args.quantization),
-        str(args.quantization_param_path),  # scales of an 8-bit KV cache are no tensors of a model
+        group.digest(cache_scales(runner.model)),
         str(args.attention_backend),
         str(args.kv_cache_dtype),
         group.digest(weights_digest(runner.model)),
@@ -58,6 +58,31 @@ def weights_digest(model: torch.nn.Module) -> str:
     for found in (sums, samples):
         for part in found:
             state.update(part.cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+def cache_scales(model: torch.nn.Module) -> str:
+    """Digest of the scales of an 8-bit KV cache as they were loaded. They are no tensors of a
+    model, and the path of their file does not say what is in it."""
+    scales = [
+        (name, module.k_scale_float, module.v_scale_float)
+        for name, module in model.named_modules()
+        if hasattr(module, "k_scale_float")
+    ]
+    return hashlib.blake2b(json.dumps(scales).encode(), digest_size=16).hexdigest()
+
+
+def adapter_digest(adapter: Any) -> str:
+    """Digest of a loaded LoRA adapter: how it is scaled, and every byte of its weights. Neither its
+    name nor where it came from is part of it. adapter: SGLang's LoRAAdapter."""
+    state = hashlib.blake2b(digest_size=16, person=b"hc adapter")
+    state.update(f"{adapter.scaling!r}\n".encode())
+    groups = [layer.weights for layer in adapter.layers]
+    groups += [adapter.embedding_layers, adapter.added_tokens_embeddings]
+    for index, weights in enumerate(groups):
+        for name, tensor in sorted(weights.items()):
+            state.update(f"{index}:{name}:{tuple(tensor.shape)}:{tensor.dtype}\n".encode())
+            state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return state.hexdigest()
 
 

@@ -1,0 +1,59 @@
+"""Adapters for tests, and what lets SGLang's LoRA run on a CPU: it pins memory at every step, which
+needs an accelerator, so nothing is pinned. The rest is its own code with its back end
+`torch_native`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RANK = 4
+
+
+def write_adapter(folder: Path, seed: int, model: str) -> str:
+    """A folder like one of PEFT: random weights for the projections of a model's attention."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    from support.core import MODELS
+
+    config = AutoConfig.from_pretrained(MODELS / model)
+    head = config.hidden_size // config.num_attention_heads
+    sizes = {
+        "q_proj": config.hidden_size,
+        "k_proj": head * config.num_key_value_heads,
+        "v_proj": head * config.num_key_value_heads,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        for name, size in sizes.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (RANK, config.hidden_size)), ("B", (size, RANK))):
+                random_part = torch.randn(shape, generator=generator) * 0.1
+                weights[f"{place}.lora_{part}.weight"] = random_part
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(sizes)}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return str(folder)
+
+
+def pin_nothing() -> None:
+    """From now on this thread's tensors are not pinned, whoever asks for it."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Unpinned(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.pin_memory:
+                return args[0]
+            given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+            return func(*args, **given)
+
+    Unpinned().__enter__()
