@@ -49,7 +49,7 @@ demo-forms: setup
 	$(BIN)/python scripts/demo.py forms
 
 test: lint models
-	$(PYTEST) $(KERNEL_TESTS)
+	$(PYTEST) -m "not slow" $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not server" $(TWO) test
 	$(PYTEST) -m "server and not slow" $(TWO) test
 
@@ -64,4 +64,5 @@ lint: setup
 	$(BIN)/python benchmark/make_tables.py --check
 
 nightly: models
+	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test

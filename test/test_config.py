@@ -146,6 +146,24 @@ def test_options_of_a_remote_store_need_one(machine: Path) -> None:
 def test_the_default_size_is_a_share_of_what_is_free(machine: Path) -> None:
     assert config.host_bytes(HcConfig()) == int(32 * GIB * config.HOST_SHARE)
     assert config.host_bytes(HcConfig(host_size_gb=0.5)) == GIB // 2
+    assert config.host_bytes(HcConfig(), 4) == int(32 * GIB * config.HOST_SHARE) // 4
+    assert config.host_bytes(HcConfig(host_size_gb=0.5), 4) == GIB // 8
+
+
+@pytest.mark.parametrize(("free", "processes", "gib"), [
+    (639, 1, 255.6), (641, 1, 256), (2000, 1, 256), (2000, 2, 256), (2000, 8, 100),
+])  # fmt: skip
+def test_the_default_size_of_one_process_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, free: int, processes: int, gib: float
+) -> None:
+    """A host of 2 TB locked 800 GB in one call at its start, which takes minutes."""
+    monkeypatch.setattr(config, "available_memory", lambda: free * GIB)
+    assert config.host_bytes(HcConfig(), processes) == pytest.approx(gib * GIB)
+
+
+def test_a_size_that_is_given_is_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "total_memory", lambda: 2000 * GIB)
+    assert config.host_bytes(HcConfig(host_size_gb=800)) == 800 * GIB
 
 
 def test_a_container_sees_its_own_limit_and_those_around_it(machine: Path) -> None:

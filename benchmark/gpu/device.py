@@ -170,6 +170,7 @@ def pin(gib: float) -> dict[str, Any]:
     begin = time.perf_counter()
     copy_stream.pin(buffer)
     seconds = time.perf_counter() - begin
+    copy_stream.close()
     return {"gib": gib, "seconds": seconds, "gib_per_s": gib / seconds}
 
 
@@ -223,7 +224,10 @@ def measure(file: CellFile, name: str, work: Callable[[], dict[str, Any]]) -> bo
 def rates(file: CellFile, size: int) -> list[bool]:
     """All rates, with buffers of `size` bytes that are gone afterwards."""
     bench = Bench(size)
-    return [measure(file, name, partial(work, bench)) for name, work in COPIES.items()]
+    try:
+        return [measure(file, name, partial(work, bench)) for name, work in COPIES.items()]
+    finally:
+        bench.copy_stream.close()
 
 
 def main() -> int:

@@ -21,6 +21,10 @@ CONFIG_ENV = "SGLANG_HC_CONFIG"
 HOST_SHARE = 0.4
 """Share of the free memory that the host tier takes when no size is given."""
 
+HOST_MOST_GIB = 256
+"""Most of that for one scheduler process: it locks its share for the GPU in one call when it
+starts, and nobody should wait minutes for a size that he did not ask for."""
+
 READ_BUFFER_GIB = 0.5
 """Size of the read buffer on a GPU when none is given: at 50 GB/s what the link brings in the 10 ms
 of a decode step. Without a GPU nothing overlaps with the copies, and there is none."""
@@ -202,7 +206,8 @@ class Flag(NamedTuple):
 
 FLAGS: dict[str, Flag] = {
     "host_size_gb": Flag(
-        f"size of the host tier in GiB (default: {HOST_SHARE:.0%} of the free memory)",
+        f"size of the host tier in GiB (default: {HOST_SHARE:.0%} of the free memory, "
+        f"at most {HOST_MOST_GIB} for each GPU)",
         "GIB",
         check=_check_host_size,
     ),
@@ -349,11 +354,11 @@ def _reader(
     return read
 
 
-def host_bytes(config: HcConfig) -> int:
-    """Size of the host tier in bytes."""
+def host_bytes(config: HcConfig, processes: int = 1) -> int:
+    """Size in bytes of the host tier of one of so many scheduler processes."""
     if config.host_size_gb is not None:
-        return int(config.host_size_gb * GIB)
-    return int(available_memory() * HOST_SHARE)
+        return int(config.host_size_gb * GIB) // processes
+    return min(int(available_memory() * HOST_SHARE) // processes, HOST_MOST_GIB * GIB)
 
 
 def read_buffer_bytes(config: HcConfig, on_gpu: bool) -> int:

@@ -11,16 +11,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "census.py"
 
 
-def test_every_row_count_is_served_by_a_kernel_that_the_start_compiled(tmp_path: Path) -> None:
-    """For sm_90, with row lists that begin anywhere; each kernel is compiled on the way."""
+@pytest.mark.parametrize(
+    "arch", [*(pytest.param(arch, marks=pytest.mark.slow) for arch in ("80", "86", "89")), "90"]
+)
+def test_every_row_count_is_served_by_a_kernel_that_the_start_compiled(
+    tmp_path: Path, arch: str
+) -> None:
+    """With row lists that begin anywhere; each kernel is compiled on the way."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(SCRIPT.parents[1] / "python")
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True,
+        [sys.executable, str(SCRIPT), arch], env=environment, capture_output=True, text=True,
         timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -31,6 +38,7 @@ def test_every_row_count_is_served_by_a_kernel_that_the_start_compiled(tmp_path:
         "project-mha": 3,
         "project-gqa-bias-norm-partial": 3,
         "project-head-256": 2,
+        "project-without-rope": 3,
         "rows": 1,
     }
     for name, counts in found.items():

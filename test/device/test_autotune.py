@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sglang_hc.device.autotune import ROUNDS, agreeing, fastest
+from sglang_hc.device.autotune import ROUNDS, agreeing, choose, fastest
 
 
 def differs(first: torch.Tensor, other: torch.Tensor) -> str | None:
@@ -44,6 +44,35 @@ def test_the_smallest_median_wins_and_ways_take_turns() -> None:
 
     assert fastest("the work", ways, seconds) == "b"
     assert ran == ["a", "b"] * (ROUNDS + 1)
+
+
+def test_a_way_that_fails_when_it_is_timed_is_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Ways are compared with a few rows and timed with many: a kernel that needs too much shared
+    memory for many ended the start."""
+
+    def works(rows: str) -> None:
+        if rows == "fails with many":
+            raise RuntimeError("out of resource: shared memory")
+
+    ways = {"first": "a", "failing": "fails with many", "other": "c"}
+    with caplog.at_level(logging.WARNING):
+        chosen = choose(
+            "the work", ways, lambda way: torch.ones(2), differs, works,
+            lambda work: work() or 1.0,
+        )  # fmt: skip
+    assert chosen == "first"
+    wanted = "the work by failing is not used: RuntimeError: out of resource: shared memory"
+    assert wanted in caplog.text
+
+
+def test_without_the_first_way_nothing_is_chosen() -> None:
+    def fails() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fastest("the work", {"first": fails, "other": lambda: None}, lambda work: 1.0)
 
 
 def test_one_way_is_not_timed() -> None:

@@ -181,6 +181,7 @@ def test_cuda_copies_of_strided_rows_between_pinned_host_and_device() -> None:
     event = copies.record()
     event.wait()
     assert torch.equal(target.cpu(), host[::2, 8:1008])
+    copies.close()
 
 
 @needs_cuda

@@ -56,6 +56,29 @@ def test_memory_that_the_system_does_not_have_is_the_same_error() -> None:
     assert not runtime.registered
 
 
+def test_what_is_dropped_is_no_longer_registered() -> None:
+    """Two GiB and then 16 were pinned and dropped; the system mapped the next 48 over both, and
+    CUDA refused them as registered already."""
+    runtime = HostRuntime()
+    memory = mmap.mmap(-1, 8 * PAGE)
+    pinned = PinnedMemory(runtime, lambda address, size: None)
+    pinned.pin(memoryview(memory)[2 * PAGE : 4 * PAGE])
+    again = PinnedMemory(runtime, lambda address, size: None)
+    with pytest.raises(ConfigError, match="CUDA error 712"):
+        again.pin(memory)
+    del pinned
+    again.pin(memory)
+    assert runtime.registered == {pages_of(memory)[0]: 8 * PAGE}
+
+
+def test_what_is_locked_is_said_before(caplog: pytest.LogCaptureFixture) -> None:
+    def take(address: int, size: int) -> None:
+        assert "locking 3.05e-05 GiB of host memory" in caplog.text
+
+    with caplog.at_level("INFO"):
+        PinnedMemory(HostRuntime(), take).pin(mmap.mmap(-1, 32768))
+
+
 def test_taking_pages_keeps_what_they_hold() -> None:
     buffer = mmap.mmap(-1, 4 * PAGE)
     buffer[5] = 7

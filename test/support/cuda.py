@@ -16,6 +16,9 @@ from sglang_hc.device import copy_stream, cuda_copies
 
 STREAM = 77
 
+ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered"""
+
 
 class HostRuntime:
     """status: what every copy answers. refuse: registrations that fail, by number from 0."""
@@ -65,6 +68,9 @@ class HostRuntime:
         number, self._register_calls = self._register_calls, self._register_calls + 1
         if number in self.refuse:
             return 2
+        for start, count in self.registered.items():
+            if address < start + count and start < address + size:
+                return ALREADY_REGISTERED
         self.registered[address] = size
         return 0
 

@@ -195,7 +195,7 @@ def found_of(model: str) -> dict[str, Any]:
         pool, [middle], ways, torch.arange(64), context,
         lambda work: 0.0 if work.args[0] is counted else 1.0, (1, 7, 900),
     )  # fmt: skip
-    found["warmed_rows"] = ran[-3:]
+    found["warmed_rows"] = ran[:3]
     found["scratch_is_gone"] = scratch_is_gone(runner, layers)
     found["gathers"] = gathers(runner.token_to_kv_pool, slots.to(torch.int64))
     found["bytes_stay"] = bytes_stay(runner.token_to_kv_pool, slots.to(torch.int64))

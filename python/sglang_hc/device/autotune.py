@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 ROUNDS = 5
 
+NOT_USED = "sglang-hc: %s by %s is not used: %s"
+
 Seconds = Callable[[Callable[[], object]], float]
 """Seconds that some work takes, from an idle device until it is idle again."""
 
@@ -64,25 +66,43 @@ def agreeing(
         if wrong is None:
             good.append(name)
         else:
-            logger.warning("sglang-hc: %s by %s is not used: %s", what, name, wrong)
+            logger.warning(NOT_USED, what, name, wrong)
     return good
 
 
 def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Seconds) -> str:
-    """Name of the way with the smallest median time. They take turns; a single way is not timed."""
+    """Name of the way with the smallest median time. They take turns; a single way is not timed.
+
+    A way that fails is logged and left out, unless it is the first: what that raises, this raises.
+    """
     if len(ways) == 1:
         return next(iter(ways))
-    for way in ways.values():
-        way()  # pays for compiling and for memory
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    good = running(what, ways)
+    times: dict[str, list[float]] = {name: [] for name in good}
     for _ in range(ROUNDS):
-        for name, way in ways.items():
+        for name, way in good.items():
             times[name].append(seconds(way))
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = min(medians, key=medians.__getitem__)
     shown = ", ".join(f"{name} {1e3 * median:.3f} ms" for name, median in medians.items())
     logger.info("sglang-hc: %s by %s (%s)", what, best, shown)
     return best
+
+
+def running(what: str, ways: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+    """The ways that run; each one is run once, which pays for compiling and for memory."""
+    good = {}
+    for name, way in ways.items():
+        try:
+            way()
+        except Exception as error:
+            # A kernel may fit at the few rows by which ways are compared and not at those timed.
+            if not good:
+                raise
+            logger.warning(NOT_USED, what, name, f"{type(error).__name__}: {error}")
+        else:
+            good[name] = way
+    return good
 
 
 def bytes_differ(first: torch.Tensor, other: torch.Tensor) -> str | None:

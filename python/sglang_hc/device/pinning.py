@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 
 from sglang_hc.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TAKEN_BYTES = 256 << 20
 """Bytes whose pages one thread takes at a time."""
@@ -42,7 +46,11 @@ def take_pages(address: int, size: int) -> None:
 
 
 class PinnedMemory:
-    """What this process has registered with CUDA: one object for all copy streams of a device."""
+    """What this process has registered with CUDA: one object for all copy streams of a device.
+
+    When it goes, so do the registrations: the system may map other memory to the same addresses,
+    which CUDA would refuse as registered already.
+    """
 
     def __init__(self, runtime: Any, take: Callable[[int, int], None] = take_pages) -> None:
         """runtime: has cudaHostRegister and cudaHostUnregister. take: see `take_pages`."""
@@ -50,12 +58,16 @@ class PinnedMemory:
         self._take = take
         self._registered: list[tuple[int, torch.Tensor]] = []
         """Address, and what keeps the memory alive."""
+        # Not at exit: the memory ends with the process, and CUDA may have ended before.
+        weakref.finalize(self, _unregister, runtime, self._registered).atexit = False
 
     def pin(self, buffer: Any) -> None:
         """Register a buffer (any object with the buffer protocol) that begins on a page. Raises
         ConfigError with the remedy when memory cannot be taken or locked."""
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
         address, size = tensor.data_ptr(), tensor.numel()
+        # Before: hundreds of GiB take minutes, in which the server says nothing else.
+        logger.info("sglang-hc: locking %.3g GiB of host memory for the GPU", size / (1 << 30))
         try:
             self._take_all(address, size)
             status = int(self._runtime.cudaHostRegister(address, size, 0))
@@ -71,9 +83,7 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Unregister everything. No copy may be under way."""
-        while self._registered:
-            address, _ = self._registered.pop()
-            self._runtime.cudaHostUnregister(address)
+        _unregister(self._runtime, self._registered)
 
     def _take_all(self, address: int, size: int) -> None:
         starts = range(0, size, TAKEN_BYTES)
@@ -82,3 +92,10 @@ class PinnedMemory:
             parts = (min(TAKEN_BYTES, size - at) for at in starts)
             for _ in pool.map(self._take, (address + at for at in starts), parts):
                 pass
+
+
+def _unregister(runtime: Any, registered: list[tuple[int, torch.Tensor]]) -> None:
+    while registered:
+        address, _ = registered[-1]
+        runtime.cudaHostUnregister(address)
+        registered.pop()  # now the memory may go

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang.srt.runtime_context import get_resources
+
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
@@ -101,9 +103,19 @@ def device_of(model: Model) -> Device:
         layers = state.own_plan.kv_layers
         read = fastest_gather(pool, layers, model.allocator, state.memory.ring)
     pool = KvPoolRows(runner.token_to_kv_pool, state.layers, project, read, columns, draft)
-    copy_stream = copy_stream_for(pool.device, [runner.forward_stream, *state.memory.streams])
+    copy_stream = copy_stream_for(pool.device, [*model_streams(runner), *state.memory.streams])
     rotation = None
     if model.config.overflow == "reembed":
         rotation = checked_rotation(runner, state.plan)
     exactness = state.exactness(model.config.restore, pieces)
     return Device(pool, copy_stream, recomputer, rotation, exactness)
+
+
+def model_streams(runner: Any) -> list[Any]:
+    """Streams on which SGLang runs the model: that of the passes, and the named ones, such as the
+    one beside it for norms of queries and keys.
+
+    Its streams for scheduling and for results come later and are other ones: torch hands out 32 in
+    turn, and the tiers take a few.
+    """
+    return [runner.forward_stream, *get_resources().streams.values()]

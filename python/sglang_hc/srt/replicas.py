@@ -73,7 +73,7 @@ def place_of(runner: Any) -> Place:
 
 def host_share(config: HcConfig, place: Place) -> int:
     """Bytes of the scheduler's host tier."""
-    return host_bytes(config) // (place.replicas * place.stages * place.shards)
+    return host_bytes(config, place.replicas * place.stages * place.shards)
 
 
 def directories(config: HcConfig, place: Place) -> tuple[DirectorySpec, ...]:

@@ -7,6 +7,7 @@ come out split the way RoPE wants them and never pass through memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,15 +33,22 @@ class Tile:
     stages: int
 
 
-def default_tile(count: int, head_size: int, element_size: int = 2) -> Tile:
+def default_tile(count: int, head_size: int, element_size: int = 2, rope: bool = True) -> Tile:
     """Tile by number of tokens: small batches read weights once, large ones fill tensor cores."""
     lanes = max(32, triton.next_power_of_2(head_size))
     # 128 rows of a 256-wide head spill registers on sm_90.
     tokens = FEW if count <= FEW else 64 if count <= MANY or lanes > 128 else 128
     depth = 64
     stage = (tokens + lanes) * depth * element_size
-    stages = max(2, min(4, _SHARED_BYTES // stage))
+    # Without RoPE the compiler keeps the tiles of K's heads and of V's in memory side by side.
+    stages = max(2, min(4, (_SHARED_BYTES if rope else _SHARED_BYTES // 2) // stage))
     return Tile(tokens, depth, 8 if tokens * lanes >= 128 * 128 else 4, stages)
+
+
+def tile_for(count: int, arguments: dict[str, Any]) -> Tile:
+    """Tile by number of tokens and what `epilogue_arguments` made of the layer."""
+    head_size = max(arguments["DK"], arguments["DV"])
+    return default_tile(count, head_size, rope=arguments["HAS_ROPE"])
 
 
 @triton.jit
@@ -194,7 +202,7 @@ def project_kv(
         return
     arguments = epilogue_arguments(hidden, positions, slots, k_pool, v_pool, epilogue, 16)
     if tile is None:
-        tile = default_tile(count, max(arguments["DK"], arguments["DV"]))
+        tile = tile_for(count, arguments)
     grid = (triton.cdiv(count, tile.tokens) * 2 * arguments["HEADS"],)
     project_kv_kernel[grid](
         hidden=hidden,

@@ -166,3 +166,45 @@ def test_every_listed_family_is_checked_here() -> None:
     from sglang_hc.srt.model.families import FAMILIES
 
     assert set(MODELS.values()) == set(FAMILIES)
+
+
+class CheckedRotary:
+    """Turns in place as SGLang's kernel for head sizes like 80 and 100, with its check."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = head_dim
+
+    def __call__(self, positions: Any, query: Any, key: Any) -> tuple[Any, Any]:
+        heads, kv_heads = (tensor.shape[-1] // self.head_dim for tensor in (query, key))
+        assert heads % kv_heads == 0, "Runtime check failed: num_heads % num_kv_heads == 0"
+        for tensor in (query, key):
+            assert tensor.is_contiguous()
+            tensor += positions[:, None].to(tensor.dtype)
+        return query, key
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (8, 2), (4, 1)])
+def test_k_is_turned_by_kernels_that_check_the_numbers_of_heads(heads: int, kv_heads: int) -> None:
+    """K went in beside a query of one head, and models with heads of 80 did not start."""
+    import torch
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    from sglang_hc.srt.model.families import Family, LayerAdapter
+
+    dim, rows = 80, 3
+    method = object.__new__(UnquantizedLinearMethod)
+    weight = torch.randn((heads + 2 * kv_heads) * dim, 16)
+    qkv = SimpleNamespace(
+        weight=weight, bias=None, num_heads=heads, num_kv_heads=kv_heads, head_size=dim,
+        quant_method=method,
+    )  # fmt: skip
+    rotary = CheckedRotary(dim)
+    attention = SimpleNamespace(qkv_proj=qkv, attn=None, rotary_emb=rotary)
+    hidden, positions = torch.randn(rows, 16), torch.arange(5, 5 + rows)
+    k, v = LayerAdapter(attention, Family()).project(hidden, positions)
+    _, plain_k, plain_v = (hidden @ weight.T).split(
+        [heads * dim, kv_heads * dim, kv_heads * dim], 1
+    )
+    turned = (plain_k + positions[:, None]).view(rows, kv_heads, dim)
+    assert torch.allclose(k, turned, atol=1e-5)
+    assert torch.allclose(v, plain_v.reshape(rows, kv_heads, dim), atol=1e-5)

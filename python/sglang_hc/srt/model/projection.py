@@ -154,7 +154,7 @@ def choose(
     """Name of the fastest way that writes in every layer what the first way writes.
 
     slots: (n,) int64 device slots that nobody uses; they are written. context: longest sequence.
-    warm_rows: row counts for which the chosen way is run once, so that nothing is left to compile.
+    warm_rows: row counts with which every way is run once, so that nothing is left to compile.
     """
     timed = slots[:TIMED_ROWS]
     middle = len(adapters) // 2
@@ -162,14 +162,16 @@ def choose(
 
     def written(way: Projection) -> torch.Tensor:
         """(layers, rows, K and V) of one way, on rows that held something else before."""
+        for rows in warm_rows:  # here, so that a way that fails with one of them is left out
+            work(way, rows)
         found, checked = [], slots[:CHECKED_ROWS]
         for layer, adapter in enumerate(adapters):
             buffers = pool.k_buffer[layer], pool.v_buffer[layer]
             for buffer in buffers:
                 buffer[checked] = 0
             way(pool, adapter, layer, *_sample(adapter, checked, context), checked)
-            rows = [buffer[checked].flatten(1).float() for buffer in buffers]
-            found.append(torch.cat(rows, dim=1).to(pool.k_buffer[0].dtype))
+            parts = [buffer[checked].flatten(1).float() for buffer in buffers]
+            found.append(torch.cat(parts, dim=1).to(pool.k_buffer[0].dtype))
         return torch.stack(found)
 
     def work(way: Projection, rows: int = TIMED_ROWS) -> None:
@@ -177,11 +179,7 @@ def choose(
 
     with torch.no_grad():
         what = "K and V from hidden states"
-        chosen = autotune.choose(what, ways, written, _differs, work, seconds)
-        if len(ways) > 1:
-            for rows in warm_rows:
-                work(ways[chosen], rows)
-    return chosen
+        return autotune.choose(what, ways, written, _differs, work, seconds)
 
 
 def _plain(adapter: LayerAdapter, context: int) -> bool:

@@ -146,7 +146,9 @@ def _of_layer(
     if hidden and device.type == "cuda":
         # What is measured is what serves: the way is chosen again on the whole pool, by the same
         # rules and on a layer of the same size.
-        slots = torch.arange(rows, dtype=torch.int64, device=device)
+        # From slot 1 on, as an allocator gives them: SGLang keeps slot 0 for padding and its kernels
+        # write nothing there. The pool has a page more than its rows.
+        slots = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
         project = projection_for(pool, alike, slots, runner.model_config.context_len)
     width = adapter.qkv.weight.shape[1]
     sink = KvPoolRows(pool, alike, project, columns=partial(columns_of, runner))
