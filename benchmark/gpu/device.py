@@ -37,7 +37,7 @@ ROW = 8192
 """Bytes of a hidden state of a 7B model in bfloat16."""
 
 BLOCK = 64
-PINNED_GIB = (16, 48)
+PINNED_GIB = (4, 16)
 
 
 class Bench:

@@ -38,36 +38,29 @@ def _hicache(name: str, command: tuple[str, ...], minutes: float, about: str) ->
 
 MHA, BIG, GQA = "llama-2-7b", "llama-2-13b", "llama-3.1-8b"
 
+CALL_MINUTES = 9.0
+CALLS = (
+    ("device", "drift", "restore-7b"),
+    ("chat-stock", "chat-auto", "copies-checked"),
+    ("chat-hicache", "capture"),
+)
+"""The first steps, as calls of CALL_MINUTES do them: one after the other, each on a cold machine."""
+
 STEPS = (
     Step(
         "device",
         "device facts, rates of every kind of copy, time of pinning",
-        2.0,
+        1.5,
         (f"{GPU}.device",),
         ("--rehearse",),
         takes_server_args=False,
     ),
     Step(
-        "copies-checked",
-        "tests of the copy lanes on this device",
-        0.7,
-        (f"{GPU}.checked", "test/device/test_copy_stream.py"),
-        (),
-        takes_server_args=False,
-    ),
-    Step(
         "drift",
         "restored K/V of one family against the originals",
-        1.5,
+        3.0,
         (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "bfloat16"),
         ("--forms", "hidden"),
-    ),
-    Step(
-        "drift-deterministic",
-        "the same under --enable-deterministic-inference",
-        1.5,
-        (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "bfloat16", "--deterministic"),
-        gpu_only=NO_DETERMINISM,
     ),
     Step(
         "restore-7b",
@@ -76,15 +69,30 @@ STEPS = (
         _restore(MHA, "1024,4096,16384"),
         ("--rehearse", "--histories", "512,1024", "--rounds", "2"),
     ),
-    Step("chat-stock", "returning chats, plain SGLang", 2.5, _chat(MHA, "stock"), ("--rehearse",)),
-    _hicache("chat-hicache", _chat(MHA, "hicache"), 2.5, "returning chats, HiCache"),
-    Step("chat-auto", "returning chats, sglang-hc", 2.5, _chat(MHA, "auto"), ("--rehearse",)),
+    Step("chat-stock", "returning chats, plain SGLang", 3.0, _chat(MHA, "stock"), ("--rehearse",)),
+    Step("chat-auto", "returning chats, sglang-hc", 3.5, _chat(MHA, "auto"), ("--rehearse",)),
+    Step(
+        "copies-checked",
+        "tests of the copy lanes on this device",
+        0.7,
+        (f"{GPU}.checked", "test/device/test_copy_stream.py"),
+        (),
+        takes_server_args=False,
+    ),
+    _hicache("chat-hicache", _chat(MHA, "hicache"), 4.0, "returning chats, HiCache"),
     Step(
         "capture",
         "time between tokens with capture on and off",
-        3.0,
+        4.5,
         (f"{RESTORE}.capture", "--shape", MHA, "--repeats", "1"),
         ("--rehearse",),
+    ),
+    Step(
+        "drift-deterministic",
+        "the same under --enable-deterministic-inference",
+        3.0,
+        (f"{RESTORE}.drift", "--models", "llama-mha", "--dtypes", "bfloat16", "--deterministic"),
+        gpu_only=NO_DETERMINISM,
     ),
     Step(
         "kernels",
@@ -152,21 +160,21 @@ STEPS = (
     _hicache(
         "chat-hicache-layer-first",
         _chat(MHA, "hicache-layer-first"),
-        2.5,
+        4.0,
         "returning chats, HiCache's other memory layout",
     ),
     _hicache(
         "chat-hicache-direct",
         _chat(MHA, "hicache-direct"),
-        2.5,
+        4.0,
         "returning chats, HiCache's other I/O back end",
     ),
-    Step("chat-8b-stock", "returning chats, 8B, plain SGLang", 2.5, _chat(GQA, "stock")),
-    _hicache("chat-8b-hicache", _chat(GQA, "hicache"), 2.5, "returning chats, 8B, HiCache"),
-    Step("chat-8b-auto", "returning chats, 8B, sglang-hc", 2.5, _chat(GQA, "auto")),
-    Step("chat-auto-again", "a second repeat, order reversed", 2.5, _chat(MHA, "auto", 2)),
-    _hicache("chat-hicache-again", _chat(MHA, "hicache", 2), 2.5, "a second repeat"),
-    Step("chat-stock-again", "a second repeat", 2.5, _chat(MHA, "stock", 2)),
+    Step("chat-8b-stock", "returning chats, 8B, plain SGLang", 3.0, _chat(GQA, "stock")),
+    _hicache("chat-8b-hicache", _chat(GQA, "hicache"), 4.0, "returning chats, 8B, HiCache"),
+    Step("chat-8b-auto", "returning chats, 8B, sglang-hc", 3.5, _chat(GQA, "auto")),
+    Step("chat-auto-again", "a second repeat, order reversed", 3.5, _chat(MHA, "auto", 2)),
+    _hicache("chat-hicache-again", _chat(MHA, "hicache", 2), 4.0, "a second repeat"),
+    Step("chat-stock-again", "a second repeat", 3.0, _chat(MHA, "stock", 2)),
     Step(
         "capture-again",
         "two more pairs of engines",

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
 from triton.compiler.errors import CompilationError
 
 from sglang_hc_kernels import Epilogue, KNorm, Rotary, triton_kv, triton_project, triton_rows

@@ -31,8 +31,8 @@ class BucketEvent:
 
 
 class ThrottledCopyStream(HostCopyStream):
-    """`bytes_per_s` on `clock`; `sleep` passes time on it. call_s: what a copy costs the thread that
-    submits it."""
+    """`bytes_per_s` on `clock`; `sleep` passes time on it. call_s: what a copy costs the
+    thread that submits it."""
 
     def __init__(
         self,

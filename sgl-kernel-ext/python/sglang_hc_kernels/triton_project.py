@@ -20,7 +20,7 @@ FEW, MANY = 16, 512
 """Row counts at which `default_tile` changes: up to the first, up to the second, above."""
 
 _SHARED_BYTES = 96 * 1024
-"""Staging per program that every GPU since sm_86 can give (99 KiB on sm_86 and sm_89)."""
+"""Tiles in flight per program, which every GPU since sm_80 can hold (99 KiB on sm_86 and sm_89)."""
 
 
 @dataclass(frozen=True)

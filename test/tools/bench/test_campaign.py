@@ -18,7 +18,7 @@ import pytest
 
 import sglang_hc
 from benchmark.gpu import campaign, install, published, runner
-from benchmark.gpu.steps import STEPS
+from benchmark.gpu.steps import CALL_MINUTES, CALLS, STEPS
 from sglang_hc.tools.bench.cells import latest, read
 from support import campaign_steps
 from support.waiting import HANGS_S
@@ -198,7 +198,7 @@ def test_the_steps_have_names_and_limits_of_their_own() -> None:
         assert importlib.util.find_spec(step.command[0]) is not None, step.command
         assert step.expected_s(False) < step.limit_s(False) <= 600 + 60
     # Correctness first; everything that is not measured twice is rehearsed or needs a GPU.
-    assert [step.name for step in STEPS[:3]] == ["device", "copies-checked", "drift"]
+    assert [step.name for step in STEPS[:3]] == ["device", "drift", "restore-7b"]
     scripts = {step.command[0] for step in STEPS}
     rehearsed = {s.command[0] for s in STEPS if s.rehearsal is not None or s.gpu_only}
     assert scripts == rehearsed
@@ -272,3 +272,20 @@ def test_results_are_what_make_tables_reads(tmp_path: Path) -> None:
         ["llama-2-7b", "adjacent", "1024", "host", "kv", "10.00", "0.90", "kv:32"]
     ]
     assert len(table["columns"]) == len(table["rows"][0])
+
+
+def test_calls_of_nine_minutes_do_what_they_are_for() -> None:
+    """The third step did not fit into the first call, and a chat without its rivals ran instead."""
+    minutes = {step.name: step.minutes for step in STEPS}
+    first = [step.name for step in STEPS[: sum(map(len, CALLS))]]
+    assert first == [name for call in CALLS for name in call]
+    begin_s = 15.0
+    for call in CALLS:
+        needed = 60 * sum(minutes[name] for name in call) + runner.RESERVE_S + begin_s
+        assert needed <= 60 * CALL_MINUTES, call
+
+
+def test_a_cold_machine_has_time_for_two_engines_in_the_first_comparison() -> None:
+    """Two engines, kernels compiled at run time and graphs: four minutes were its limit."""
+    drift = next(step for step in STEPS if step.name == "drift")
+    assert drift.limit_s(rehearse=False) >= 420

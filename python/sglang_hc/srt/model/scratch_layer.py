@@ -146,9 +146,7 @@ def _of_layer(
     if hidden and device.type == "cuda":
         # What is measured is what serves: the way is chosen again on the whole pool, by the same
         # rules and on a layer of the same size.
-        # From slot 1 on, as an allocator gives them: SGLang keeps slot 0 for padding and its kernels
-        # write nothing there. The pool has a page more than its rows.
-        slots = torch.arange(1, rows + 1, dtype=torch.int64, device=device)
+        slots = scratch_slots(rows, device)
         project = projection_for(pool, alike, slots, runner.model_config.context_len)
     width = adapter.qkv.weight.shape[1]
     sink = KvPoolRows(pool, alike, project, columns=partial(columns_of, runner))
@@ -170,6 +168,15 @@ def _of_layer(
     shape = model_shape(runner)
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
     return Subject(shape, staging, sink, prefill, rows, hidden, group.most)
+
+
+def scratch_slots(rows: int, device: torch.device) -> torch.Tensor:
+    """(rows,) int64 slots of a scratch pool, from 1 on, as an allocator gives them.
+
+    SGLang keeps slot 0 for padding, and its kernels write nothing there. A pool has a page more
+    than its rows.
+    """
+    return torch.arange(1, rows + 1, dtype=torch.int64, device=device)
 
 
 def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:
