@@ -44,7 +44,7 @@ CALLS = (
     ("chat-stock", "chat-auto", "copies-checked"),
     ("chat-hicache", "capture"),
 )
-"""The first steps, as calls of CALL_MINUTES do them: one after the other, each on a cold machine."""
+"""The first steps, as calls of CALL_MINUTES do them in turn, each on a cold machine."""
 
 STEPS = (
     Step(

@@ -95,7 +95,7 @@ def running(what: str, ways: Mapping[str, Callable[[], object]]) -> dict[str, Ca
     for name, way in ways.items():
         try:
             way()
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203
             # A kernel may fit at the few rows by which ways are compared and not at those timed.
             if not good:
                 raise

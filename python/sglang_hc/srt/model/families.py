@@ -87,9 +87,9 @@ class LayerAdapter:
         if self.k_norm is not None:
             k = self.k_norm(k.reshape(-1, self.head_dim)).view(rows, self._k_rows)
         if self.rotary is not None:
-            # The rotary embedding wants queries and keys, and on CUDA rotates both in place. Some of
-            # its kernels want the heads of the former to be a multiple of those of the latter: K
-            # goes in as queries, beside a key of one head.
+            # The rotary embedding wants queries and keys, and on CUDA rotates both in place. Some
+            # of its kernels want the heads of the former to be a multiple of those of the latter:
+            # K goes in as queries, beside a key of one head.
             key = torch.zeros((rows, self.head_dim), dtype=k.dtype, device=k.device)
             k, _ = self.rotary(positions, k.contiguous(), key)
         return (
