@@ -91,7 +91,7 @@ def fastest(what: str, ways: Mapping[str, Callable[[], object]], seconds: Second
 
 def running(what: str, ways: Mapping[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
     """The ways that run; each one is run once, which pays for compiling and for memory."""
-    good = {}
+    good: dict[str, Callable[[], object]] = {}
     for name, way in ways.items():
         try:
             way()
