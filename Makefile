@@ -4,6 +4,8 @@ UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# What was resolved, without where it came from.
+LOCK := .venv/lock.txt
 KERNEL_TESTS := $(wildcard sgl-kernel-ext/test)
 # Two files at a time, in the order of test/conftest.py: an engine or a server of a test takes about
 # one core and 2.5 GB.
@@ -23,7 +25,7 @@ endif
 # An engine imports a thousand modules; without their bytecode each start takes half a minute more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup models demo demo-forms test test-fast lint nightly
+.PHONY: setup models demo demo-forms test test-fast lint nightly audit
 
 setup: $(INSTALLED)
 
@@ -34,6 +36,7 @@ setup: $(INSTALLED)
 $(INSTALLED): pyproject.toml | $(filter .venv/bin/uv,$(UV))
 	test -x $(BIN)/python || $(UV) venv --no-python-downloads --python $(PYTHON) .venv
 	$(UV) pip install --python $(BIN)/python -e '.[dev,real-model]'
+	$(UV) pip freeze --python $(BIN)/python --exclude-editable > $(LOCK)
 	touch $@
 
 models: setup
@@ -66,3 +69,8 @@ lint: setup
 nightly: models
 	$(PYTEST) -m slow $(KERNEL_TESTS)
 	$(PYTEST) -m slow test
+	$(MAKE) audit
+
+# Not part of `make test`: advisories appear without a change here.
+audit: setup
+	$(BIN)/python scripts/audit.py $(LOCK)

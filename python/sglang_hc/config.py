@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,11 +68,22 @@ class HcConfig(msgspec.Struct, frozen=True):
                     flag.verify(name, one)
         if self.overflow == "reembed":
             self._check_reembed()
-        if self.remote_config is not None and self.remote is None:
-            raise ConfigError(
-                "remote_config (--hc-remote-config) is for a remote store; name one with "
-                f"--hc-remote, one of {', '.join(REMOTES)}"
-            )
+        self.check_needs(self.changed())
+
+    def changed(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        fields = msgspec.structs.fields(HcConfig)
+        return [field.name for field in fields if getattr(self, field.name) != field.default]
+
+    def check_needs(self, given: Iterable[str]) -> None:
+        """Raise ConfigError for an option of `given` that does nothing without another one."""
+        for name in given:
+            need = FLAGS[name].need
+            if need is not None and not need.met(self):
+                raise ConfigError(
+                    f"{name} ({flag_of(name)}) does nothing without {need.flags}; add it, or leave "
+                    f"{flag_of(name)} out"
+                )
 
     def _check_reembed(self) -> None:
         if self.exact:
@@ -100,15 +110,6 @@ class HcConfig(msgspec.Struct, frozen=True):
     def from_json(cls, text: str, where: str = CONFIG_ENV) -> HcConfig:
         """Config from a JSON object. Raises ConfigError."""
         return cls.from_mapping(decode_json(text, object, where), where)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> HcConfig:
-        """Config from parsed `--hc-*` flags."""
-        given: dict[str, Any] = {}
-        for name in FLAGS:
-            value = getattr(args, f"hc_{name}")
-            given[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**given)
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON types: it travels in SGLang's server arguments and shows in /server_info."""
@@ -182,16 +183,37 @@ def read_remote_config(text: str | None) -> dict[str, object]:
     return decode_json(text, dict[str, object], where)
 
 
+class Need(NamedTuple):
+    """What an option has no effect without.
+
+    met: whether it is there. flags: its flags, in words.
+    """
+
+    met: Callable[[HcConfig], bool]
+    flags: str
+
+
+_DISK = Need(lambda config: bool(config.disk), "--hc-disk")
+_REMOTE = Need(lambda config: config.remote is not None, f"--hc-remote ({', '.join(REMOTES)})")
+_BELOW = Need(
+    lambda config: bool(config.disk) or config.remote is not None or config.overflow == "reembed",
+    "--hc-disk, --hc-remote or --hc-overflow reembed",
+)
+_OVERFLOW = Need(lambda config: config.overflow != "off", "--hc-overflow recompute or reembed")
+
+
 class Flag(NamedTuple):
     """How one field of HcConfig appears on the command line.
 
-    check: raises ConfigError for a value that cannot be used; it does not name the option.
+    check: raises ConfigError for a value that cannot be used; it does not name the option. need:
+    None for an option that has an effect by itself.
     """
 
     help: str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
     check: Callable[[Any], object] | None = None
+    need: Need | None = None
 
     def verify(self, name: str, value: object) -> None:
         """Raise ConfigError that names the field and the flag."""
@@ -232,6 +254,7 @@ FLAGS: dict[str, Flag] = {
     "prefetch": Flag(
         "when blocks are read from disk: before a request's turn (queue), when it arrives, never",
         choices=("queue", "on-arrival", "off"),
+        need=_BELOW,
     ),
     "trace": Flag(
         "record what the tiers do in this file; `sglang-hc replay` reads it",
@@ -249,7 +272,10 @@ FLAGS: dict[str, Flag] = {
         choices=REMOTES,
     ),
     "remote_config": Flag(
-        "options of the remote store, as JSON or in a file", "JSON|FILE", check=read_remote_config
+        "options of the remote store, as JSON or in a file",
+        "JSON|FILE",
+        check=read_remote_config,
+        need=_REMOTE,
     ),
     "profile": Flag(
         "costs of this machine, as `sglang-hc profile` writes them (default: measured at the "
@@ -279,6 +305,7 @@ FLAGS: dict[str, Flag] = {
         "pace at which what is on disk is verified in the background; 0 is off",
         "MB_PER_S",
         check=_between(0, float("inf"), "0 or more MB per second"),
+        need=_DISK,
     ),
     "overflow": Flag(
         "what happens to a prompt longer than the context window: off is SGLang's own answer, "
@@ -289,16 +316,19 @@ FLAGS: dict[str, Flag] = {
         "tokens at the start of a prompt that are never cut, at least a block",
         "TOKENS",
         check=_between(0, float("inf"), "0 or more tokens"),
+        need=_OVERFLOW,
     ),
     "overflow_drop": Flag(
         "share of the window that one cut drops",
         "SHARE",
         check=_between(0.05, 0.95, "a share from 0.05 to 0.95"),
+        need=_OVERFLOW,
     ),
     "overflow_reserve": Flag(
         "tokens of the window that a cut leaves free for the answer, at least",
         "TOKENS",
         check=_between(1, float("inf"), "1 or more tokens"),
+        need=_OVERFLOW,
     ),
     "exact": Flag(
         "restore only what comes back bit by bit: KV form, and what a check at start proves"
@@ -310,48 +340,6 @@ FLAGS: dict[str, Flag] = {
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return f"--hc-{name.replace('_', '-')}"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the `--hc-*` flags."""
-    group = parser.add_argument_group("sglang-hc", "the tiers below the GPU's radix cache")
-    for field in msgspec.structs.fields(HcConfig):
-        flag = FLAGS[field.name]
-        option: dict[str, Any] = {"help": flag.help.replace("%", "%%")}
-        if field.type is bool:
-            option["action"] = "store_true"
-        else:
-            option |= {"metavar": flag.metavar, "choices": flag.choices, "default": field.default}
-            option["type"] = _reader(flag.check, _PARSERS.get(field.type, str))
-            if field.default == ():
-                option |= {"action": "append", "default": []}
-            elif field.default is not None:
-                option["help"] += " (default: %(default)s)"
-        group.add_argument(flag_of(field.name), **option)
-
-
-_PARSERS: dict[Any, Callable[[str], Any]] = {float: float, float | None: float, int: int}
-
-
-def _reader(
-    check: Callable[[Any], object] | None, parse: Callable[[str], Any]
-) -> Callable[[str], Any]:
-    """An argparse type that reports a failed check in argparse's own way."""
-
-    def read(text: str) -> Any:
-        try:
-            value = parse(text)
-        except ValueError:
-            kind = "a whole number" if parse is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {kind}, got {text!r}") from None
-        try:
-            if check is not None:
-                check(value)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return value
-
-    return read
 
 
 def host_bytes(config: HcConfig, processes: int = 1) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_hc.config import ConfigError, add_flags
+from sglang_hc.command_line import add_flags
+from sglang_hc.config import ConfigError
 from sglang_hc.srt.server_args import ALWAYS_ENV, config_of, explicit_plan
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, add_flags
+from sglang_hc.command_line import add_flags, config_from, given_flags
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of
 from sglang_hc.forms import LayerPlan, PlanError
-from sglang_hc.srt import cpu
+from sglang_hc.srt import cpu, hicache_flags
 from sglang_hc.srt.graphs import check_prefill_graphs
 from sglang_hc.store.disk import DirectorySpec
 
@@ -54,17 +55,34 @@ _from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("h
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ServerArgs.add_cli_args."""
     add_flags(parser)
+    hicache_flags.forget_defaults(parser)
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """AROUND ServerArgs.from_cli_args: carry our flags to `post_init`."""
-    config = HcConfig.from_args(args)
-    wanted = config != HcConfig() or os.environ.get(ALWAYS_ENV) == "1"
-    token = _from_flags.set(config if wanted else None)
+    config = _asked_for(args)
+    if config is not None and not config.disable:
+        hicache_flags.refuse(hicache_flags.given(args))
+    token = _from_flags.set(config)
     try:
-        return original(cls, args)
+        return original(cls, hicache_flags.with_defaults(args))
     finally:
         _from_flags.reset(token)
+
+
+def _asked_for(args: argparse.Namespace) -> HcConfig | None:
+    """What a command line and the environment say together; None when nobody asks for the tier."""
+    flags = given_flags(args)
+    if CONFIG_ENV in os.environ:
+        if flags:
+            raise ConfigError(
+                f"{CONFIG_ENV} and {flag_of(min(flags))}: options come from one place; unset "
+                f"{CONFIG_ENV}, or leave the --hc flags out"
+            )
+        return HcConfig.from_json(os.environ[CONFIG_ENV])
+    if flags or os.environ.get(ALWAYS_ENV) == "1":
+        return config_from(args)
+    return None
 
 
 def post_init(original: Callable[[Any], None], self: Any) -> None:
@@ -75,6 +93,12 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
     config = _from_flags.get()
     if config is None and CONFIG_ENV in os.environ:
         config = HcConfig.from_json(os.environ[CONFIG_ENV])
+        if not config.disable:
+            hicache_flags.refuse(hicache_flags.changed(self))
+    if config is not None and config.disable:
+        idle = [flag_of(name) for name in config.changed() if name != "disable"]
+        if idle:
+            logger.warning("sglang-hc: --hc-disable: %s without effect", ", ".join(idle))
     if config is not None:
         if not torch.cuda.is_available():
             chosen = cpu.choose_backends(self)
