@@ -23,7 +23,7 @@ ROWS = {
 }
 OF_SGLANG = {
     "--model-path", "--dp-size", "--radix-eviction-policy", "--enable-priority-scheduling",
-    "--tokenizer-worker-num", "--enable-deterministic-inference",
+    "--tokenizer-worker-num", "--enable-deterministic-inference", "--config",
 }  # fmt: skip
 
 
