@@ -149,7 +149,7 @@ class SourceServer:
         shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         self.bucket = Bucket(rate)
-        below = ["--hc-disk", f"{folder}/disk:8"]
+        below = ["--hc-disk", f"{folder}/disk:8", "--hc-scrub-mb-s", "0"]
         if store == "file":
             Path(folder, "file").mkdir(exist_ok=True)
             below = [
@@ -162,7 +162,7 @@ class SourceServer:
         meter_io_process()
         self.core = Core(
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
-            "--dtype", "float32", "--hc-host-size-gb", "1.5", "--hc-scrub-mb-s", "0",
+            "--dtype", "float32", "--hc-host-size-gb", "1.5",
             "--chunked-prefill-size", str(longest + POOL_SPARE), "--hc-io", "process",
             # SGLang sets aside memory for the chunk, as on a GPU: of 24 GiB nothing would be left.
             "--disable-overlap-schedule", "--mem-fraction-static", "0.5",
