@@ -22,6 +22,7 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.eviction import EvictionPolicy, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
 from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
@@ -51,7 +52,7 @@ def tiers_of(
     the disk evict what no waiting request needs."""
     plan = LayerPlan(0, 1, 0)
     layout = BlockLayout(plan, StateShape(1, 8, (8, 8), "float32"))
-    window: LookAhead[str] = LookAhead()
+    window: LookAhead[Serial] = LookAhead()
     pins = SessionPins.sized_for(slots)
     priority = RetentionPriority(window, pins)
     policy: EvictionPolicy[BlockNode] = LruPolicy()

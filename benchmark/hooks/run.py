@@ -38,6 +38,7 @@ from benchmark.hooks.parts import cache_over, cache_params, fill, microseconds, 
 from benchmark.hooks.waiting import BLOCKS, WAITING, measure_queue
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
+from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -172,7 +173,7 @@ def measure_evict(rounds: int) -> list[dict[str, Any]]:
 
 def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
     """(stock, ours) of one call each, the longest unused `waiting` conversations needed."""
-    window: LookAhead[str] = LookAhead()
+    window: LookAhead[Serial] = LookAhead()
     tiers = tiers_of(64)
     order = DeviceOrder(tiers.host.tree.fingerprint, window, lambda _: True)
     stock, ours = RadixCache(cache_params()), cache_over(tiers, order)
@@ -183,7 +184,8 @@ def evictions(waiting: int, rounds: int) -> list[tuple[float, float]]:
             arrive(cache, number)
     for number in range(waiting):
         needs = tiers.host.tree.identities(Prefix(None, pack_tokens(conversation(number))))
-        window.update([*window.order, f"r{number}"], waiting, {f"r{number}": needs}.__getitem__)
+        request = Serial(number)
+        window.update([*window.order, request], waiting, {request: needs}.__getitem__)
     times = []
     for number in range(rounds):
         taken: dict[int, float] = {}

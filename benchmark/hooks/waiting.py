@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from benchmark.hooks.parts import CPU, cache_params, microseconds, summary, tiers_of
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.hooks import arrange
 from sglang_hc.srt.streams import ComputeStream
@@ -62,7 +63,7 @@ class Queue:
     def __init__(self, disk: InstantDisk | None, *, ready_first: bool) -> None:
         tiers = tiers_of(HOST_SLOTS, disk, by_queue=True, ready_first=ready_first)
         for _ in range(64):
-            tiers.queue.finished("before", BLOCKS)
+            tiers.queue.finished(Serial(-1), BLOCKS)
         retention = tiers.retention
         order = DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
         scheduler: Any = NoScheduler()
@@ -82,7 +83,7 @@ class Queue:
         tokens = array("q", range(self.count, self.count + BLOCKS * BLOCK_TOKENS + 1))
         req = SimpleNamespace(
             rid=f"r{self.count}", full_untruncated_fill_ids=tokens, extra_key=None,
-            sampling_params=SimpleNamespace(custom_params=None),
+            sampling_params=SimpleNamespace(custom_params=None), req_pool_idx=None,
         )  # fmt: skip
         self.count += 1
         self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
@@ -98,10 +99,12 @@ class Queue:
     def admit(self) -> None:
         """The first that may be admitted is; the one of the pass before is over."""
         for req in self.running:
-            self.cache.waiting.finished(req.rid, BLOCKS)
+            self.cache.waiting.finished(req, BLOCKS)
+        arrange(None, self.policy, self.waiting)
         chosen = next(r for r in self.waiting if self.cache.check_prefetch_progress(r.rid))
         self.waiting.remove(chosen)
         self.cache.pop_prefetch_loaded_tokens(chosen.rid)
+        chosen.req_pool_idx = 0
         self.running = [chosen]
 
     def still(self, passes: int) -> list[float]:

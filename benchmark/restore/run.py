@@ -41,7 +41,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile
@@ -84,7 +84,7 @@ class Early:
         copied = -1
         while copied != self.buffer.counters["early_layer_tokens"]:
             copied = self.buffer.counters["early_layer_tokens"]
-            self.buffer.on_schedule_step(["waiting"], lambda rid: waiting)
+            self.buffer.on_schedule_step([Serial(0)], lambda _: waiting)
         self._engine.wait()
         self.buffer.poll()
 

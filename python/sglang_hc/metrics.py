@@ -46,6 +46,8 @@ COUNTS = {
     "restorations": "Restorations from the host tier.",
     "restored_tokens": "Tokens restored from the host tier.",
     "early_restored_tokens": "Of these, while the rest of their history was on its way.",
+    "retracted_restored_tokens": "Of these, for requests that came back after a retraction.",
+    "retracted_tokens": "Tokens of state that retracted requests had when they made room.",
     "recomputed_layer_tokens": "Of these, layers times tokens that the model computed again.",
     "late_layers": "Passes run again because a layer that was being read was late or lost.",
     "early_layer_tokens": "Tokens of a layer copied to the device before their request's turn.",

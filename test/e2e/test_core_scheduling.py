@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.core import Core, run_in_child
+from support.during import when
 from support.meetings import HeldDisk, on_disk
 
 POOL = 640
@@ -27,20 +27,6 @@ def prompt(seed: int, length: int) -> list[int]:
 def evict(core: Core) -> None:
     core.tree.tiers.drain()
     core.flood(random.Random(1), 2 * POOL)
-
-
-def when(core: Core, condition: Callable[[], bool], action: Callable[[], None]) -> list[bool]:
-    """Call `action` once, at the first scheduling pass at which `condition` holds."""
-    called: list[bool] = []
-
-    def receive() -> list[Any]:
-        if not called and condition():
-            called.append(True)
-            action()
-        return core.receive()
-
-    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-    return called
 
 
 def two_turns(flags: tuple[str, ...]) -> tuple[list, list, dict]:

@@ -90,6 +90,7 @@ class Core:
         self.scheduler._add_request_to_queue = self._note(self.scheduler._add_request_to_queue)
         self.inbox: list[Any] = []
         self.requests: dict[str, Any] = {}
+        self.arrived: list[Any] = []
         self._names = itertools.count()
         self._quiet = 0
         self._steps: int | None = None
@@ -118,6 +119,7 @@ class Core:
         logprobs_from: int | None = None,
         top: int = 0,
         lora: str | None = None,
+        rid: str | None = None,
         **sampling: Any,
     ) -> str:
         """Hand in a request; it runs in the next `run`. Returns its id.
@@ -125,7 +127,8 @@ class Core:
         A prompt that is too long is cut as the flags say; logprobs_from must lie behind the cut.
 
         logprobs_from: ask for the log probabilities of the prompt from this token on. top: so many
-        most likely tokens are reported for each token of the reply. lora: id of an adapter.
+        most likely tokens are reported for each token of the reply. lora: id of an adapter. rid:
+        the request's id, by default one of its own; see `named`.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -136,7 +139,8 @@ class Core:
             logprobs_from -= dropped
         params = SamplingParams(**sampling)
         params.normalize(None)
-        rid = f"r{next(self._names)}."  # SGLang aborts all whose id begins with that of the abort
+        if rid is None:  # SGLang aborts all whose id begins with that of the abort
+            rid = f"r{next(self._names)}."
         self.inbox.append(
             TokenizedGenerateReqInput(
                 rid=rid,
@@ -192,9 +196,16 @@ class Core:
         except Idle:
             return
 
+    def named(self, rid: str) -> list[Any]:
+        """SGLang's requests of this id, in the order in which they came."""
+        return [req for req in self.arrived if req.rid == rid]
+
     def reply(self, rid: str) -> Reply:
-        req = self.requests[rid]
-        assert req.finished(), f"{rid} is not finished"
+        """The reply to the last request of this id."""
+        return self.reply_to(self.requests[rid])
+
+    def reply_to(self, req: Any) -> Reply:
+        assert req.finished(), f"{req.rid} is not finished"
         return Reply(
             list(req.output_ids_through_stop),
             req.cached_tokens_device,
@@ -308,6 +319,8 @@ class Core:
     def _note(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def add(req: Any, *args: Any, **kwargs: Any) -> Any:
             self.requests[req.rid] = req
+            if req not in self.arrived:
+                self.arrived.append(req)
             return original(req, *args, **kwargs)
 
         return add

@@ -29,6 +29,7 @@ from sglang_hc.capture.saving import DeviceState, PassRows, kv_rows
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.device.gather_scatter import word
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
+from sglang_hc.queue.requests import Serial
 from sglang_hc.store.executor import CopyRows, RowSpan
 from sglang_hc.tree.block_tree import BlockNode, PathMatch
 from sglang_hc.tree.host_tier import HostTier
@@ -38,7 +39,7 @@ from sglang_hc.tree.identity import TOKEN_BYTES, Prefix
 class Segment(NamedTuple):
     """`rows` rows of one forward pass: positions [position, position + rows) of a request."""
 
-    rid: str
+    request: Serial
     position: int
     row: int
     rows: int
@@ -86,22 +87,22 @@ class Capture:
         self._pool = device.pool
         self._on_ready = on_ready
         self._clock = clock
-        self._stages: dict[str, _Stage] = {}
+        self._stages: dict[Serial, _Stage] = {}
         self.counters: Counter[str] = Counter()
 
-    def is_open(self, rid: str) -> bool:
+    def is_open(self, request: Serial) -> bool:
         """Whether the request was opened and not dropped since. It need not be kept."""
-        return rid in self._stages
+        return request in self._stages
 
-    def open(self, rid: str, prefix: Prefix) -> None:
+    def open(self, request: Serial, prefix: Prefix) -> None:
         """A request starts to compute behind `prefix`, whose state is on the device already.
 
         If the prefix ends inside a block, the rows of that block are copied from the host tier.
         """
-        self.drop(rid)
+        self.drop(request)
         start = prefix.num_tokens
         base = start % BLOCK_TOKENS
-        stage = self._stages[rid] = _Stage(start - base, start, cut=True)
+        stage = self._stages[request] = _Stage(start - base, start, cut=True)
         match = self._tier.tree.match(prefix)
         if match.tokens < start:
             self.counters["hole"] += 1
@@ -146,7 +147,7 @@ class Capture:
 
         rows = PassRows(self.hidden, fill)
         for segment in segments:
-            stage = self._stages.get(segment.rid)
+            stage = self._stages.get(segment.request)
             if stage is not None:
                 self._take_segment(stage, segment, rows, taps.shape[1])
         rows.end()
@@ -167,7 +168,7 @@ class Capture:
         spans = self._place(stage, segment.position, segment.row, room)
         rows.add(segment.row, count, spans, rewritten)
 
-    def commit(self, rid: str, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
+    def commit(self, request: Serial, kept: Prefix, slots: torch.Tensor, final: bool) -> None:
         """The radix tree keeps `kept` of this request: make the blocks that the host tier lacks.
 
         slots: (tokens,) int64 device slots of what is kept. final: the request is over, and its
@@ -177,18 +178,18 @@ class Capture:
         match = self._tier.tree.match(kept)
         if match.tokens < kept.num_tokens:
             self._tier.pin(match.nodes)  # making room must not take the path we extend
-            self._publish(rid, kept, match, slots, final)
+            self._publish(request, kept, match, slots, final)
             self._tier.unpin(match.nodes)
             match = self._tier.tree.match(kept)
         self._tier.access(match.nodes, self._clock())
         if final:
-            self.drop(rid)
+            self.drop(request)
         else:
-            self._release_published(rid, match.tokens // BLOCK_TOKENS)
+            self._release_published(request, match.tokens // BLOCK_TOKENS)
 
-    def drop(self, rid: str) -> None:
+    def drop(self, request: Serial) -> None:
         """Forget a request's stage; harmless for one that has none."""
-        stage = self._stages.pop(rid, None)
+        stage = self._stages.pop(request, None)
         if stage is not None:
             self._discard(list(stage.slots.values()))
 
@@ -199,8 +200,8 @@ class Capture:
 
     def clear(self) -> None:
         """Forget every stage and every block. Waits until every row is in its slot."""
-        for rid in list(self._stages):
-            self.drop(rid)
+        for request in list(self._stages):
+            self.drop(request)
         self.flush()
         self.scatters.drain()
         self._tier.clear()
@@ -232,14 +233,14 @@ class Capture:
 
     def _publish(
         self,
-        rid: str,
+        request: Serial,
         kept: Prefix,
         known: PathMatch,
         device_slots: torch.Tensor,
         final: bool,
     ) -> None:
         first_block = known.tokens // BLOCK_TOKENS
-        stage = self._stages.get(rid)
+        stage = self._stages.get(request)
         length = self._staged_length(stage, kept.num_tokens, known.tokens)
         blocks: list[tuple[int, int]] = []  # (block, slot), before anything is published
         for block in range(first_block, -(-length // BLOCK_TOKENS)):
@@ -328,9 +329,9 @@ class Capture:
 
         self.scatters.last().then(settle)
 
-    def _release_published(self, rid: str, full_blocks: int) -> None:
+    def _release_published(self, request: Serial, full_blocks: int) -> None:
         """Free the slots of blocks that the tree has by now, from this request or another one."""
-        stage = self._stages.get(rid)
+        stage = self._stages.get(request)
         if stage is None:
             return
         done = [block for block in stage.slots if block < full_blocks]

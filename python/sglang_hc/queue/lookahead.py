@@ -23,7 +23,7 @@ from sglang_hc.queue.fetches import Missing, RestoreCosts
 from sglang_hc.queue.meeting import TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tree.cuts import EarlierPath
@@ -79,7 +79,7 @@ class QueueView:
         self,
         host: HostTier,
         disk: DiskTier | None,
-        window: LookAhead[str],
+        window: LookAhead[Serial],
         rules: QueueRules,
         costs: RestoreCosts,
         priority: RetentionPriority | None = None,
@@ -99,11 +99,11 @@ class QueueView:
         slots = host.num_slots, disk.capacity if disk is not None else 0
         self._prefetcher = Prefetcher(window, self, costs, slots, mode)
         self.requests = window.requests
-        self.admission: Admission[str] = Admission(self.requests, ready_first=rules.ready_first)
+        self.admission: Admission[Serial] = Admission(self.requests, ready_first=rules.ready_first)
         self._can_meet = rules.can_meet
         below = disk if disk is not None else mover
         self._now = below.now if below is not None else time.monotonic
-        self.meetings: Meetings[str] = Meetings(host.tree, costs, self.counters, self._now)
+        self.meetings: Meetings[Serial] = Meetings(host.tree, costs, self.counters, self._now)
         self._changed: set[bytes] = set()
         """Blocks of which the disk is to be told when they are used next."""
         self._priority = priority
@@ -122,7 +122,7 @@ class QueueView:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def on_schedule_step(self, queue: Sequence[str], decoding: int = 0) -> None:
+    def on_schedule_step(self, queue: Sequence[Serial], decoding: int = 0) -> None:
         """The waiting requests, the next to be served first, and how many requests decode; once
         per pass, at its top."""
         self.meetings.decoding = decoding
@@ -134,57 +134,57 @@ class QueueView:
         admitted = self.admission.admitted(departed)
         if admitted:
             self._prefetcher.admitted(admitted, self._now())
-        for rid in departed:  # others may have left without a word
-            self._prefetcher.cancel(rid)
+        for request in departed:  # others may have left without a word
+            self._prefetcher.cancel(request)
         self._send_eviction_hints()
         self._prefetcher.fetch()
 
-    def arrived(self, rid: str, look: Callable[[], Waiting]) -> None:
+    def arrived(self, request: Serial, look: Callable[[], Waiting]) -> None:
         """A request was queued, or queued again. look: says what it is."""
-        self._prefetcher.arrived(rid, look)
+        self._prefetcher.arrived(request, look)
 
-    def look_at(self, rid: str) -> Waiting:
+    def look_at(self, request: Serial) -> Waiting:
         """What a waiting request is."""
-        record = self.requests[rid]
+        record = self.requests[request]
         if record.waiting is None:
             record.waiting = record.look()
         return record.waiting
 
-    def ready(self, rid: str) -> bool:
+    def ready(self, request: Serial) -> bool:
         """Whether the request may be admitted now. Its turn has come, so what it lacks is fetched.
 
         False in at most MAX_BYPASSED passes that admit a request behind it; while none does, for no
         longer than `Prefetcher.ready` says.
         """
-        self.admission.asked(rid)
+        self.admission.asked(request)
         if not self._can_fetch:
             return True
-        if self.admission.is_due(rid):
-            self.counters["prefetch_bypassed"] += self.requests.is_fetching(rid)
-            self._prefetcher.give_up(rid)
+        if self.admission.is_due(request):
+            self.counters["prefetch_bypassed"] += self.requests.is_fetching(request)
+            self._prefetcher.give_up(request)
             return True
-        ready = self._prefetcher.ready(rid, self._now())
-        if self.meetings.of(rid) is not None:
-            waiting = self.look_at(rid)
+        ready = self._prefetcher.ready(request, self._now())
+        if self.meetings.of(request) is not None:
+            waiting = self.look_at(request)
             known = max(self._host.tree.match(waiting.prompt).tokens, waiting.on_device())
-            return self.meetings.may_begin(rid, known) and ready
+            return self.meetings.may_begin(request, known) and ready
         return ready
 
-    def readiness(self, rids: Collection[str]) -> Readiness[str]:
+    def readiness(self, requests: Collection[Serial]) -> Readiness[Serial]:
         """What it costs to restore each of these requests; ON_THE_WAY while blocks are on their way
         to it. Looked up once, and again when they have come."""
-        costs: dict[str, float] = {}
-        for rid, known in zip(rids, map(self.requests.get, rids), strict=True):
-            record = known or self.requests[rid]
+        costs: dict[Serial, float] = {}
+        for request, known in zip(requests, map(self.requests.get, requests), strict=True):
+            record = known or self.requests[request]
             cost = ON_THE_WAY if record.awaits else record.restore_seconds
             if cost is None:
-                cost = record.restore_seconds = self._restore_cost(rid)
-            costs[rid] = cost
+                cost = record.restore_seconds = self._restore_cost(request)
+            costs[request] = cost
         return costs.__getitem__
 
-    def take_loaded(self, rid: str) -> int:
+    def take_loaded(self, request: Serial) -> int:
         """Tokens that came from disk while this request waited for them; asked once."""
-        record = self.requests.get(rid)
+        record = self.requests.get(request)
         if record is None:
             return 0
         tokens, record.loaded_tokens = record.loaded_tokens, 0
@@ -193,7 +193,7 @@ class QueueView:
     # -- histories computed and read at the same time --------------------------------------------
 
     def meet(
-        self, request: str, missing: Missing, end: int, is_protected: IsProtected[Block] | None
+        self, request: Serial, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
         """See `fetches.Below`."""
         disk = self._disk
@@ -207,21 +207,21 @@ class QueueView:
 
     # -- ends of requests ------------------------------------------------------------------------
 
-    def left(self, rid: str) -> None:
+    def left(self, request: Serial) -> None:
         """The request left the queue without being admitted."""
-        self.meetings.end(rid)
-        self.admission.left(rid)
-        self._prefetcher.cancel(rid)
+        self.meetings.end(request)
+        self.admission.left(request)
+        self._prefetcher.cancel(request)
 
-    def finished(self, rid: str, blocks: int) -> None:
+    def finished(self, request: Serial, blocks: int) -> None:
         """A request of so many blocks is over: S_kv's next sample."""
-        self.meetings.end(rid)
-        self.admission.left(rid)
-        self._prefetcher.finished(rid, blocks)
+        self.meetings.end(request)
+        self.admission.left(request)
+        self._prefetcher.finished(request, blocks)
 
     # -- what the prefetcher asks ----------------------------------------------------------------
 
-    def missing(self, request: str) -> Missing | None:
+    def missing(self, request: Serial) -> Missing | None:
         """Blocks that can be had and are not in host memory; see `fetches.Below`."""
         path = self._path_of(request)
         first = sum(1 for _ in takewhile(self.in_host, path.block_ids))
@@ -239,7 +239,7 @@ class QueueView:
 
     def start(
         self,
-        request: str,
+        request: Serial,
         missing: Missing,
         first: int,
         count: int,
@@ -272,8 +272,8 @@ class QueueView:
 
     def _ended(self, block_ids: Iterable[bytes], loaded: int) -> None:
         """Blocks are in host memory, each with so many tokens that were loaded from below it."""
-        for rid, blocks in self._prefetcher.complete(block_ids).items():
-            record = self.requests[rid]
+        for request, blocks in self._prefetcher.complete(block_ids).items():
+            record = self.requests[request]
             record.loaded_tokens += blocks * loaded
             record.restore_seconds = None
 
@@ -282,11 +282,11 @@ class QueueView:
             self._mover.take_copied((block_id,))
         self._prefetcher.fail(block_id)
 
-    def _needs_of(self, rid: str) -> Sequence[bytes]:
+    def _needs_of(self, request: Serial) -> Sequence[bytes]:
         """Blocks that the request can use, wherever they are; worked out once per request."""
-        record = self.requests[rid]
+        record = self.requests[request]
         if record.needs is None:
-            prompt, _, earlier = self.look_at(rid)
+            prompt, _, earlier = self.look_at(request)
             record.needs, record.path = self._host.tree.path(prompt)
             if earlier is not None and self._mover is not None:
                 record.earlier = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
@@ -303,10 +303,10 @@ class QueueView:
             places = (way.place(block) for block in range(first, len(own)))
             yield from (ids[place] for place in places if place < len(ids))
 
-    def _find(self, rid: str, path: BlockPath, first: int) -> Sequence[SourceTier] | None:
+    def _find(self, request: Serial, path: BlockPath, first: int) -> Sequence[SourceTier] | None:
         """Where the blocks from `first` on that can be brought to host memory lie; None: not known
         yet."""
-        earlier = self.requests[rid].earlier
+        earlier = self.requests[request].earlier
         if self._mover is not None and earlier:
             return self._mover.find(path, earlier, first)
         if self._disk is None:
@@ -315,20 +315,20 @@ class QueueView:
         count = self._disk.find(wanted)
         return None if count is None else self._disk.sources(wanted[:count])
 
-    def _path_of(self, rid: str) -> BlockPath:
-        self._needs_of(rid)
-        path = self.requests[rid].path
+    def _path_of(self, request: Serial) -> BlockPath:
+        self._needs_of(request)
+        path = self.requests[request].path
         assert path is not None
         return path
 
-    def _restore_cost(self, rid: str) -> float:
+    def _restore_cost(self, request: Serial) -> float:
         """Cost to restore what the request has in the tiers, in the units of `costs`."""
-        waiting = self.look_at(rid)
+        waiting = self.look_at(request)
         on_device = waiting.on_device()
         known = max(self._host.tree.match(waiting.prompt).tokens, on_device)
         cost = self._costs.token_seconds(SourceTier.HOST) * (known - on_device)
         if self._disk is not None:
-            beyond = self._path_of(rid).block_ids[known // BLOCK_TOKENS :]
+            beyond = self._path_of(request).block_ids[known // BLOCK_TOKENS :]
             below = Counter(self._disk.sources(list(takewhile(self._disk.holds, beyond))))
             for tier, blocks in below.items():
                 cost += self._costs.token_seconds(tier) * blocks * BLOCK_TOKENS

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NewType, TypeVar
 
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix
@@ -21,6 +21,10 @@ K = TypeVar("K", bound=Hashable)
 """Name of a request."""
 
 T = TypeVar("T")
+
+Serial = NewType("Serial", int)
+"""Name of a request in a server: a number that no other request of its scheduler ever has. Clients
+choose the `rid` of a request, and two that are alive may share one."""
 
 DEPARTED_WITHIN = 128
 """Places from the head of a queue within which requests are expected to leave it."""

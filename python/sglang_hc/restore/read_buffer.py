@@ -28,7 +28,7 @@ from sglang_hc.device.copy_stream import CopyStream, Event
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
 from sglang_hc.policy.copy_order import early_bytes
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.staging import (
     HostSpan,
@@ -82,7 +82,7 @@ followed one of its identity that was moved there."""
 class _Copied:
     """Whole chunks of consecutive blocks of one layer, in a frame."""
 
-    owner: str
+    owner: Serial
     layer: int
     keys: tuple[_Key, ...]
     parts: list[torch.Tensor]
@@ -102,7 +102,7 @@ class ReadBuffer:
         pool: HostPool,
         frames: StagingRing,
         cost: CostModel | None = None,
-        fetching: Callable[[str], bool] = lambda rid: False,
+        fetching: Callable[[Serial], bool] = lambda request: False,
         ranks: Ranks = ALONE,
     ) -> None:
         """cost: `early_bytes` bounds by it how much is copied for a request; None for no bound.
@@ -115,29 +115,31 @@ class ReadBuffer:
         self._cost = cost
         self._fetching = fetching
         self._ranks = ranks
-        self._to_copy: dict[str, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
+        self._to_copy: dict[Serial, Iterator[tuple[int, Sequence[BlockNode]]]] = {}
         self._copied: dict[int, dict[_Key, tuple[_Copied, int]]] = {}
         """By layer and block: the piece that holds it, and its place among the piece's blocks."""
         self._pinned: deque[tuple[Event, Sequence[BlockNode]]] = deque()
         self.counters: Counter[str] = Counter()
 
-    def on_schedule_step(self, queue: Sequence[str], look_at: Callable[[str], Waiting]) -> None:
+    def on_schedule_step(
+        self, queue: Sequence[Serial], look_at: Callable[[Serial], Waiting]
+    ) -> None:
         """Copy chunks of the waiting requests, the next one first, while frames are free. Once per
         pass."""
         if self._to_copy:
             waiting = set(queue)
-            for rid in [rid for rid in self._to_copy if rid not in waiting]:
-                self.drop(rid)
+            for request in [one for one in self._to_copy if one not in waiting]:
+                self.drop(request)
         room = PIECES_PER_PASS
-        for rid in queue:
+        for request in queue:
             if not room or not self._frames.has_free:
                 return
-            if rid not in self._to_copy:
-                if self._fetching(rid):
+            if request not in self._to_copy:
+                if self._fetching(request):
                     continue
-                self._to_copy[rid] = self._copies_for(look_at(rid))
-            for layer, nodes in self._to_copy[rid]:
-                self._copy(rid, layer, nodes)
+                self._to_copy[request] = self._copies_for(look_at(request))
+            for layer, nodes in self._to_copy[request]:
+                self._copy(request, layer, nodes)
                 room -= 1
                 if not room or not self._frames.has_free:
                     return
@@ -169,12 +171,12 @@ class ReadBuffer:
             )
             position = end
 
-    def drop(self, rid: str) -> None:
+    def drop(self, request: Serial) -> None:
         """The request does not wait any more: free the frames that hold its chunks."""
-        if self._to_copy.pop(rid, None) is None:
+        if self._to_copy.pop(request, None) is None:
             return
         for known in list(self._copied.values()):
-            for copied in {id(c): c for c, _ in known.values() if c.owner == rid}.values():
+            for copied in {id(c): c for c, _ in known.values() if c.owner == request}.values():
                 self._forget(copied)
                 self._frames.give_back_unread(copied.frame)
 
@@ -185,8 +187,8 @@ class ReadBuffer:
 
     def clear(self) -> None:
         """Forget everything; waits for copies under way."""
-        for rid in list(self._to_copy):
-            self.drop(rid)
+        for request in list(self._to_copy):
+            self.drop(request)
         while self._pinned:
             self._pinned[0][0].wait()
             self.poll()
@@ -229,7 +231,7 @@ class ReadBuffer:
         plan = self._layout.plan
         return early_bytes(self._cost, plan, size, history=history, context=context, new=new)
 
-    def _copy(self, rid: str, layer: int, nodes: Sequence[BlockNode]) -> None:
+    def _copy(self, request: Serial, layer: int, nodes: Sequence[BlockNode]) -> None:
         rows = len(nodes) * BLOCK_TOKENS
         frame = self._frames.take()
         parts = carve(frame, rows, self._source.widths(layer))
@@ -240,7 +242,7 @@ class ReadBuffer:
         self._host.pin(nodes)
         self._pinned.append((self._ranks.mark(event), nodes))
         keys = tuple(map(_key, nodes))
-        copied = _Copied(rid, layer, keys, parts, frame, event)
+        copied = _Copied(request, layer, keys, parts, frame, event)
         known = self._copied.setdefault(layer, {})
         for index, key in enumerate(keys):
             known[key] = copied, index

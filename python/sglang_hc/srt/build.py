@@ -23,6 +23,7 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
@@ -75,7 +76,7 @@ class Kinds:
     """What is built as the look-ahead window, the host tier and the tree: these classes, or those
     that record what they are told (`recorded_tree.py`)."""
 
-    window: Callable[[], LookAhead[str]] = LookAhead
+    window: Callable[[], LookAhead[Serial]] = LookAhead
     host: Callable[..., HostTier] = HostTier
     tree: Callable[..., HcRadixCache] = HcRadixCache
 

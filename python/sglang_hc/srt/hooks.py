@@ -66,6 +66,13 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
         self.tree_cache.waiting.arrange(waiting_queue)
 
 
+def adapter_fits(result: bool, self: Any, req: Any, *args: Any) -> None:
+    """AFTER Scheduler._can_schedule_lora_req: a request whose adapter finds no room in this pass is
+    passed over before the tree is asked for it."""
+    if not result and isinstance(self.tree_cache, HcRadixCache):
+        self.tree_cache.waiting.skipped(req)
+
+
 def run_batch(
     original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -15,6 +15,8 @@ import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.queue.requests import Serial
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.streamed import load_rest, restorable
 from sglang_hc.srt.tree_backend import HcRadixCache
 
@@ -29,14 +31,14 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     """
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.tiers.queue.meetings.of(req.rid)
+        meeting = tree.tiers.queue.meetings.of(serial_of(req))
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
             if not req.host_hit_length and tree.streamed.is_due(req, head):
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
                 req.host_hit_length = max(0, restorable(tree, meeting, req) - head)
                 return original(self, req, *args, **kwargs)
-            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, req.rid, head))
+            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, serial_of(req), head))
     return original(self, req, *args, **kwargs)
 
 
@@ -45,7 +47,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache):
-        meeting = tree.tiers.queue.meetings.of(req.rid)
+        meeting = tree.tiers.queue.meetings.of(serial_of(req))
         if meeting is not None:
             tokens = _between_chunks(tree, meeting, req)
             if not tokens:
@@ -55,9 +57,9 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     return original(self, req)
 
 
-def _chunk(tree: HcRadixCache, rid: str, head: int) -> int:
+def _chunk(tree: HcRadixCache, request: Serial, head: int) -> int:
     """Tokens of the first chunk, behind `head` tokens that the device has or gets."""
-    step = tree.tiers.queue.meetings.next(rid, head)
+    step = tree.tiers.queue.meetings.next(request, head)
     if step.action is Action.OVER:
         return UNLIMITED
     # What is here already joins after the first chunk: its parent block must be computed first.
@@ -79,7 +81,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         # With overlap scheduling the last chunk is still running: once it is over more will be
         # here. SGLang takes its result in before the next pass.
         return 0
-    step = meetings.next(req.rid, head)
+    step = meetings.next(serial_of(req), head)
     if step.action is Action.RESTORE:
         _restore(tree, meeting, req)
         return UNLIMITED
@@ -120,7 +122,7 @@ def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
     head, stop = len(req.prefix_indices), restorable(tree, meeting, req)
     tree.early.drop_before(head)
     there = tree.early.hand_over()
-    blocks = tree.tiers.queue.meetings.join(req.rid, head)
+    blocks = tree.tiers.queue.meetings.join(serial_of(req), head)
     if blocks is None or stop <= head:
         tree.early.give_back(there)
         return

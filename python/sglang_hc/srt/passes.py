@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_hc.capture.capture import Segment
+from sglang_hc.srt.intake import serial_of
 
 
 def prefilled(forward_batch: Any) -> list[tuple[int, int]]:
@@ -22,6 +23,6 @@ def segments_of(forward_batch: Any, requests: Sequence[Any]) -> list[Segment]:
         lengths = [(1, length - 1) for length in forward_batch.seq_lens_cpu.tolist()]
     segments, row = [], 0
     for req, (count, position) in zip(requests, lengths, strict=False):  # then padding
-        segments.append(Segment(req.rid, position, row, count))
+        segments.append(Segment(serial_of(req), position, row, count))
         row += count
     return segments

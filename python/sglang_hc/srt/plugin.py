@@ -82,6 +82,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{policy}.PrefillAdder.preempt_to_schedule", around, preemption.preempt_to_schedule),
         (f"{scheduler}._get_new_batch_prefill_raw", around, preemption.get_new_batch_prefill),
         (f"{scheduler}.__init__", around, hooks.build_scheduler),
+        (f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits),
         (f"{scheduler}.run_batch", around, hooks.run_batch),
         (f"{scheduler}.get_internal_state", after, hooks.internal_state),
         ("speculative.eagle_utils.eagle_sample", after, speculation.sampled),

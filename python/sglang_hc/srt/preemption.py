@@ -21,7 +21,7 @@ def preempt_to_schedule(
     tree = self.tree_cache
     if not isinstance(tree, HcRadixCache):
         return original(self, req, *args, **kwargs)
-    if not tree.waiting.ready(req.rid):
+    if not tree.waiting.may_run(req):
         return False
     tree.preempted = self.preempt_list
     return original(self, req, *args, **kwargs)

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.build import Kinds, TierSizes
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.replicas import place_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
@@ -25,45 +26,41 @@ class RecordedRadixCache(HcRadixCache):
         super().__init__(params, tiers, *others)
         self.recorder = recorder
         recorder.watch(tiers.retention.pins)
+        self.waiting.subscribe(recorder.gone)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
         if params.req is not None:
             on_device = len(result.device_indices)
-            self.recorder.matched(
-                params.req.rid, len(params.key), on_device, result.host_hit_length
-            )
+            request = serial_of(params.req)
+            self.recorder.matched(request, len(params.key), on_device, result.host_hit_length)
         return result
 
     def prefetch_from_storage(self, rid: str, *args: Any) -> None:
         req = self.waiting.last_matched
         if req is not None and req.rid == rid:
             packed = pack_tokens(req.full_untruncated_fill_ids)
-            self.recorder.arrived(rid, Prefix(req.extra_key, packed))
+            self.recorder.arrived(serial_of(req), Prefix(req.extra_key, packed))
         super().prefetch_from_storage(rid, *args)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         ready = super().check_prefetch_progress(rid)
         if not ready:
-            self.recorder.passed_over(rid)
+            self.recorder.passed_over(serial_of(self.waiting.last_asked))
         return ready
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         for req in requests:
             from_tiers = req.cached_tokens_host + req.cached_tokens_storage
-            self.recorder.admitted(req.rid, from_tiers, req.cached_tokens_storage)
+            self.recorder.admitted(serial_of(req), from_tiers, req.cached_tokens_storage)
         super().after_forward(forward_batch, requests)
-
-    def release_aborted_request(self, rid: str) -> None:
-        self.recorder.gone(rid)
-        super().release_aborted_request(rid)
 
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         packed = pack_tokens((req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        self.recorder.finished(req.rid, Prefix(req.extra_key, packed))
+        self.recorder.finished(serial_of(req), Prefix(req.extra_key, packed))
 
     def stats(self) -> dict[str, object]:
         return {**super().stats(), **self.recorder.stats()}

@@ -22,6 +22,7 @@ import torch
 from sglang_hc.capture.capture import Segment
 from sglang_hc.capture.verified import Held
 from sglang_hc.forms import NO_DRAFT, DraftLayers
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.start_group import StartGroup
 from sglang_hc.srt.tree_backend import HcRadixCache
@@ -63,7 +64,7 @@ def accepted(tokens: list[list[int]], self: Any, result: Any, batch: Any) -> Non
         return
     tree = self.tree_cache
     segments = [
-        Segment(req.rid, req.kv_committed_len - len(kept), index * held.width, len(kept))
+        Segment(serial_of(req), req.kv_committed_len - len(kept), index * held.width, len(kept))
         for index, (req, kept) in enumerate(zip(batch.reqs, tokens, strict=True))
         if kept and not (req.finished() or req.is_retracted)
     ]

@@ -16,8 +16,10 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
+from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.srt.early import Slots, gaps, standing_for, woven
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.tree.block_tree import BlockNode
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class _Pass(NamedTuple):
     """Of a request whose first `head` tokens were on the device. slots: of its path, in host
     memory."""
 
-    rid: str
+    request: Serial
     head: int
     slots: list[int]
 
@@ -43,13 +45,13 @@ class StreamedPass:
 
     def is_due(self, req: Any, head: int) -> bool:
         """Whether a request whose first `head` tokens are on the device can have it now."""
-        step = self._tree.tiers.queue.meetings.stream_step(req.rid, head)
+        step = self._tree.tiers.queue.meetings.stream_step(serial_of(req), head)
         return step is not None and step.action is Action.STREAM
 
     def load_back(self, req: Any) -> tuple[torch.Tensor, Any]:
         """As `HcRadixCache.load_back`, for a request that `is_due`."""
         tree, head, disk = self._tree, len(req.prefix_indices), self._tree.tiers.disk
-        meeting = tree.tiers.queue.meetings.of(req.rid)
+        meeting = tree.tiers.queue.meetings.of(serial_of(req))
         assert meeting is not None and disk is not None
         reads = meeting.take_streamed()
         tree.early.drop_before(head)
@@ -64,7 +66,7 @@ class StreamedPass:
         arrival = LayerArrival(reads, disk.poll, patience)
         promised = load_rest(tree, req, nodes, stop, there, arrival)
         if len(promised[0]):
-            self._pass = _Pass(req.rid, head, [node.slot for node in nodes])
+            self._pass = _Pass(serial_of(req), head, [node.slot for node in nodes])
         return promised
 
     def over(self) -> None:
@@ -72,9 +74,9 @@ class StreamedPass:
         it joins the tree."""
         if self._pass is None:
             return
-        (rid, head, slots), self._pass = self._pass, None
+        (request, head, slots), self._pass = self._pass, None
         meetings, restorer = self._tree.tiers.queue.meetings, self._tree.tiers.restorer
-        nodes = (meetings.join(rid, head) if meetings.of(rid) is not None else None) or ()
+        nodes = (meetings.join(request, head) if meetings.of(request) is not None else None) or ()
         restorer.keep(nodes)
         if [node.slot for node in nodes] != slots:
             # Some of the slots are free, and nobody may write them before they are copied.

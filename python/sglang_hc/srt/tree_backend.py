@@ -31,6 +31,7 @@ from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.namespaces import keeps_state
 from sglang_hc.srt.passes import prefilled, segments_of
 from sglang_hc.srt.pins import pin_request_of
@@ -163,6 +164,8 @@ class HcRadixCache(RadixCache):
             self.token_to_kv_pool_allocator.free(slots)
             return self.refuse(req, Reason.TREE_CHANGED)
         self.compute_stream.will_read(slots)
+        if req.retracted_stain:
+            restorer.counters["retracted_restored_tokens"] += len(slots)
         restorer.planner.take(plan)
         for begin, end in missing:
             path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
@@ -181,7 +184,7 @@ class HcRadixCache(RadixCache):
         if not req.retracted_stain:
             req.cached_tokens_storage += restored
         with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
-            self.tiers.capture.drop(req.rid)
+            self.tiers.capture.drop(serial_of(req))
 
     def _extend(self, req: Any, slots: torch.Tensor) -> Any:
         """A new node with `slots` for the tokens behind the locked node of a request's prefix.
@@ -263,16 +266,16 @@ class HcRadixCache(RadixCache):
         self.waiting.queued(rid)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """False: pass the request over in this pass."""
+        """False: pass the request over in this pass. SGLang asks in the order of the queue."""
         return self.waiting.ready(rid)
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
-        """Tokens that came from disk for this request; asked once."""
-        return self.tiers.queue.take_loaded(rid)
+        """Tokens that came from disk for this request, which is the one that is ready."""
+        return self.waiting.take_loaded()
 
     def release_aborted_request(self, rid: str) -> None:
-        """A request left the queue."""
-        self.waiting.left(rid)
+        """A request is about to leave the queue, or has left it. Which one of this name does, the
+        next pass sees (`WaitingRequests.on_schedule_step`)."""
 
     def clear_storage_backend(self) -> bool:
         """Delete what is on disk, for all namespaces of this model."""
@@ -300,9 +303,9 @@ class HcRadixCache(RadixCache):
         segments = segments_of(forward_batch, requests)
         if mode.is_extend():
             for req, segment in zip(requests, segments, strict=True):
-                if not capture.is_open(req.rid) and keeps_state(req):
+                if not capture.is_open(segment.request) and keeps_state(req):
                     before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
-                    capture.open(req.rid, Prefix(req.extra_key, before))
+                    capture.open(segment.request, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
@@ -321,26 +324,30 @@ class HcRadixCache(RadixCache):
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        """A request is over. Without insertion (abort, retraction) keep only what the tree has."""
+        """A request is over, or gives its slots up and is queued again (retraction): what it has
+        computed is kept. Of one that was aborted only what the tree has is."""
         if not self.disable and keeps_state(req):
-            keep = kv_len_to_handle if is_insert and not self.disable_finished_insert else 0
-            keep = max(keep, req.cache_protected_len)
+            retracted = not req.finished()
+            keeps_all = (is_insert or retracted) and not self.disable_finished_insert
+            keep = max(kv_len_to_handle if keeps_all else 0, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
-            self._leave(req, self.commit(req, tokens, length, final=True))
-            if req.finished():  # and not retracted
+            left = self.commit(req, tokens, length, final=True)
+            self.tiers.used(left)
+            if retracted:
+                self.tiers.capture.counters["retracted_tokens"] += length
+            else:
+                self._pin(req, left)
                 self.waiting.answered(req)
-        self.waiting.finished(req.rid, -(-kv_len_to_handle // BLOCK_TOKENS))
+        self.waiting.finished(req, -(-kv_len_to_handle // BLOCK_TOKENS))
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
-    def _leave(self, req: Any, left: Prefix) -> None:
-        """A request is over; `left` is what it leaves behind."""
-        tiers = self.tiers
-        tiers.used(left)
+    def _pin(self, req: Any, left: Prefix) -> None:
+        """A request is over; if it asks for it, `left`, what it leaves behind, stays."""
         pin = pin_request_of(req)
         if pin is not None:
             session = pin.session or str(req.rid)
-            tiers.retention.pin_if_possible(left, session, pin.ttl_s)
+            self.tiers.retention.pin_if_possible(left, session, pin.ttl_s)
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
         kept = Prefix(req.extra_key, pack_tokens(tokens[:length]))
@@ -349,7 +356,7 @@ class HcRadixCache(RadixCache):
         slots = row.to(torch.int64, copy=True)
         self.compute_stream.will_read(slots)
         with self.compute_stream.entered():
-            self.tiers.capture.commit(req.rid, kept, slots, final=final)
+            self.tiers.capture.commit(serial_of(req), kept, slots, final=final)
         return kept
 
     # -- upkeep ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
+from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead, QueueChange
 from sglang_hc.tiers.trace import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
@@ -46,8 +47,8 @@ class Recorder:
         self._lost = 0
         self._clock = clock
         self._started = clock()
-        self._matched: dict[str, dict[str, int]] = {}
-        self._passed: set[str] = set()
+        self._matched: dict[Serial, dict[str, int]] = {}
+        self._passed: set[Serial] = set()
         self.events = 0
         self.dropped = 0
 
@@ -76,41 +77,41 @@ class Recorder:
 
     # Requests
 
-    def arrived(self, rid: str, prompt: Prefix) -> None:
+    def arrived(self, request: Serial, prompt: Prefix) -> None:
         """A request with this prompt was queued, or queued again."""
-        self.note("arrive", t=self.now(), req=rid, path=prompt)
+        self.note("arrive", t=self.now(), req=request, path=prompt)
 
-    def matched(self, rid: str, limit: int, on_device: int, hit: int) -> None:
+    def matched(self, request: Serial, limit: int, on_device: int, hit: int) -> None:
         """The first `limit` tokens were looked up: `hit` in the tiers beyond those on the device.
 
         Becomes an event when the request is admitted before it is looked up again.
         """
-        self._matched[rid] = {"limit": limit, "device": on_device, "hit": hit}
+        self._matched[request] = {"limit": limit, "device": on_device, "hit": hit}
 
-    def passed_over(self, rid: str) -> None:
+    def passed_over(self, request: Serial) -> None:
         """The request could have been admitted, but its state is still on the way."""
-        if rid not in self._passed:
-            self._passed.add(rid)
-            self.note("passed", t=self.now(), req=rid)
+        if request not in self._passed:
+            self._passed.add(request)
+            self.note("passed", t=self.now(), req=request)
 
-    def admitted(self, rid: str, restored: int, from_disk: int) -> None:
+    def admitted(self, request: Serial, restored: int, from_disk: int) -> None:
         """The request is in a batch; `restored` tokens of its hit come back from the tiers."""
-        match = self._matched.pop(rid, None)
-        self._passed.discard(rid)
+        match = self._matched.pop(request, None)
+        self._passed.discard(request)
         if match is not None:
             done = {"restored": restored, "disk": from_disk}
-            self.note("admit", t=self.now(), req=rid, **match, **done)
+            self.note("admit", t=self.now(), req=request, **match, **done)
 
-    def gone(self, rid: str) -> None:
+    def gone(self, request: Serial) -> None:
         """The request left the queue without being admitted."""
-        self._matched.pop(rid, None)
-        self._passed.discard(rid)
-        self.note("gone", t=self.now(), req=rid)
+        self._matched.pop(request, None)
+        self._passed.discard(request)
+        self.note("gone", t=self.now(), req=request)
 
-    def finished(self, rid: str, computed: Prefix) -> None:
+    def finished(self, request: Serial, computed: Prefix) -> None:
         """The request is over; `computed` is what was computed of prompt and answer."""
-        self._matched.pop(rid, None)
-        self.note("finish", t=self.now(), req=rid, path=computed)
+        self._matched.pop(request, None)
+        self.note("finish", t=self.now(), req=request, path=computed)
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info and the metrics."""
@@ -231,7 +232,7 @@ class RecordingHostTier(HostTier):
             self._gone = None
 
 
-class RecordingLookAhead(LookAhead[str]):
+class RecordingLookAhead(LookAhead[Serial]):
     """A look-ahead window that records each change."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -239,8 +240,8 @@ class RecordingLookAhead(LookAhead[str]):
         self.recorder = recorder
 
     def update(
-        self, queue: Sequence[str], length: int, blocks_of: Callable[[str], Sequence[bytes]]
-    ) -> QueueChange[str]:
+        self, queue: Sequence[Serial], length: int, blocks_of: Callable[[Serial], Sequence[bytes]]
+    ) -> QueueChange[Serial]:
         before = self.order
         change = super().update(queue, length, blocks_of)
         order = self.order
@@ -249,7 +250,7 @@ class RecordingLookAhead(LookAhead[str]):
             self.recorder.note("look", t=self.recorder.now(), order=order, needs=needs)
         return change
 
-    def leave(self, request: str) -> None:
+    def leave(self, request: Serial) -> None:
         if request in self:
             self.recorder.note("discard", req=request)
         super().leave(request)

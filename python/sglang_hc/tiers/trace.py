@@ -7,9 +7,9 @@ show which prompts share how many tokens, and nothing else of them.
 Header: `trace` ("sglang-hc"), `version`, `host_slots`, `slot_bytes`, `layer_plan`, `page_size`,
 `eviction` and `prefetch` as served.
 
-Events, by `op`. Blocks and requests are numbered in order of appearance; a block in the host tier
-is named by its slot. `t`: seconds since the start. `gone`: slots whose blocks left, in this order.
-`spared`: slots kept for sooner requests.
+Events, by `op`. Blocks are numbered in order of appearance, requests as they came; a block in the
+host tier is named by its slot. `t`: seconds since the start. `gone`: slots whose blocks left, in
+this order. `spared`: slots kept for sooner requests.
 
     root       block                   a namespace
     block      block, parent, tokens   a block after another; shifted ids, big-endian int32, base64
@@ -55,6 +55,7 @@ import msgspec
 import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tree.identity import Prefix, block_id, root_id
 
 logger = logging.getLogger(__name__)
@@ -127,15 +128,14 @@ Event = tuple[str, Mapping[str, Any]]
 class TraceWriter:
     """Takes events from `queue`, which one other thread fills, and writes them as lines of JSON.
 
-    Request ids can come from users, so requests are written as numbers. A block gets a number at
-    its first appearance, with a line that has the number of the block before it and the pseudonyms
-    of its tokens. All numbers are remembered for as long as the server runs. These fields of events
-    become numbers:
+    Requests are named by their numbers; the ids that clients give them are never written. A block
+    gets a number at its first appearance, with a line that has the number of the block before it
+    and the pseudonyms of its tokens. All of these are remembered for as long as the server runs.
+    These fields of events become numbers:
 
-        req     a request id                      order   request ids
         path    a `Prefix`: its last block
         block   a block's identity, or the namespace, parent's identity and packed tokens of one
-        needs   block identities by request id
+        needs   block identities by request
     """
 
     def __init__(self, path: Path, header: Mapping[str, object], fingerprint: bytes) -> None:
@@ -146,10 +146,7 @@ class TraceWriter:
         self._blocks: dict[bytes, tuple[int, int]] = {}  # identity: (number, state behind it)
         self._count = 0
         self._unseen: set[bytes] = set()  # named without having come by
-        self._requests: dict[str, int] = {}
         self._numbers: dict[str, Callable[[Any], object]] = {
-            "req": self._request,
-            "order": lambda rids: [self._request(rid) for rid in rids],
             "path": self._path,
             "block": lambda one: self._known(one) if isinstance(one, bytes) else self._child(*one),
             "needs": self._needs,
@@ -199,8 +196,8 @@ class TraceWriter:
         above = self._blocks.get(parent) or self._root(namespace)
         return self._block(parent, above, tokens)[0]
 
-    def _needs(self, blocks: Mapping[str, Sequence[bytes]]) -> dict[int, list[int]]:
-        return {self._request(r): [self._known(i) for i in ids] for r, ids in blocks.items()}
+    def _needs(self, blocks: Mapping[Serial, Sequence[bytes]]) -> dict[int, list[int]]:
+        return {r: [self._known(i) for i in ids] for r, ids in blocks.items()}
 
     def _root(self, namespace: str | None) -> tuple[int, int]:
         identity = root_id(self._fingerprint, namespace)
@@ -234,9 +231,6 @@ class TraceWriter:
         self._blocks[identity] = named = (self._count, state)
         self._count += 1
         return named
-
-    def _request(self, rid: str) -> int:
-        return self._requests.setdefault(rid, len(self._requests))
 
     def _line(self, fields: Mapping[str, object]) -> None:
         self._file.write(msgspec.json.encode(fields) + b"\n")
