@@ -134,7 +134,7 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int]]:
                     core.inbox.append(ContinueGenerationReqInput())
                 if number != when:
                     return
-                seen.append((event, core.tree.tiers.queue.meetings.of(rid) is not None))
+                seen.append((event, core.tree.tiers.queue.meetings.under_way))
                 if event == "abort":
                     core.abort(rid)
                 elif event == "pause":
@@ -260,7 +260,7 @@ def killed(folder: str, profile: str, when: int) -> tuple[Reply, list[bool], dic
         if number == 2:  # the reads are surely under way when it dies
             os.kill(pid_of(core), signal.SIGSTOP)
         if number == when:
-            met.append(core.tree.tiers.queue.meetings.of(rid) is not None)
+            met.append(core.tree.tiers.queue.meetings.under_way)
             os.kill(pid_of(core), signal.SIGKILL)
 
     def ask() -> Reply:

@@ -6,7 +6,11 @@ two tokenizer workers know nothing of each other's names.
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ import pytest
 
 from support.core import Core, Reply, run_in_child
 from support.during import when
+from support.meetings import HeldDisk, counted, on_disk, run, second_turn, start
 
 POOL = 1200
 FLAGS = (
@@ -83,3 +88,192 @@ def test_two_requests_of_one_rid_are_captured_apart(
     same(turns, good[1])
     assert all(reply.host >= 170 for reply, _ in turns), "both were saved whole"
     assert stats["host_staged_slots"] == 0
+
+
+def sent_again(form: str, rid: str | None, evict: bool, *flags: str) -> Any:
+    """A client goes away while its request decodes, and sends another prompt at once; the
+    scheduler still runs the first one for a pass. Then both prompts have their next turns."""
+    core = Core("--hc-forms", form, *FLAGS, *flags)
+    core.submit(prompt(0), 40, rid=rid)
+
+    def go_away_and_send() -> None:
+        core.abort(core.arrived[0].rid)
+        core.submit(prompt(1), 24, rid=rid)
+
+    when(core, lambda: generated(core) == 12, go_away_and_send)
+    core.run()
+    first = [core.reply_to(req) for req in core.arrived]
+    core.settle()
+    if evict:
+        core.evict()
+    turns = second_turns(core, first)
+    core.settle()
+    return [reply.tokens for reply in first], turns, core.tree.stats()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_client_that_goes_away_and_sends_again_gets_its_own_state(
+    models: None, form: str
+) -> None:
+    good_tokens, good_turns, _ = run_in_child(sent_again, form, None, False)
+    tokens, turns, stats = run_in_child(sent_again, form, RID, True)
+    assert len(tokens[0]) < 40 and len(tokens[1]) == 24
+    assert tokens == good_tokens
+    same(turns, good_turns)
+    assert turns[0][0].host >= 128 and turns[1][0].host >= 190
+    assert stats["host_staged_slots"] == 0
+
+
+def traced(path: str, rid: str) -> None:
+    core = Core("--hc-forms", "kv", *FLAGS, "--hc-trace", path)
+    core.submit(prompt(0), 24, rid=rid)
+    when(core, lambda: generated(core) == 6, lambda: core.submit(prompt(1), 24, rid=rid))
+    core.run()
+    core.tree.release_host_resources()
+
+
+def test_a_trace_has_two_requests_and_no_name(models: None, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    run_in_child(traced, str(path), RID)
+    text = path.read_text()
+    assert RID not in text
+    events = [json.loads(line) for line in text.splitlines()[1:]]
+    for op in ("arrive", "admit", "finish"):
+        assert len({event["req"] for event in events if event["op"] == op}) == 2, op
+
+
+def waiting_for_disk(folder: str, rids: tuple[str | None, str | None], leave: bool) -> Any:
+    """The state of two prompts comes from disk, both wait for it, and, if `leave`, the first is
+    aborted before the second comes. Returns the replies of those that stayed."""
+    core = Core("--hc-forms", "hidden:2,kv:2", *FLAGS, *on_disk(folder))
+    for seed in range(2):
+        core.ask(prompt(seed), 4)
+    core.settle()
+    assert core.scheduler.flush_cache()
+    disk, passes = HeldDisk(core), itertools.count()
+    disk.left = 0
+    core.submit(prompt(0), 24, rid=rids[0])
+
+    def receive() -> list[Any]:
+        number = next(passes)
+        if number == 5:
+            assert len(core.scheduler.waiting_queue) == 1, "its state is on its way"
+            if leave:
+                core.abort(core.arrived[-1].rid)
+            core.submit(prompt(1), 24, rid=rids[1])
+        if number == 10:
+            assert len(core.scheduler.waiting_queue) == 2 - leave
+            assert len(core.tree.waiting._view.requests) == 2 - leave, "one record each"
+            disk.left = None
+        return core.receive()
+
+    core.scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+    core.run()
+    replies = [core.reply_to(req) for req in core.arrived[-2:] if req.finished()]
+    core.settle()
+    assert not core.tree.tiers.disk.coming and not core.tree.waiting._view.requests
+    return replies, core.tree.stats()
+
+
+@pytest.mark.parametrize("leave", [False, True], ids=["both stay", "one leaves"])
+def test_two_that_wait_for_the_disk_are_waited_for_apart(
+    models: None, tmp_path: Path, leave: bool
+) -> None:
+    good, _ = run_in_child(waiting_for_disk, str(tmp_path / "good"), ("a", "b"), leave)
+    found, stats = run_in_child(waiting_for_disk, str(tmp_path / "d"), (RID, RID), leave)
+    assert [reply.tokens for reply in found] == [reply.tokens for reply in good]
+    wanted = [128, 128] if not leave else [128]  # whole blocks of the prompts
+    assert [reply.storage for reply in found] == [reply.storage for reply in good] == wanted
+    assert stats["host_staged_slots"] == 0
+
+
+def in_a_meeting(folder: str, profile: str, form: str, rid: str | None, leave: bool) -> Any:
+    """A request meets its history, and another prompt of its name comes meanwhile. If `leave`, the
+    first has been aborted just before."""
+    core, first = start(form, folder, profile, "--max-running-requests", "8")
+    disk = HeldDisk(core)
+    disk.left = 2
+    core.submit(second_turn(first), 24, rid=rid)
+    seen = []
+
+    def each_pass(number: int) -> None:
+        if number == 3:
+            seen.append(core.tree.tiers.queue.meetings.under_way)
+            if leave:
+                core.abort(core.arrived[-1].rid)
+            core.submit(prompt(0), 24, rid=rid)
+        if number == 6:
+            disk.left = None
+
+    _, counts = counted(core, lambda: run(core, each_pass))
+    mine = core.arrived[1:]
+    assert all(req.finished() for req in mine)
+    core.settle()
+    core.evict()
+    next_turn = core.ask([*prompt(0), *core.reply_to(mine[1]).tokens, 5], 12)
+    return [core.reply_to(req).tokens for req in mine], next_turn.tokens, seen, counts
+
+
+@pytest.mark.parametrize("form", ["hidden", "kv"])
+@pytest.mark.parametrize("leave", [False, True], ids=["both stay", "one leaves"])
+def test_only_the_request_itself_meets_its_history(
+    wanted: dict, profile: str, tmp_path: Path, form: str, leave: bool
+) -> None:
+    good = run_in_child(in_a_meeting, str(tmp_path / "good"), profile, form, None, leave)
+    found = run_in_child(in_a_meeting, str(tmp_path / "d"), profile, form, RID, leave)
+    assert found[2] == good[2] == [True], "it met its history when the other came"
+    assert found[0][1] == good[0][1] and found[1] == good[1]
+    if not leave:
+        assert found[0][0] == wanted[form][1]
+        assert found[3]["meetings"] == 1
+
+
+def makes_room(rid: str | None) -> Any:
+    """A running request is preempted by one of its name. Replies, and how often."""
+    core = Core(
+        "--hc-forms", "hidden", *FLAGS, "--enable-priority-scheduling",
+        "--max-running-requests", "1",
+    )  # fmt: skip
+    core.submit(prompt(0), 24, rid=rid)
+    core.inbox[-1].priority = 0
+
+    def send() -> None:
+        core.submit(prompt(1), 24, rid=rid)
+        core.inbox[-1].priority = 100
+
+    when(core, lambda: generated(core) == 8, send)
+    core.run()
+    core.settle()
+    first = [core.reply_to(req) for req in core.arrived]
+    core.evict()
+    turns = second_turns(core, first)
+    retractions = [req.retraction_count for req in core.arrived[:2]]
+    return [reply.tokens for reply in first], turns, retractions
+
+
+def test_one_may_make_room_for_another_of_its_name(good: Any) -> None:
+    tokens, turns, retractions = run_in_child(makes_room, RID)
+    assert retractions == [1, 0]
+    assert tokens == good[0]
+    same(turns, good[1])
+
+
+def pinned(rid: str) -> list[tuple[str, int]]:
+    core = Core("--hc-forms", "kv", *FLAGS)
+    pin = {"hc_pin": {"ttl_s": 300}}
+    core.submit(prompt(0), 24, rid=rid, custom_params=pin)
+    when(
+        core,
+        lambda: generated(core) == 6,
+        lambda: core.submit(prompt(1), 24, rid=rid, custom_params=pin),
+    )
+    core.run()
+    core.settle()
+    return [(pin.session, pin.blocks) for pin in core.tree.tiers.retention.pinned(None)]
+
+
+def test_both_keep_the_pins_that_they_asked_for(models: None) -> None:
+    pins = run_in_child(pinned, RID)
+    assert len(pins) == 2
+    assert dict(pins)[RID] == 4, "the last to end has the name"
+    assert all(session.startswith(RID) for session, _ in pins)

@@ -17,6 +17,7 @@ import pytest
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import PinLimitError, SessionPins, TimeToLive
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tiers import trace
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tools.cli.main import main
@@ -43,9 +44,9 @@ class Server:
         policy = make_policy(eviction, self.window, pinned=self.pins)
         self.tier = RecordingHostTier(self.recorder, blocks, SLOTS, policy, ttl)
         self.recorder.watch(self.pins)
-        self.waiting: dict[str, Prefix] = {}
+        self.waiting: dict[Serial, Prefix] = {}
         self.hits = 0
-        self.names = 0
+        self.count = 0
         self.now = 0.0
 
     def prompt(self) -> Prefix:
@@ -55,37 +56,37 @@ class Server:
         return Prefix(self.rng.choice([None, "tenant"]), pack_tokens(tokens))
 
     def arrive(self) -> None:
-        rid = f"user-given name {self.names}"
-        self.names += 1
-        self.waiting[rid] = self.prompt()
-        self.recorder.arrived(rid, self.waiting[rid])
+        request = Serial(self.count)
+        self.count += 1
+        self.waiting[request] = self.prompt()
+        self.recorder.arrived(request, self.waiting[request])
 
     def look(self) -> None:
         order = list(self.waiting)
         if self.rng.random() < 0.3:
             self.rng.shuffle(order)
-        self.window.update(order, 4, lambda rid: self.ids(self.waiting[rid]))
+        self.window.update(order, 4, lambda request: self.ids(self.waiting[request]))
 
     def ids(self, prompt: Prefix) -> list[bytes]:
         nodes = self.tier.tree.match(prompt).nodes
         return list(dict.fromkeys(node.block_id for node in nodes))
 
     def abort(self) -> None:
-        rid = self.rng.choice(list(self.waiting))
-        del self.waiting[rid]
-        self.window.leave(rid)
-        self.recorder.gone(rid)
+        request = self.rng.choice(list(self.waiting))
+        del self.waiting[request]
+        self.window.leave(request)
+        self.recorder.gone(request)
 
     def serve(self) -> None:
-        rid = next(iter(self.waiting))
-        prompt = self.waiting.pop(rid)
+        request = next(iter(self.waiting))
+        prompt = self.waiting.pop(request)
         match = self.tier.tree.match(prompt)
         usable = match.tokens if all(node.ready for node in match.nodes) else 0
         if usable == match.tokens:
-            self.recorder.matched(rid, prompt.num_tokens, 0, usable)
-            self.recorder.admitted(rid, usable, 0)
+            self.recorder.matched(request, prompt.num_tokens, 0, usable)
+            self.recorder.admitted(request, usable, 0)
             self.hits += usable
-        rank = self.window.rank(rid)
+        rank = self.window.rank(request)
 
         def is_protected(node) -> bool:
             use = self.window.next_use(node.block_id)
@@ -95,7 +96,7 @@ class Server:
         keep(self.tier, prompt.tokens, prompt.namespace, self.now, is_protected)
         self.tier.access(self.tier.tree.match(prompt).nodes, self.now)
         self.tier.unpin(match.nodes)
-        self.recorder.finished(rid, prompt)
+        self.recorder.finished(request, prompt)
 
     def pin(self) -> None:
         """A session keeps its blocks for a while."""
@@ -167,11 +168,11 @@ def test_a_changed_outcome_is_noticed(tmp_path: Path, op: str, field: str) -> No
     assert comparison.difference is not None and comparison.difference.line == at + 1
 
 
-def test_no_token_or_name_is_in_the_file(tmp_path: Path) -> None:
+def test_no_token_or_namespace_is_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, {}, FINGERPRINT)
     secret = pack_tokens(list(range(40_000, 40_000 + 100)))
-    recorder.arrived("mallory", Prefix("tenant-of-mallory", secret))
+    recorder.arrived(Serial(0), Prefix("tenant-of-mallory", secret))
     recorder.close()
     text = path.read_text()
     assert "mallory" not in text
@@ -224,7 +225,7 @@ def test_a_file_that_cannot_be_written_ends_the_record_only(tmp_path: Path, monk
     is_full = True
     server.run()
     before = server.recorder.dropped
-    server.recorder.gone("r")
+    server.recorder.gone(Serial(0))
     assert server.recorder.dropped == before + 1
 
 
@@ -280,7 +281,7 @@ def test_a_block_that_is_needed_before_it_came_by_can_still_be_stored(tmp_path: 
     server = Server(path, 1)
     tokens = pack_tokens([1] * BLOCK_TOKENS)
     identity = server.tier.tree.identities(Prefix(None, tokens))[0]
-    server.window.update(["early"], 4, lambda rid: [identity])
+    server.window.update(["early"], 4, lambda request: [identity])
     slot = server.tier.stage(0.0)
     assert slot is not None
     server.tier.publish(server.tier.tree.root(None), tokens, slot, 0.0)

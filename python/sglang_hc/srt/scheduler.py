@@ -36,6 +36,16 @@ class OwnScheduler:
         """Requests that decode."""
         return len(self._scheduler().running_batch.reqs)  # type: ignore[union-attr]
 
+    def has_another(self, req: Any) -> bool:
+        """Whether another request with the `rid` of this one waits or runs."""
+        scheduler: Any = self._scheduler()
+        batches = [scheduler.running_batch, scheduler.last_batch]
+        if scheduler.ps.pp_size > 1:
+            batches = [*scheduler.running_mbs, *scheduler.mbs]
+        alive = [one for batch in batches if batch is not None for one in batch.reqs]
+        alive += [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
+        return any(one is not req and one.rid == req.rid and not one.finished() for one in alive)
+
     @property
     def draft_runner(self) -> Any:
         """The model runner of a draft model; None without one. Built before the tree."""

@@ -327,9 +327,11 @@ class HcRadixCache(RadixCache):
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
         if not self.disable and keeps_state(req):
-            retracted = not req.finished()
+            retracted = not is_insert and not req.finished()
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert
-            keep = max(kv_len_to_handle if keeps_all else 0, req.cache_protected_len)
+            keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
+            if not keeps_all:
+                keep = min(keep, req.cache_protected_len)
             tokens = (req.origin_input_ids + req.output_ids)[:keep]
             length = len(tokens) // self.page_size * self.page_size
             left = self.commit(req, tokens, length, final=True)
@@ -346,7 +348,9 @@ class HcRadixCache(RadixCache):
         """A request is over; if it asks for it, `left`, what it leaves behind, stays."""
         pin = pin_request_of(req)
         if pin is not None:
-            session = pin.session or str(req.rid)
+            session = pin.session or req.rid
+            if pin.session is None and self.scheduler.has_another(req):
+                session = f"{req.rid}#{serial_of(req)}"  # the other's pin takes the name itself
             self.tiers.retention.pin_if_possible(left, session, pin.ttl_s)
 
     def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
