@@ -6,7 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
@@ -110,6 +110,8 @@ class Server:
 
 
 @given(steps)
+@example([("arrive", "matched"), ("admit", [0]), ("retract", 0)])
+@example([("arrive", "matched"), ("abort", 0)])
 def test_the_window_follows_the_queue(script: list[tuple[str, Any]]) -> None:
     server = Server()
     for step, argument in script:

@@ -8,7 +8,7 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -138,7 +138,10 @@ class WaitingRequests:
         left = departed(self._queue, queue)
         gone = self._queue if left is None else [self._queue[at] for at in left]
         new = [*map(serial_of, queue if left is None else queue[len(self._queue) - len(left) :])]
-        self._end_aborted([*gone, *arrived], set(new))
+        tail = set(new)
+        self._end_aborted(
+            req for req in (*gone, *arrived) if serial_of(req) not in tail and req not in queue
+        )
         stayed: list[Serial] = []
         if left is not None and len(self._order) == len(self._queue):
             stayed = without(self._order, left)
@@ -148,13 +151,12 @@ class WaitingRequests:
         self._order = (*stayed, *(request for request in new if request in known))
         self._queue = queue.copy()
 
-    def _end_aborted(self, gone: list[Any], waiting: Set[Serial]) -> None:
-        """End what is known of those who left the queue without being admitted and are not among
-        `waiting`. Who was admitted has a row in SGLang's pool, or is over and not known."""
+    def _end_aborted(self, gone: Iterable[Any]) -> None:
+        """End what is known of those who left the queue without being admitted. Who was admitted
+        has a row in SGLang's pool, or is over and not known."""
         for req in gone:
             request = serial_of(req)
-            known = request in self._view.requests and request not in waiting
-            if known and req.req_pool_idx is None:
+            if request in self._view.requests and req.req_pool_idx is None:
                 for listener in self._on_left:
                     listener(request)
                 self._view.left(request)
