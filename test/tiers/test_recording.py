@@ -281,7 +281,7 @@ def test_a_block_that_is_needed_before_it_came_by_can_still_be_stored(tmp_path: 
     server = Server(path, 1)
     tokens = pack_tokens([1] * BLOCK_TOKENS)
     identity = server.tier.tree.identities(Prefix(None, tokens))[0]
-    server.window.update(["early"], 4, lambda request: [identity])
+    server.window.update([Serial(0)], 4, lambda request: [identity])
     slot = server.tier.stage(0.0)
     assert slot is not None
     server.tier.publish(server.tier.tree.root(None), tokens, slot, 0.0)
