@@ -1,0 +1,229 @@
+"""What the requests of a storm must be answered: by an engine without tiers, which never evicts.
+
+Answers are computed once per weights, adapter and prompt, and kept in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support.core import MODELS, Core, run_in_child
+from support.storm_actions import ADAPTED_MODEL, Ask
+
+LONGEST_REPLY = 24
+"""Tokens of each answer; of greedy replies a shorter one is its beginning."""
+VERSIONS = 3
+"""Of the weights, and of the files of each adapter."""
+ADAPTERS = ("a", "b")
+FAMILIES = 3
+"""Talks of one family begin alike."""
+TURNS = 3
+_ENOUGH = 40_000
+"""Tokens in the oracle's pool: so many are never computed for one batch of storms."""
+
+
+class Answer(NamedTuple):
+    """prompt, tokens: ids. likely: log probability of each token. gaps: how much less likely the
+    second choice was."""
+
+    prompt: list[int]
+    tokens: list[int]
+    likely: list[float]
+    gaps: list[float]
+
+
+def turn_tokens(talk: int, turn: int, edit: int) -> list[int]:
+    """What the client says in one turn. Edits of it begin alike."""
+    rng = random.Random(f"talk {talk} turn {turn}")
+    said = _tokens(rng, rng.randrange(10, 110))
+    if turn == 0:
+        family = talk % FAMILIES
+        said = _tokens(random.Random(f"family {family}"), 60 + 45 * family) + said
+    if edit:
+        rng = random.Random(f"talk {talk} turn {turn} edit {edit}")
+        kept = rng.randrange(len(said) // 2, len(said))
+        said = said[:kept] + _tokens(rng, rng.randrange(5, 60))
+    return said
+
+
+def heard(talk: int, turn: int) -> int:
+    """Tokens of the reply that the client has when it goes on."""
+    return 1 + (7 * talk + 11 * turn) % LONGEST_REPLY
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 900) for _ in range(count)]
+
+
+class Oracle:
+    """Answers, and the files of all weights and adapters, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file = folder / "answers.pickle"
+        self._answers: dict[Ask, Answer] = {}
+        if self._file.exists():
+            self._answers = pickle.loads(self._file.read_bytes())
+
+    def __getitem__(self, ask: Ask) -> Answer:
+        return self._answers[ask]
+
+    def learn(self, asks: Iterable[Ask]) -> None:
+        """Have an answer to each of these."""
+        missing: set[Ask] = set()
+        for ask in asks:
+            step: Ask | None = ask
+            while step is not None and step not in self._answers:
+                missing.add(step)
+                step = step.before()
+        for model in sorted({ask.model for ask in missing}):
+            asked = sorted((ask for ask in missing if ask.model == model), key=_order)
+            while asked:
+                self._answers |= run_in_child(_answer, self, model, asked[:300])
+                asked = asked[300:]
+        if missing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file.write_bytes(pickle.dumps(self._answers))
+
+    def prompt(self, ask: Ask) -> list[int]:
+        """Its tokens; the reply before it is known."""
+        said = turn_tokens(ask.talk, ask.turn, ask.edit)
+        before = ask.before()
+        if before is None:
+            return said
+        known = self._answers[before]
+        return [*known.prompt, *known.tokens[: heard(ask.talk, before.turn)], *said]
+
+    def weights(self, model: str, version: int) -> str:
+        """A folder with this version of a model's weights."""
+        if not version:
+            return str(MODELS / model)
+        folder = self.folder / f"{model}-{version}"
+        if not folder.exists():
+            _change_weights(MODELS / model, folder, version)
+        return str(folder)
+
+    def adapter(self, adapter: str) -> str:
+        """A folder with this version of an adapter."""
+        folder = self.folder / f"adapter-{adapter}"
+        if not folder.exists():
+            _write_adapter(folder, adapter)
+        return str(folder)
+
+
+def _order(ask: Ask) -> tuple[Any, ...]:
+    return ask.turn, ask.weights, ask
+
+
+def _answer(oracle: Oracle, model: str, asks: list[Ask]) -> dict[Ask, Answer]:
+    flags = ["--max-total-tokens", str(_ENOUGH), "--dtype", "float32", "--hc-disable"]
+    if model == ADAPTED_MODEL:
+        names = [f"{name}{version}" for name in ADAPTERS for version in range(VERSIONS)]
+        flags += adapter_flags({name: oracle.adapter(name) for name in names})
+    core, weights, found = Core(*flags, model=model), 0, {}
+    ids = adapter_ids(core) if model == ADAPTED_MODEL else {}
+    for ask in asks:
+        if ask.weights != weights:
+            load_weights(core, oracle.weights(model, ask.weights))
+            weights = ask.weights
+        prompt = oracle.prompt(ask)
+        lora = ids[ask.adapter] if ask.adapter else None
+        rid = core.submit(prompt, LONGEST_REPLY, top=2, lora=lora)
+        core.run()
+        reply = core.reply(rid)
+        likely = [top[token] for top, token in zip(reply.top, reply.tokens, strict=True)]
+        gaps = [max(top.values()) - min(top.values()) for top in reply.top]
+        oracle._answers[ask] = found[ask] = Answer(prompt, reply.tokens, likely, gaps)
+    return found
+
+
+def adapter_flags(paths: dict[str, str]) -> list[str]:
+    """Flags of an engine with these adapters. A process that has no GPU pins nothing from then
+    on."""
+    _pin_nothing()
+    named = [f"{name}={path}" for name, path in paths.items()]
+    return ["--lora-backend", "torch_native", "--max-loras-per-batch", "3", "--lora-paths", *named]
+
+
+def adapter_ids(core: Core) -> dict[str, str]:
+    """By name."""
+    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
+    return {ref.lora_name: lora for lora, ref in refs.items()}
+
+
+def load_weights(core: Core, folder: str) -> None:
+    """As `/update_weights_from_disk` does, when nothing runs."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=folder, load_format="auto", flush_cache=True)
+    output = core.scheduler.weight_updater.update_weights_from_disk(request)
+    assert output.success, output.message
+
+
+def _change_weights(source: Path, folder: Path, version: int) -> None:
+    """Every matrix of attention differs by a few percent."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(version)
+    weights = load_file(source / "model.safetensors")
+    for name, tensor in sorted(weights.items()):
+        if "_proj" in name:
+            noise = torch.randn(tensor.shape, generator=generator)
+            weights[name] = (tensor + 0.1 * tensor.float().std() * noise).to(tensor.dtype)
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    part.rename(folder)
+
+
+def _write_adapter(folder: Path, adapter: str, rank: int = 4) -> None:
+    """As PEFT writes one: random weights for the projections of attention."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(MODELS / ADAPTED_MODEL)
+    head = config.hidden_size // config.num_attention_heads
+    kv = head * config.num_key_value_heads
+    sizes = {"q_proj": config.hidden_size, "k_proj": kv, "v_proj": kv}
+    generator = torch.Generator().manual_seed(int.from_bytes(adapter.encode(), "big"))
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": (
+            torch.randn(shape, generator=generator) * 0.1
+        )
+        for layer in range(config.num_hidden_layers)
+        for name, size in sizes.items()
+        for part, shape in (("A", (rank, config.hidden_size)), ("B", (size, rank)))
+    }
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_file(weights, part / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(sizes)}
+    (part / "adapter_config.json").write_text(json.dumps(about))
+    part.rename(folder)
+
+
+def _pin_nothing() -> None:
+    """SGLang's adapters pin memory at every step, which needs an accelerator."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Unpinned(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.Tensor.pin_memory:
+                return args[0]
+            given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+            return func(*args, **given)
+
+    Unpinned().__enter__()
