@@ -19,6 +19,7 @@ from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.process.opening import Io
 from support.disk_store import EIO, ENOSPC, Faults, FaultyBackend, failing
 from support.storm_actions import Clock, Disk, Scatters
 from support.waiting import in_time, until
@@ -75,11 +76,6 @@ class Weather:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             assert name is None, name
-
-    def open_stores(self) -> None:
-        """Stores of this process are opened on these disks and by these clocks from now on."""
-        opened, backend = DiskStore.open, FaultyBackend(self.faults)
-        DiskStore.open = lambda *args: opened(*args, backend=backend, clock=self.wall)
 
 
 class _Late:
@@ -202,17 +198,11 @@ class LateExecutor:
 
 
 class StormRanks(Ranks):
-    """One rank whose disk, executor and clock are those of a storm."""
+    """One rank whose clock is that of a storm."""
 
     def __init__(self, weather: Weather) -> None:
         self._weather = weather
         self.clock = weather.monotonic
-
-    def executor(self, inner: Any) -> Any:
-        return LateExecutor(inner, self._weather)
-
-    def blocks(self, inner: Any, capacity: int) -> Any:
-        return LateDisk(inner, self._weather)
 
     def pause(self) -> None:
         self._weather.now += PASS_S
@@ -222,5 +212,14 @@ def use(weather: Weather) -> None:
     """The engine that this process builds is in this weather."""
     from sglang_hc.srt import build
 
-    weather.open_stores()
+    opened, backend = DiskStore.open, FaultyBackend(weather.faults)
+    DiskStore.open = lambda *args: opened(*args, backend=backend, clock=weather.wall)
+    open_io = build.open_io
+
+    def open_late(*args: Any) -> Io:
+        io = open_io(*args)
+        blocks = None if io.blocks is None else LateDisk(io.blocks, weather)
+        return io._replace(executor=LateExecutor(io.executor, weather), blocks=blocks)
+
+    build.open_io = open_late
     build.ranks_of = lambda group: StormRanks(weather)

@@ -18,7 +18,7 @@ from support.storm_actions import ADAPTED_MODEL, Ask
 
 LONGEST_REPLY = 24
 """Tokens of each answer; of greedy replies a shorter one is its beginning."""
-VERSIONS = 3
+VERSIONS = 2
 """Of the weights, and of the files of each adapter."""
 ADAPTERS = ("a", "b")
 FAMILIES = 3

@@ -28,7 +28,7 @@ from support.storm_actions import (
 from support.storm_oracle import ADAPTERS, LONGEST_REPLY, TURNS, VERSIONS
 
 PLANS = ("hidden", "hidden", "hidden:2,kv:2", "recompute:1,hidden:1,kv:2", "kv")
-TALKS = 12
+TALKS = 8
 SALTS = (None, None, None, "", "x")
 FAULTS = ("read error", "short read", "write error", "full", "read-only", "removed")
 AUDITED = 5
@@ -57,12 +57,12 @@ class _Author:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._rng = rng = random.Random(f"storm {seed}")
-        adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.25 else {}
+        adapters = {name: 0 for name in ADAPTERS} if rng.random() < 0.3 else {}
         self._engine = Engine(
             plan="kv" if adapters else rng.choice(PLANS),
             pool=rng.choice((640, 640, 1000, 2000)),
             host_gib=rng.choice((0.2, 0.2, 0.02, 0.005)),
-            disk=rng.random() < 0.6,
+            disk=rng.random() < (0.9 if adapters else 0.6),
             meets=rng.random() < 0.3,
             chunk=rng.choice((64, 128, 512)),
             flags=rng.choice(_FLAGS),
@@ -175,11 +175,13 @@ class _Author:
     def _restart(self) -> None:
         """With something changed."""
         rng, old = self._rng, self._engine
-        changed: dict[str, object] = {"weights": rng.choice((0, 0, 1))}
+        changed: dict[str, object] = {"weights": rng.choice((0, 0, 0, 1))}
         if old.adapters:
             changed["adapters"] = {name: rng.randrange(VERSIONS) for name in old.adapters}
         elif rng.random() < 0.3:
             changed["plan"] = rng.choice(PLANS)
+        if rng.random() < 0.7:
+            self._actions.append(Drain(settle=True))
         self._engine = replace(old, **changed)
         self._actions.append(Restart(self._engine, clean=rng.random() < 0.7))
         self._again()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from support.core import run_in_child
-from support.storm_actions import Clock, Disk, Phase, Send, Storm, phases
+from support.storm_actions import Clock, Phase, Send, Storm, phases
 from support.storm_engine import Fate, Outcome, play
 from support.storm_oracle import Answer, Oracle
 from support.storm_plans import storm_of
@@ -53,8 +53,6 @@ def run(storm: Storm, oracle: Oracle) -> Report:
                 for action in phase.actions
                 if isinstance(action, Clock)
             )
-            if any(isinstance(one, Disk) and one.fault == "removed" for one in phase.actions):
-                Path(folder, "disk").mkdir(exist_ok=True)
     report.counts["storms"] += 1
     return report
 
@@ -132,21 +130,14 @@ def repeat(storm: Storm) -> None:
     sys.exit(bool(report.wrong))
 
 
-def run_all(seeds: Iterable[int], oracle: Oracle) -> tuple[Counter[str], dict[int, list[str]]]:
-    """Storms of many seeds: what was counted, and by seed what was wrong."""
-    counts: Counter[str] = Counter()
-    wrong: dict[int, list[str]] = {}
-    for seed in seeds:
-        report = run(storm_of(seed), oracle)
-        counts += report.counts
-        if report.wrong:
-            wrong[seed] = report.wrong
-    return counts, wrong
-
-
 def learn(seeds: Iterable[int], oracle: Oracle) -> None:
     """Ask for the answers of many storms at once."""
     oracle.learn(ask for seed in seeds for phase in phases(storm_of(seed)) for ask in phase.asks)
+
+
+def _seeds(text: str) -> Sequence[int]:
+    first, colon, end = text.partition(":")
+    return range(int(first), int(end)) if colon else [int(one) for one in text.split(",")]
 
 
 SHOWN = (
@@ -157,12 +148,11 @@ SHOWN = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m support.storms")
-    parser.add_argument("--seeds", default="0:20", help="FIRST:END, or one seed")
+    parser.add_argument("--seeds", default="0:20", help="FIRST:END, or some: 3,17,40")
     parser.add_argument("--cache", type=Path, help="folder for answers (default: a new one)")
     parser.add_argument("--shrink", action="store_true", help="look for a shorter storm")
     args = parser.parse_args(argv)
-    first, colon, end = args.seeds.partition(":")
-    seeds = range(int(first), int(end) if colon else int(first) + 1)
+    seeds = _seeds(args.seeds)
     failed, counts = 0, Counter[str]()
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
         oracle = Oracle(args.cache or Path(folder))

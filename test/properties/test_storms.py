@@ -1,0 +1,174 @@
+"""Whole systems in storms: no wrong token, no lost request, no end of the server.
+
+`python -m support.storms --seeds 0:1000` in test/ does the same and tells more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from sglang_hc.store.executor import Completion
+from support import storm_actions, storm_engine, storm_io, storms
+from support.storm_actions import (
+    Abort,
+    Drain,
+    Engine,
+    Evict,
+    Restart,
+    Run,
+    Send,
+    Storm,
+)
+from support.storm_oracle import Oracle
+from support.storm_plans import storm_of
+
+QUICK = range(14)
+NIGHTLY, TOGETHER = 1000, 20
+ONE = ("--max-running-requests", "1")
+
+
+@pytest.fixture(scope="module")
+def oracle(models: None, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    oracle = Oracle(tmp_path_factory.mktemp("oracle"))
+    storms.learn(QUICK, oracle)
+    return oracle
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What the storms before this test counted."""
+    return Counter()
+
+
+def check(seed: int, oracle: Oracle, seen: Counter[str]) -> None:
+    storm = storm_of(seed)
+    report = storms.run(storm, oracle)
+    seen.update(report.counts)
+    assert not report.wrong, "\n".join([*report.wrong, storms.script(storm)])
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_every_answer_is_right(oracle: Oracle, seen: Counter[str], seed: int) -> None:
+    check(seed, oracle, seen)
+
+
+def test_the_storms_were_storms(seen: Counter[str]) -> None:
+    """What they are about happened in them."""
+    if seen["storms"] != len(QUICK):
+        pytest.skip("not all storms were seen")
+    for what in ("restored tokens", "stored tokens", "aborted", "retractions"):
+        assert seen[what] > 0, what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK.stop, NIGHTLY, TOGETHER))
+def test_a_thousand(oracle: Oracle, first: int) -> None:
+    seeds = range(first, min(first + TOGETHER, NIGHTLY))
+    storms.learn(seeds, oracle)
+    for seed in seeds:
+        check(seed, oracle, Counter())
+
+
+# -- what a storm finds ---------------------------------------------------------------------------
+
+
+def test_a_lie_about_bytes_is_found(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are said to be in place and are not."""
+
+    def lie(executor: storm_io.LateExecutor, ticket: int, operation: object) -> Completion:
+        return Completion(ticket, True)
+
+    told = (
+        *(Send("a", 1, new=20), Drain(settle=True), Evict()),
+        *(Send("b", 1, new=20), Drain()),
+    )
+    storm = Storm(Engine("hidden"), told)
+    assert storms.run(storm, oracle).wrong == []
+    monkeypatch.setattr(storm_io.LateExecutor, "_do", lie)
+    (wrong,) = storms.run(storm, oracle).wrong
+    assert "request 1" in wrong and "in place of" in wrong
+
+
+def test_an_answer_that_never_comes_is_found(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for the disk, which forgets what it was asked."""
+    engine = Engine("kv", disk=True)
+    saved = (Send("a", 1, new=20), Drain(settle=True), Restart(engine))
+    storm = Storm(engine, (*saved, Send("b", 1, new=20), Drain()))
+    report = storms.run(storm, oracle)
+    assert report.wrong == [] and report.counts["stored tokens"] > 0
+    monkeypatch.setattr(storm_io.LateDisk, "read", lambda *_: None)
+    (wrong,) = storms.run(storm, oracle).wrong
+    assert f"still busy after {storm_engine.PASSES} passes" in wrong
+
+
+def test_a_request_that_is_lost_is_found(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the scheduler, and nobody aborted it."""
+    storm = Storm(Engine("kv"), (Send("a", 1, new=20), Run(6), Abort("a"), Drain()))
+    assert storms.run(storm, oracle).wrong == []
+    monkeypatch.setattr(storm_engine.Player, "_is_over", lambda *_: True)  # so it is not noted
+    (wrong,) = storms.run(storm, oracle).wrong
+    assert "tokens of 20" in wrong
+
+
+def test_a_script_is_its_storm(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of a storm is in it."""
+    kinds: set[type] = set()
+    for seed in range(200):
+        storm, found = storm_of(seed), []
+        text = storms.script(storm).replace("from support.storms import repeat", "")
+        exec(text, {"repeat": found.append})
+        assert found == [storm]
+        kinds |= {type(action) for action in storm.actions}
+    assert kinds == set(get_args(storm_actions.Action))
+
+
+def test_a_storm_is_the_same_each_time(oracle: Oracle) -> None:
+    """To the pass."""
+    first, second = (storms.run(storm_of(QUICK[0]), oracle) for _ in range(2))
+    assert first.counts == second.counts
+
+
+# -- what storms have found -----------------------------------------------------------------------
+
+
+def test_adapters_that_were_trained_again(oracle: Oracle) -> None:
+    """Their files are other ones at the same paths when the server starts again."""
+
+    def engine(version: int) -> Engine:
+        return Engine("kv", disk=True, adapters={"a": version, "b": 0})
+
+    def asked(client: str) -> tuple[storm_actions.Action, ...]:
+        return tuple(
+            Send(f"{client} {name}", talk=1, turn=1, adapter=name) for name in (None, "a", "b")
+        )
+
+    saved = (*asked("first"), Drain(settle=True), Restart(engine(1)))
+    report = storms.run(Storm(engine(0), (*saved, *asked("second"), Drain())), oracle)
+    assert report.wrong == []
+    assert report.counts["stored tokens"] > 0, "what did not change is used"
+
+
+@pytest.mark.parametrize("plan", ["hidden", "hidden:2,kv:2"])
+def test_a_client_that_stops_and_sends_something_else(oracle: Oracle, plan: str) -> None:
+    """Under the same id, while its first request runs for a pass more."""
+    first = Send("a", talk=4, new=24)
+    stopped = (first, Run(11), Abort("a"), replace(first, edit=2), Drain(settle=True), Evict())
+    asked = (replace(first, client="b"), Drain(), replace(first, client="c", turn=1), Drain())
+    report = storms.run(Storm(Engine(plan), (*stopped, *asked)), oracle)
+    assert report.wrong == []
+    assert report.counts["restored tokens"] > 0
+
+
+@pytest.mark.parametrize("plan", ["hidden", "kv"])
+def test_two_requests_with_one_id(oracle: Oracle, plan: str) -> None:
+    """Several tokenizer processes let them in."""
+    first, engine = Send("a", talk=4, turn=1, new=24), Engine(plan, flags=ONE)
+    both = (first, replace(first, edit=1), Run(8), replace(first, talk=5), Drain(settle=True))
+    report = storms.run(Storm(engine, (*both, Evict(), first, Drain())), oracle)
+    assert report.wrong == []
