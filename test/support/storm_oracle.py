@@ -5,6 +5,7 @@ Answers are computed once per weights, adapter and prompt, and kept in a file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.core import MODELS, Core, run_in_child
+from support.core import MODELS, Core, Reply, run_in_child
 from support.storm_actions import ADAPTED_MODEL, Ask
 
 LONGEST_REPLY = 24
@@ -25,7 +26,8 @@ FAMILIES = 3
 """Talks of one family begin alike."""
 TURNS = 3
 _ENOUGH = 40_000
-"""Tokens in the oracle's pool: so many are never computed for one batch of storms."""
+"""Tokens in the oracle's pool; when they are not enough, it computes a prompt again."""
+_AT_ONCE = 16
 
 
 class Answer(NamedTuple):
@@ -84,9 +86,7 @@ class Oracle:
                 step = step.before()
         for model in sorted({ask.model for ask in missing}):
             asked = sorted((ask for ask in missing if ask.model == model), key=_order)
-            while asked:
-                self._answers |= run_in_child(_answer, self, model, asked[:300])
-                asked = asked[300:]
+            self._answers |= run_in_child(_answer, self, model, asked)
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file.write_bytes(pickle.dumps(self._answers))
@@ -126,21 +126,28 @@ def _answer(oracle: Oracle, model: str, asks: list[Ask]) -> dict[Ask, Answer]:
     if model == ADAPTED_MODEL:
         names = [f"{name}{version}" for name in ADAPTERS for version in range(VERSIONS)]
         flags += adapter_flags({name: oracle.adapter(name) for name in names})
-    core, weights, found = Core(*flags, model=model), 0, {}
-    ids = adapter_ids(core) if model == ADAPTED_MODEL else {}
-    for ask in asks:
-        if ask.weights != weights:
-            load_weights(core, oracle.weights(model, ask.weights))
-            weights = ask.weights
-        prompt = oracle.prompt(ask)
-        lora = ids[ask.adapter] if ask.adapter else None
-        rid = core.submit(prompt, LONGEST_REPLY, top=2, lora=lora)
-        core.run()
-        reply = core.reply(rid)
-        likely = [top[token] for top, token in zip(reply.top, reply.tokens, strict=True)]
-        gaps = [max(top.values()) - min(top.values()) for top in reply.top]
-        oracle._answers[ask] = found[ask] = Answer(prompt, reply.tokens, likely, gaps)
+    core, loaded, found = Core(*flags, model=model), 0, {}
+    ids = {"": None, **(adapter_ids(core) if model == ADAPTED_MODEL else {})}
+    for (_, weights), level in itertools.groupby(asks, key=lambda ask: (ask.turn, ask.weights)):
+        if weights != loaded:
+            load_weights(core, oracle.weights(model, weights))
+            loaded = weights
+        while batch := list(itertools.islice(level, _AT_ONCE)):
+            prompts = [oracle.prompt(ask) for ask in batch]
+            rids = [
+                core.submit(prompt, LONGEST_REPLY, top=2, lora=ids[ask.adapter])
+                for ask, prompt in zip(batch, prompts, strict=True)
+            ]
+            core.run()
+            for ask, prompt, rid in zip(batch, prompts, rids, strict=True):
+                oracle._answers[ask] = found[ask] = _answer_of(prompt, core.reply(rid))
     return found
+
+
+def _answer_of(prompt: list[int], reply: Reply) -> Answer:
+    likely = [top[token] for top, token in zip(reply.top, reply.tokens, strict=True)]
+    gaps = [max(top.values()) - min(top.values()) for top in reply.top]
+    return Answer(prompt, reply.tokens, likely, gaps)
 
 
 def adapter_flags(paths: dict[str, str]) -> list[str]:
