@@ -71,14 +71,16 @@ class _Author:
         self._first = self._engine
         self._actions: list[Action] = []
         self._sent: list[Send] = []
+        self._shared: list[Send] = []
+        """Requests whose id was sent again while they were alive."""
         self._talks = rng.sample(range(TALKS), 4)
         self._clients = 0
 
     def storm(self) -> Storm:
         rng = self._rng
         scenes: list[tuple[Callable[[], None], int]] = [
-            (self._chatter, 5),
-            (self._disconnect, 5),
+            (self._chatter, 4),
+            (self._disconnect, 8),
             (self._twins, 2),
             (self._again, 4),
             (self._weather, 3),
@@ -113,6 +115,7 @@ class _Author:
             self._pass()
         if rng.random() < 0.85:
             edit = 0 if rng.random() < 0.2 else rng.randrange(1, 3)
+            self._shared.append(first)
             self._send(first.client, like=first, edit=edit, new=rng.randrange(1, LONGEST_REPLY))
         if late:
             self._actions.append(Abort(first.client))
@@ -121,6 +124,7 @@ class _Author:
     def _twins(self) -> None:
         """Two requests under one id, as several tokenizer processes let in."""
         first = self._send(self._new_client(), new=LONGEST_REPLY)
+        self._shared.append(first)
         self._pass()
         if self._rng.random() < 0.5:
             self._send(first.client, like=first, edit=self._rng.randrange(3))
@@ -189,7 +193,11 @@ class _Author:
     def _audit(self) -> None:
         """Much of what was said is asked for again, from what the tiers have of it."""
         self._actions += [Retract(0), Disk(), Scatters(), Drain(settle=True), Evict()]
-        for old in self._rng.sample(self._sent, min(AUDITED, len(self._sent))):
+        rng = self._rng
+        asked = rng.sample(self._shared, min(3, len(self._shared)))
+        asked = [replace(old, turn=min(TURNS - 1, old.turn + 1), edit=0) for old in asked]
+        asked += rng.sample(self._sent, min(AUDITED - len(asked), len(self._sent)))
+        for old in asked:
             self._actions += [replace(old, client=self._new_client(), new=8), Drain()]
 
     # -- parts of scenes -------------------------------------------------------------------------
