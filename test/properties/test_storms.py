@@ -157,10 +157,12 @@ def test_adapters_that_were_trained_again(oracle: Oracle) -> None:
 @pytest.mark.parametrize("plan", ["hidden", "hidden:2,kv:2"])
 def test_a_client_that_stops_and_sends_something_else(oracle: Oracle, plan: str) -> None:
     """Under the same id, while its first request runs for a pass more."""
-    first = Send("a", talk=4, new=24)
-    stopped = (first, Run(11), Abort("a"), replace(first, edit=2), Drain(settle=True), Evict())
-    asked = (replace(first, client="b"), Drain(), replace(first, client="c", turn=1), Drain())
-    report = storms.run(Storm(Engine(plan), (*stopped, *asked)), oracle)
+    first = Send("a", talk=7, turn=1, voice="own", new=24, top=False)
+    edited = replace(first, edit=1, new=18)
+    stopped = (first, Run(6), Abort("a"), edited, Run(2), Drain(), Evict())
+    asked = (replace(first, client="b", new=18), replace(first, client="c", turn=2, new=18))
+    engine = Engine(plan, disk=True, chunk=128, flags=("--schedule-policy", "lpm"))
+    report = storms.run(Storm(engine, (*stopped, *asked, Drain()), seed=9), oracle)
     assert report.wrong == []
     assert report.counts["restored tokens"] > 0
 
