@@ -6,7 +6,6 @@ Answers are computed once per weights, adapter and prompt, and kept in a file.
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 import random
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support.adapters import pin_nothing, write_adapter
 from support.core import MODELS, Core, Reply, run_in_child
 from support.storm_actions import ADAPTED_MODEL, Ask
 
@@ -113,7 +113,11 @@ class Oracle:
         """A folder with this version of an adapter."""
         folder = self.folder / f"adapter-{adapter}"
         if not folder.exists():
-            _write_adapter(folder, adapter)
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            write_adapter(part, int.from_bytes(adapter.encode(), "big"), ADAPTED_MODEL)
+            part.rename(folder)
         return str(folder)
 
 
@@ -153,7 +157,7 @@ def _answer_of(prompt: list[int], reply: Reply) -> Answer:
 def adapter_flags(paths: dict[str, str]) -> list[str]:
     """Flags of an engine with these adapters. A process that has no GPU pins nothing from then
     on."""
-    _pin_nothing()
+    pin_nothing()
     named = [f"{name}={path}" for name, path in paths.items()]
     return ["--lora-backend", "torch_native", "--max-loras-per-batch", "3", "--lora-paths", *named]
 
@@ -189,48 +193,3 @@ def _change_weights(source: Path, folder: Path, version: int) -> None:
     shutil.copytree(source, part)
     save_file(weights, part / "model.safetensors", {"format": "pt"})
     part.rename(folder)
-
-
-def _write_adapter(folder: Path, adapter: str, rank: int = 4) -> None:
-    """As PEFT writes one: random weights for the projections of attention."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(MODELS / ADAPTED_MODEL)
-    head = config.hidden_size // config.num_attention_heads
-    kv = head * config.num_key_value_heads
-    sizes = {"q_proj": config.hidden_size, "k_proj": kv, "v_proj": kv}
-    generator = torch.Generator().manual_seed(int.from_bytes(adapter.encode(), "big"))
-    weights = {
-        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": (
-            torch.randn(shape, generator=generator) * 0.1
-        )
-        for layer in range(config.num_hidden_layers)
-        for name, size in sizes.items()
-        for part, shape in (("A", (rank, config.hidden_size)), ("B", (size, rank)))
-    }
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_file(weights, part / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(sizes)}
-    (part / "adapter_config.json").write_text(json.dumps(about))
-    part.rename(folder)
-
-
-def _pin_nothing() -> None:
-    """SGLang's adapters pin memory at every step, which needs an accelerator."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Unpinned(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.Tensor.pin_memory:
-                return args[0]
-            given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-            return func(*args, **given)
-
-    Unpinned().__enter__()
