@@ -26,6 +26,8 @@ from support.storm_actions import (
 from support.storm_oracle import Oracle
 from support.storm_plans import storm_of
 
+pytestmark = pytest.mark.long
+
 QUICK = range(14)
 NIGHTLY, TOGETHER = 1000, 20
 ONE = ("--max-running-requests", "1")
