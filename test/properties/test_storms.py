@@ -79,14 +79,15 @@ def test_a_thousand(oracle: Oracle, first: int) -> None:
 
 
 def test_a_lie_about_bytes_is_found(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are said to be in place and are not."""
+    """Rows of a reply that are said to be in place and are not. Those of a prompt are copied
+    without the executor."""
 
     def lie(executor: storm_io.LateExecutor, ticket: int, operation: object) -> Completion:
         return Completion(ticket, True)
 
     told = (
-        *(Send("a", 1, new=20), Drain(settle=True), Evict()),
-        *(Send("b", 1, new=20), Drain()),
+        *(Send("a", 3, new=24), Drain(settle=True), Evict()),
+        *(Send("b", 3, turn=1, new=20), Drain()),
     )
     storm = Storm(Engine("hidden"), told)
     assert storms.run(storm, oracle).wrong == []
