@@ -62,7 +62,7 @@ def tiers_of(
     below = DiskTier(disk, host) if disk is not None else None
     pool = HostPool(layout, slots)
     buffers = list(np.zeros((2, 1, 64, 8), dtype=np.uint8))
-    scatters = ScatterQueue(ThreadExecutor(pool, buffers), host.damaged_slots)
+    scatters = ScatterQueue(ThreadExecutor(pool, buffers), host)
     copy_stream = HostCopyStream()
     device: Any = None  # nothing is restored or gathered from the device here
     taps = TapBuffer(1, 64, 2, torch.float32, CPU)

@@ -117,12 +117,12 @@ def meter_disk(bucket: Bucket) -> None:
 
 def meter_io_process() -> None:
     """I/O processes that are started from now on run this file."""
-    from sglang_hc.store.process import supervisor
+    from sglang_hc.store.process import link
 
     def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([words[0], "-m", __name__, *words[3:]], **options)
 
-    vars(supervisor)["subprocess"] = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
+    vars(link)["subprocess"] = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
 
 
 def meter_remote(bucket: Bucket) -> None:

@@ -13,6 +13,7 @@ from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, total_memory
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
+from sglang_hc.store.ownership import read_remote_key
 
 CONFIG_ENV = "SGLANG_HC_CONFIG"
 """JSON object with the fields of `HcConfig`; the channel for `sgl.Engine`, which has no flags."""
@@ -48,6 +49,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     read_buffer_gb: float | None = None
     remote: str | None = None
     remote_config: str | None = None
+    remote_key: str | None = None
     profile: str | None = None
     restore: str = "cost"
     ttl: float | None = None
@@ -275,6 +277,13 @@ FLAGS: dict[str, Flag] = {
         "options of the remote store, as JSON or in a file",
         "JSON|FILE",
         check=read_remote_config,
+        need=_REMOTE,
+    ),
+    "remote_key": Flag(
+        "file of at least 16 secret bytes that the servers of a remote store share: blocks that "
+        "were written without them are not served",
+        "FILE",
+        check=read_remote_key,
         need=_REMOTE,
     ),
     "profile": Flag(

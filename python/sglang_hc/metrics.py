@@ -28,6 +28,7 @@ LEVELS = {
     "host_slots": "Slots of the host tier, of one block each.",
     "host_free_slots": "Slots of the host tier that hold nothing.",
     "host_staged_slots": "Slots of the host tier that belong to running requests.",
+    "host_withheld_slots": "Slots that a disk which did not answer in time may still touch.",
     "host_blocks": "Blocks in the host tier that can be served.",
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
@@ -95,6 +96,7 @@ COUNTS = {
     "disk_evicted_blocks": "Blocks that left the disk for room.",
     "disk_expired_blocks": "Blocks that left the disk by age.",
     "disk_directory_pauses": "Times a directory was left alone because it kept failing.",
+    "disk_directory_hangs": "Times a disk directory did not answer and was left alone.",
     "disk_scrubbed_bytes": "Bytes on disk that the scrubber has verified.",
     "disk_scrub_damaged": "Blocks on disk that the scrubber found damaged.",
     "disk_index_refused": "Changes that the index of the disk tier did not take.",
@@ -106,6 +108,7 @@ COUNTS = {
     "remote_lookup_dropped": "Questions not asked because too many waited.",
     "remote_pauses": "Times the remote store was left alone because it kept failing.",
     "remote_hangs": "Times a call of the remote store did not come back in time.",
+    "remote_forged": "Blocks of the remote store whose MAC is not of --hc-remote-key.",
 }
 """Known from the start, so that zero is visible. Others appear when they first count."""
 

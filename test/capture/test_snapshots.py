@@ -12,6 +12,7 @@ from sglang_hc.device.copy_stream import HostCopyStream
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_pool import HostPool
+from support.host import host_tier
 from support.streams import BACK, COMPUTE, COPIES, SimulatedCopyStream, StreamDevice
 from support.tiers import CPU, StepExecutor
 
@@ -29,8 +30,8 @@ class Bench:
         self.pool = HostPool(LAYOUT, 8)
         self.buffers = list(np.zeros((buffers, LAYERS, rows, WIDTH), dtype=np.uint8))
         self.executor = StepExecutor(self.pool, self.buffers)
-        self.damaged: set[int] = set()
-        self.scatters = ScatterQueue(self.executor, self.damaged)
+        self.host = host_tier(8)
+        self.scatters = ScatterQueue(self.executor, self.host)
         used = copy_stream or (SimulatedCopyStream(device) if device else HostCopyStream())
         size = buffers * rows * LAYERS * WIDTH
         twins = torch.empty(size, dtype=torch.uint8) if device or copy_stream else None
@@ -136,7 +137,7 @@ def test_a_slot_that_was_not_written_is_bad_and_so_is_its_copy() -> None:
     bench.scatters.submit(CopyRows(4, 5, 1))
     bench.scatters.submit(CopyRows(6, 7, 1))
     bench.scatters.drain()
-    assert bench.damaged == {3, 4, 5}
+    assert bench.host.damaged_slots == {3, 4, 5}
 
 
 def test_callbacks_run_once_when_their_operation_is_over() -> None:

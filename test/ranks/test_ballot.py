@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hc.ranks import ballot as ballot_module
 from sglang_hc.ranks import board as boards
 from sglang_hc.ranks.ballot import Ballot, Decided, Verdict, verdict_of
 from sglang_hc.ranks.board import PLACES, REPORT_BYTES, Kind, Vote, VoteBoard
 from sglang_hc.store.outcome import GOOD, Outcome
+from support.several_ranks import together
 
 
 def ballots(count: int = 2, kind: Kind = Kind.SCATTER) -> list[Ballot]:
@@ -60,8 +62,30 @@ def test_one_no_is_a_no_for_all(votes: list[Outcome]) -> None:
     verdict = verdict_of(votes)
     assert verdict in votes
     assert (verdict in GOOD) == all(vote in GOOD for vote in votes)
-    if Outcome.MISSING in votes:
+    if Outcome.STUCK in votes:
+        assert verdict is Outcome.STUCK, "the slot is not safe, whatever else is said"
+    elif Outcome.MISSING in votes:
         assert verdict is Outcome.MISSING
+
+
+def test_nobody_waits_for_ever_for_a_part_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank whose part it is gives it up for all; what it says later is heard by nobody."""
+    monkeypatch.setattr(ballot_module, "SETTLE_S", 0.1, raising=False)
+    one, two = ballots()
+    for ballot in (one, two):
+        begin(ballot, 1, 2)
+        ballot.vote(1, Outcome.OK)
+    one.vote(2, Outcome.OK)
+    together([lambda: one.settle(lambda: None), lambda: two.settle(lambda: None)])
+    for ballot in (one, two):
+        assert decided(ballot) == [(1, Outcome.OK), (2, Outcome.STUCK)]
+    two.vote(2, Outcome.OK)
+    assert not two.settled() and not decided(two) and len(two) == 0
+    for ballot in (one, two):
+        begin(ballot, 3)
+    two.leave()
+    two.settle(lambda: None)
+    assert decided(two) == [(3, Outcome.STUCK)], "nor does a rank that stops"
 
 
 def test_all_wait_for_the_slowest_without_being_told() -> None:

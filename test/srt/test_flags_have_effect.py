@@ -9,6 +9,8 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt import hicache_flags
 from sglang_hc.srt.server_args import config_of
 
+KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
+"""A file that `plugin` writes."""
+
 ALONE = {
     "host_size_gb": "1", "forms": "hidden", "disable": None, "disk": "/tmp:1", "eviction": "lru",
     "trace": "/tmp/sglang-hc-no-such-trace", "read_buffer_gb": "1", "remote": "file",
@@ -34,6 +39,7 @@ ALONE = {
 WITH = {
     "scrub_mb_s": ("16", [("--hc-disk", "/tmp:1")]),
     "remote_config": ('{"dir": "/tmp"}', [("--hc-remote", "file")]),
+    "remote_key": (KEY, [("--hc-remote", "file")]),
     "prefetch": (
         "queue",
         [("--hc-disk", "/tmp:1"), ("--hc-remote", "file"), ("--hc-overflow", "reembed")],
@@ -64,11 +70,14 @@ HICACHE = {
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch, models: None, tmp_path: Path) -> Iterator[None]:
     load_plugins()
+    Path(KEY).touch(mode=0o600)
+    Path(KEY).write_bytes(bytes(16))
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     monkeypatch.delenv("SGLANG_HC_ENABLE", raising=False)
     monkeypatch.delenv("SGLANG_HC_CONFIG", raising=False)
     before = logging.root.handlers[:], logging.root.level
     yield
+    Path(KEY).unlink()
     logging.root.handlers[:], logging.root.level = before  # SGLang's parser sets its own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
+from sglang_hc.store.remote import Frames
 
 LAYOUT = BlockLayout(LayerPlan(0, 1, 1), StateShape(2, 32, (16, 16), "uint8"))
 SPEC = MemorySpec(LAYOUT, 4, BLOCK_TOKENS, 1)
@@ -23,6 +25,28 @@ def test_what_one_mapping_of_the_file_is_given_another_shows() -> None:
     assert (other.pool.slot(3) == 7).all() and not other.pool.slot(2).any()
     one.snapshots[0][:] = 9
     assert (other.snapshots[0] == 9).all() and (other.pool.slot(3) == 7).all()
+
+
+def dumped(buffer: object) -> bool:
+    """Whether the mapping at this address would be in a core dump."""
+    at = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds is not None:
+            here = int(bounds[1], 16) <= at < int(bounds[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            return "dd" not in line.split()
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_core_dump_holds_the_state_of_conversations(shared: bool) -> None:
+    descriptor = memory_file(SPEC) if shared else None
+    memory = HostMemory(SPEC, descriptor)
+    assert not dumped(memory.pool.buffer) and not dumped(memory.snapshots[0])
+    assert dumped(bytearray(1 << 20)), "other memory is"
+    assert not dumped(Frames(LAYOUT.slot_bytes).buffer), "nor what is on its way to a remote store"
 
 
 def test_memory_without_a_file_is_its_own() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,6 +24,7 @@ from sglang_hc.store.executor import (
     shares,
 )
 from sglang_hc.store.host_pool import HostPool
+from support.waiting import HANGS_S
 
 LAYOUT = BlockLayout(LayerPlan(1, 2, 3), StateShape(6, 5, (3, 2), "uint8"))
 
@@ -128,4 +132,37 @@ def test_a_share_that_fails_fails_the_operation_after_all_are_over(
         executor.submit(1, ScatterRows(0, (RowSpan(0, 0, 0, 4), RowSpan(4, 99, 0, 4))))
         executor.submit(2, CopyRows(0, 1, 1))
         assert executor.drain() == [Completion(1, False), Completion(2, True)]
+        executor.close()
+
+
+def test_a_share_that_nobody_takes_fails_the_operation_after_the_others_are_over() -> None:
+    """No thread could be started for the second share: the first one still read the snapshot, which
+    was said to be free."""
+    buffers = [snapshot(12)]
+    began, goes_on = threading.Event(), threading.Event()
+    scatter = executor_module._scatter
+
+    def slow(*work: Any) -> None:
+        began.set()
+        assert goes_on.wait(HANGS_S)
+        scatter(*work)
+
+    with mock.patch.object(executor_module, "_SHARE_BYTES", 1):
+        executor = ThreadExecutor(HostPool(LAYOUT, 3), buffers, threads=3)
+        assert executor._helpers is not None
+        submit, submitted = executor._helpers.submit, []
+
+        def no_second(*work: Any) -> Any:
+            submitted.append(work)
+            if len(submitted) == 2:
+                raise RuntimeError("can't start new thread")
+            return submit(slow, *work[1:])
+
+        with mock.patch.object(executor._helpers, "submit", no_second):
+            executor.submit(1, ScatterRows(0, tuple(RowSpan(4 * n, n, 0, 4) for n in range(3))))
+            assert began.wait(HANGS_S)
+            time.sleep(0.05)
+            assert executor.poll() == []
+            goes_on.set()
+            assert executor.drain() == [Completion(1, False)]
         executor.close()

@@ -13,7 +13,7 @@ RATE = "SLOW_DISK_BYTES_PER_SECOND"
 
 def start_slowly(bytes_per_second: float) -> None:
     """I/O processes that this process starts from now on are such ones."""
-    from sglang_hc.store.process import supervisor
+    from sglang_hc.store.process import link
 
     def start(words: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])
@@ -21,7 +21,7 @@ def start_slowly(bytes_per_second: float) -> None:
         return subprocess.Popen(command, env=env | {"PYTHONPATH": paths}, **options)
 
     os.environ[RATE] = str(bytes_per_second)
-    supervisor.subprocess = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
+    link.subprocess = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def build(
     snapshots = np.zeros((buffers, plan.hidden, rows, HIDDEN_BYTES), dtype=np.uint8)
     executor = StepExecutor(pool, list(snapshots))
     several = ranks.count > 1
-    scatters = ScatterQueue(ranks.executor(executor), host.damaged_slots, points_too=several)
+    scatters = ScatterQueue(ranks.executor(executor), host, points_too=several)
     own = DeviceRing(ring, CPU) if ring else None
     twins = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
     ways = copy_stream.opposite(), scatters, own

@@ -73,7 +73,7 @@ class World:
         self.io = FakeIo(self.pool)
         self.disk = DiskTier(self.io, self.host, lambda: 0.0) if disk else None
         self.executor = StepExecutor(self.pool, [])
-        self.scatters = ScatterQueue(self.executor, self.host.damaged_slots)
+        self.scatters = ScatterQueue(self.executor, self.host)
         self.counters: Counter[str] = Counter()
         self.now = 0.0
         self.grafts = Grafts(self.host, self.disk, self.scatters, self.counters, lambda: self.now)

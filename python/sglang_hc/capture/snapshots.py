@@ -9,6 +9,7 @@ slots, and knows when all bytes of a slot are in place.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from sglang_hc.store.executor import (
     ScatterRows,
 )
 from sglang_hc.store.host_pool import Bytes
+from sglang_hc.tree.host_tier import HostTier
+
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -52,15 +56,17 @@ class Progress:
 class ScatterQueue:
     """Operations on their way to the executor, in order. Belongs to the scheduler thread.
 
-    damaged: gets the slots that an operation failed to write (see `HostTier.damaged_slots`).
+    host: owns the slots; learns which ones an operation failed to write, or may yet write.
     points_too: the executor is told of points in the order as well. On several ranks it must be,
     because they learn together that a point was passed.
     """
 
-    def __init__(self, executor: Executor, damaged: set[int], *, points_too: bool = False) -> None:
+    def __init__(self, executor: Executor, host: HostTier, *, points_too: bool = False) -> None:
         self.executor = executor
         self._points_too = points_too
-        self._damaged = damaged
+        self._host = host
+        self._given_up: dict[int, list[int]] = {}
+        """Slots by the tickets of operations that were given up and not answered since."""
         self._tickets = itertools.count(1)
         self._waiting: deque[tuple[Event | None, Operation | None, Progress]] = deque()
         self._running: dict[int, tuple[Operation, Progress]] = {}
@@ -95,13 +101,20 @@ class ScatterQueue:
         self._take_in(self.executor.poll())
 
     def drain(self) -> None:
-        """Wait until everything submitted is in place. For flushes, not for the hot path."""
+        """Wait until everything submitted is in place, for at most DRAIN_S: what is under way then
+        failed, and its slots get no new owner before it is answered. For flushes, not for the hot
+        path."""
         while self._waiting:
             event = self._waiting[0][0]
             if event is not None:
                 event.wait()
             self._feed()
         self._take_in(self.executor.drain())
+        if self._running:
+            logger.error("sglang-hc: given up: %d scatters not done in time", len(self._running))
+            slots = {ticket: _targets(one) for ticket, (one, _) in self._running.items()}
+            self._take_in([Completion(ticket, False, stuck=True) for ticket in slots])
+            self._given_up |= slots
 
     def close(self) -> None:
         """Finish and stop the executor."""
@@ -128,14 +141,20 @@ class ScatterQueue:
         passed, self._passed = self._passed, []
         for progress in passed:
             progress.finish()
-        for ticket, ok in completions:
-            self._complete(ticket, ok)
+        for done in completions:
+            if done.ticket in self._given_up:
+                self._host.give_back(self._given_up.pop(done.ticket))
+            else:
+                self._complete(*done)
 
-    def _complete(self, ticket: int, ok: bool) -> None:
+    def _complete(self, ticket: int, ok: bool, stuck: bool) -> None:
         operation, progress = self._running.pop(ticket)
-        bad = isinstance(operation, (CopyRows, CopySlot)) and operation.source in self._damaged
+        damaged = self._host.damaged_slots
+        bad = isinstance(operation, (CopyRows, CopySlot)) and operation.source in damaged
         if bad or not ok:
-            self._damaged.update(_targets(operation))
+            damaged.update(_targets(operation))
+        if stuck:
+            self._host.withhold(_targets(operation))
         progress.finish()
 
 

@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from sglang_hc.ranks.board import PLACES, Kind, Vote, VoteBoard
+from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.outcome import GOOD, Outcome
+
+SETTLE_S = DRAIN_S
+"""Longest that a rank waits for its own parts before it gives them up for all ranks."""
 
 
 def a_moment() -> None:
@@ -35,8 +39,9 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(votes: Iterable[Outcome]) -> Outcome:
-    """One no is a no for all; of several, that which says the most of the block: it is not there,
-    it is damaged, it could not be read or written, and so on in the order of `Outcome`."""
+    """One no is a no for all; of several, that which says the most: a slot is not safe yet, the
+    block is not there, it is damaged, it could not be read or written, and so on in the order of
+    `Outcome`."""
     said = set(votes)
     for outcome in Outcome:
         if outcome in said and outcome not in GOOD:
@@ -74,6 +79,8 @@ class Ballot:
         """Begun, and not started because the board has no place for them."""
         self._voted: dict[int, None] = {}
         """Open ones that this rank has voted on and not seen settled."""
+        self._given_up: set[int] = set()
+        """Tickets on which this rank has voted before its part was over."""
         self._settled: list[Verdict] = []
         self._decided: list[Decided] = []
         self.failures: Counter[tuple[int, Outcome]] = Counter()
@@ -92,6 +99,9 @@ class Ballot:
 
     def vote(self, ticket: int, outcome: Outcome, value: int = 0) -> None:
         """This rank's part of an operation is over. value: see `Vote`."""
+        if ticket in self._given_up:
+            self._given_up.remove(ticket)
+            return
         number = self._names[ticket]
         self._board.vote(self._kind, number, Vote(outcome, value))
         if self._alone:
@@ -126,18 +136,17 @@ class Ballot:
 
     def settle(self, poll: Callable[[], None]) -> None:
         """Wait until everything that was begun is decided, without rank 0: all ranks do this at the
-        same place, and each reads the same votes. poll: takes in what this rank's parts have done.
-        """
+        same place, and each reads the same votes. What this rank has not done within SETTLE_S is
+        STUCK for all. poll: takes in what this rank's parts have done."""
+        end = time.monotonic() + SETTLE_S
         while self._open:
             if self._alone:
-                poll()
-                self._wait()
+                self._wait_for(poll, end)
                 continue
             held = {number for number, _ in self._held}
             numbers = [number for number in self._open if number not in held]
             while (votes := self._all_votes(numbers)) is None:
-                poll()
-                self._wait()
+                self._wait_for(poll, end)
             seen = {verdict.number: verdict for verdict in self._settled}
             self.decide(
                 seen.get(number) or self._verdict(number, some)
@@ -151,6 +160,16 @@ class Ballot:
         own = self._board.rank
         votes = [(n, self._board.vote_of(self._kind, n, own)) for n in self._open]
         self.decide(Verdict(number, *vote) for number, vote in votes if vote is not None)
+
+    def _wait_for(self, poll: Callable[[], None], end: float) -> None:
+        poll()
+        if time.monotonic() >= end:
+            own, held = self._board.rank, {number for number, _ in self._held}
+            for number, ticket in list(self._open.items()):
+                if number not in held and self._board.vote_of(self._kind, number, own) is None:
+                    self.vote(ticket, Outcome.STUCK)
+                    self._given_up.add(ticket)
+        self._wait()
 
     def _all_votes(self, numbers: Sequence[int]) -> list[list[Vote]] | None:
         found = []

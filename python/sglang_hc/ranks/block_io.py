@@ -25,7 +25,7 @@ NEWS = 2048
 """Most identities that are told at once."""
 
 _GONE = (Outcome.MISSING, Outcome.DAMAGED)
-_UNWELL = (Outcome.LOST, Outcome.IO_ERROR, Outcome.TIMED_OUT)
+_UNWELL = (Outcome.STUCK, Outcome.LOST, Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
 class AgreedBlocks:

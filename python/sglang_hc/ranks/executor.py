@@ -20,7 +20,7 @@ class AgreedExecutor:
 
     def vote(self) -> None:
         """Say what this rank has done since the last call."""
-        for ticket, ok in self._inner.poll():
+        for ticket, ok, _ in self._inner.poll():
             self._ballot.vote(ticket, Outcome.OK if ok else Outcome.IO_ERROR)
 
     def submit(self, ticket: int, operation: Operation) -> None:
@@ -29,7 +29,10 @@ class AgreedExecutor:
     def poll(self) -> list[Completion]:
         self.vote()
         decided = self._ballot.take_decided()
-        return [Completion(done.ticket, done.outcome is Outcome.OK) for done in decided]
+        return [
+            Completion(done.ticket, done.outcome is Outcome.OK, done.outcome is Outcome.STUCK)
+            for done in decided
+        ]
 
     def drain(self) -> list[Completion]:
         """As in `Executor`; all ranks come here at the same place of their decisions."""

@@ -210,7 +210,7 @@ def _tiers(
     disk = _disk(model, sizes, io, host, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
-    scatters = ScatterQueue(executor, host.damaged_slots, points_too=ranks.count > 1)
+    scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
     mover = None
     if device.rotation is not None:
         mover = Grafts(host, disk, scatters, counters, ranks.clock)

@@ -24,7 +24,9 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang_hc.config import HcConfig, read_remote_config
 from sglang_hc.errors import ConfigError
 from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.ownership import distrusted, read_remote_key
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
+from sglang_hc.store.remote.envelope import mac_key
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +152,8 @@ def remote_store(
     frames = Frames(pool.layout.slot_bytes)
     backend = open_remote(config.remote, read_remote_config(config.remote_config), frames)
     logger.info("sglang-hc: remote store %s (%s)", config.remote, backend.name)
-    return RemoteStore(backend, frames, pool, fingerprint, counts)
+    key = None if config.remote_key is None else mac_key(read_remote_key(config.remote_key))
+    return RemoteStore(backend, frames, pool, fingerprint, counts, key=key)
 
 
 def check_remote(config: HcConfig) -> None:
@@ -223,11 +226,18 @@ def _directory(kind: str, directory: object) -> str | None:
     folder = Path(directory).expanduser().resolve() / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = distrusted(str(folder))
         writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(
             f"--hc-remote {kind}: {folder} cannot be made ({error}); {REMEDY}"
         ) from None
+    if reason is not None:
+        raise ConfigError(
+            f"--hc-remote {kind}: {folder} is not safe to share ({reason}): who can write there "
+            "decides what this server answers; give it to this user or to root and run "
+            f"chmod o-w {folder}, or name another directory as dir of --hc-remote-config"
+        )
     if not writable:
         raise ConfigError(f"--hc-remote {kind}: {folder} cannot be written; {REMEDY}")
     return str(folder)

@@ -23,6 +23,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.block_tree import BlockNode
@@ -136,6 +137,8 @@ class DiskTier:
         self._layer_reads: dict[int, tuple[LayerReads, Promotion, int]] = {}
         """Blocks and groups of layers by the tickets of their reads."""
         self._spills: dict[int, BlockNode] = {}
+        self._given_up: dict[int, int] = {}
+        """Slots by the tickets of operations that were given up and not answered since."""
         self._unsaved: dict[bytes, None] = {}
         """Blocks whose writes failed, the oldest first."""
         self._can_write = True
@@ -297,8 +300,16 @@ class DiskTier:
 
     def poll(self) -> None:
         """Apply what is done."""
+        self._take_in(self._io.poll())
+
+    def _take_in(self, ended: Iterable[BlockDone]) -> None:
         came, now = [], self.now()
-        for done in self._io.poll():
+        for done in ended:
+            if done.ticket in self._given_up:
+                self._host.give_back([self._given_up.pop(done.ticket)])
+                continue
+            if done.outcome is Outcome.STUCK:
+                self._host.withhold([self._slot_of(done.ticket)])
             if done.ticket in self._spills:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
@@ -326,11 +337,29 @@ class DiskTier:
         return len(self._spills) + len(self._reads) + len(self._layer_reads)
 
     def drain(self) -> None:
-        """Wait until nothing is on its way to a slot or from one. For tests, orderly stops, and
-        before the tier is cleared."""
+        """Wait until nothing is on its way to a slot or from one, for at most DRAIN_S: slots that
+        something is on its way to then get no new owner before its answer. For tests, orderly
+        stops, and before the tier is cleared."""
+        end = time.monotonic() + DRAIN_S  # several ranks end what is under way in the first pause
         while self.busy:
             self.poll()
+            if self.busy and time.monotonic() >= end:
+                self._give_up()
+                return
             self._pause()
+
+    def _give_up(self) -> None:
+        tickets = (*self._spills, *self._reads, *self._layer_reads)
+        slots = {ticket: self._slot_of(ticket) for ticket in tickets}
+        logger.error("sglang-hc: given up: %d blocks not read or written in time", len(slots))
+        self._take_in([BlockDone(ticket, Outcome.STUCK, "disk") for ticket in slots])
+        self._given_up |= slots
+
+    def _slot_of(self, ticket: int) -> int:
+        if ticket in self._spills:
+            return self._spills[ticket].slot
+        layered = ticket in self._layer_reads
+        return (self._layer_reads[ticket][1] if layered else self._reads[ticket][0]).slot
 
     def disown(self) -> None:
         """The weights changed: what is on disk belongs to others, what comes has no identity."""

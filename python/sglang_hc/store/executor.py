@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -20,6 +20,10 @@ from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+"""Longest that a flush, new weights or an orderly stop wait for operations that are under way.
+SGLang's watchdog ends a scheduler that stands still for 300 s."""
 
 
 class RowSpan(NamedTuple):
@@ -61,10 +65,12 @@ Operation = ScatterRows | CopyRows | CopySlot | Point
 
 
 class Completion(NamedTuple):
-    """Answer to an operation, under the ticket that its caller gave it."""
+    """Answer to an operation, under the ticket that its caller gave it. stuck: it was given up, and
+    may write to its slots at any later time."""
 
     ticket: int
     ok: bool
+    stuck: bool = False
 
 
 class Executor(Protocol):
@@ -78,13 +84,14 @@ class Executor(Protocol):
         """Completions since the last call, in the order in which they were submitted."""
 
     def drain(self) -> list[Completion]:
-        """Wait until everything submitted has completed; for flushes and tests."""
+        """Wait until everything submitted has completed, for at most DRAIN_S; for flushes and
+        tests."""
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""
 
     def close(self) -> None:
-        """Finish what is queued and stop."""
+        """Finish what is queued, for at most DRAIN_S, and stop."""
 
 
 SCATTER_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -159,8 +166,9 @@ class ThreadExecutor:
         return done
 
     def drain(self) -> list[Completion]:
+        end = time.monotonic() + DRAIN_S
         done = self.poll()
-        while self.under_way:
+        while self.under_way and time.monotonic() < end:
             time.sleep(0.0005)
             done += self.poll()
         return done
@@ -169,9 +177,9 @@ class ThreadExecutor:
         return {}
 
     def close(self) -> None:
-        self._thread.close()
+        over = self._thread.close(DRAIN_S)
         if self._helpers is not None:
-            self._helpers.shutdown()
+            self._helpers.shutdown(wait=over)
 
     def _run(self, batch: list[tuple[int, Operation]]) -> None:
         for ticket, operation in batch:
@@ -192,10 +200,13 @@ class ThreadExecutor:
         rows = sum(span.rows for span in operation.spans)
         worth = rows * snapshot.shape[0] * snapshot.shape[2] // _SHARE_BYTES + 1
         own, *others = shares(operation.spans, min(self._threads, worth)) or [[]]
-        helped = [self._helpers.submit(_scatter, part, snapshot, self._pool) for part in others]
+        helped: list[Future[None]] = []
         try:
+            for part in others:
+                help_ = self._helpers.submit(_scatter, part, snapshot, self._pool)
+                helped.append(help_)
             _scatter(own, snapshot, self._pool)
         finally:
             wait(helped)  # the snapshot is used again when this operation is over, failed or not
-        for part in helped:
-            part.result()
+        for done in helped:
+            done.result()

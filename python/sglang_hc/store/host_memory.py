@@ -49,7 +49,8 @@ class HostMemory:
 
     descriptor: of a memory file of `spec.bytes` bytes (`memory_file`); None for memory that only
     this process sees. Pages are taken from the system as they are first written; huge ones where
-    the system gives them, because O_DIRECT and CUDA handle memory by the page.
+    the system gives them, because O_DIRECT and CUDA handle memory by the page. None of it is in a
+    core dump.
     """
 
     def __init__(self, spec: MemorySpec, descriptor: int | None = None) -> None:
@@ -61,6 +62,7 @@ class HostMemory:
             mapping = mmap.mmap(descriptor, size)
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_DONTDUMP)  # state of all tenants, and as large as the machine
         self._rest = memoryview(mapping)
         pool_bytes = spec.num_slots * spec.layout.slot_bytes
         self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))

@@ -12,6 +12,7 @@ class Outcome(enum.Enum):
     that may be used. Only after OK does a written block survive a crash.
     """
 
+    STUCK = "stuck"  # it was given up, and may touch its slot at any later time
     OK = "ok"
     MISSING = "missing"  # a read of a block that is not there
     DAMAGED = "damaged"  # the bytes are not the block that was asked for; it is removed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +35,8 @@ class Workers(Generic[T]):
         self._items: deque[T] = deque()
         self._work = threading.Semaphore(0)
         self._closing = False
+        self._began: dict[int, float] = {}
+        """When the threads that are at work began their batches, by thread."""
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True)
             for number in range(threads)
@@ -45,18 +48,33 @@ class Workers(Generic[T]):
         """Items that no thread has taken yet."""
         return len(self._items)
 
+    @property
+    def busy_since(self) -> float:
+        """When the longest of the batches that are being done began, on `time.monotonic`; infinity
+        when none is."""
+        return min(self._began.copy().values(), default=float("inf"))
+
     def submit(self, item: T) -> None:
         """Do this after what was submitted before."""
         self._items.append(item)
         self._work.release()
 
+    def withdraw(self) -> list[T]:
+        """Items that no thread has taken yet; none will."""
+        taken: list[T] = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._items.popleft())
+        return taken
+
     def close(self, timeout: float | None = None) -> bool:
-        """Finish what was submitted and end the threads; False if that takes each of them longer
-        than `timeout` seconds."""
+        """Finish what was submitted and end the threads; False if that takes longer than `timeout`
+        seconds."""
         self._closing = True
         self._work.release(len(self._threads))
+        end = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -68,9 +86,12 @@ class Workers(Generic[T]):
                 while len(batch) < most:
                     batch.append(self._items.popleft())
             if batch:
+                self._began[threading.get_ident()] = time.monotonic()
                 try:
                     self._perform(batch)
                 except Exception:
                     logger.exception("%s: work failed", threading.current_thread().name)
+                finally:
+                    del self._began[threading.get_ident()]
             elif self._closing:
                 return

@@ -110,6 +110,7 @@ class Tiers:
             "host_slots": self.host.num_slots,
             "host_free_slots": self.host.free_slots,
             "host_staged_slots": self.host.staged_slots,
+            "host_withheld_slots": self.host.withheld_slots,
             "host_blocks": self.host.published_blocks,
             "host_bytes": self.host.num_slots * self.layout.slot_bytes,
             "pins": len(self.retention.pins),

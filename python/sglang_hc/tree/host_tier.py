@@ -8,6 +8,7 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
@@ -41,6 +42,10 @@ class HostTier:
         self._free = list(range(num_slots - 1, -1, -1))
         self._staged: set[int] = set()
         self._detached: set[BlockNode] = set()
+        self._withheld: Counter[int] = Counter()
+        """Slots by how many operations that were given up may still touch them."""
+        self._ownerless: set[int] = set()
+        """Of these the ones that would be free."""
         self.damaged_slots: set[int] = set()
         """Slots whose bytes could not be written: not served until they are staged anew."""
         self.evicted_blocks = 0
@@ -58,6 +63,10 @@ class HostTier:
     def has_ttl(self) -> bool:
         """Whether blocks leave when nobody uses them for long."""
         return self._ttl is not None
+
+    @property
+    def withheld_slots(self) -> int:
+        return len(self._withheld)
 
     def is_staged(self, slot: int) -> bool:
         return slot in self._staged
@@ -78,7 +87,22 @@ class HostTier:
     def unstage(self, slot: int) -> None:
         """Give a staged slot back unused. Its bytes must have no writer any more."""
         self._staged.remove(slot)
-        self._free.append(slot)
+        self._set_free(slot)
+
+    def withhold(self, slots: Iterable[int]) -> None:
+        """An operation on these slots was given up, but may touch them at any later time. Whoever
+        owns them keeps them; nobody gets them afterwards before `give_back`."""
+        self._withheld.update(slots)
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Such an operation is over after all."""
+        for slot in slots:
+            self._withheld[slot] -= 1
+            if not self._withheld[slot]:
+                del self._withheld[slot]
+                if slot in self._ownerless:
+                    self._ownerless.remove(slot)
+                    self._free.append(slot)
 
     def publish(
         self,
@@ -189,7 +213,7 @@ class HostTier:
         self.tree.check_integrity()
         held = [node.slot for node in self.tree.nodes()]
         held += [node.slot for node in self._detached]
-        owners = [*self._free, *self._staged, *held]
+        owners = [*self._free, *self._staged, *self._ownerless, *held]
         assert sorted(owners) == list(range(self.num_slots)), "a slot has no owner or two"
         assert all(node.pins > 0 for node in self._detached)
 
@@ -205,5 +229,11 @@ class HostTier:
             self._release(node)
 
     def _release(self, node: BlockNode) -> None:
-        self._free.append(node.slot)
+        self._set_free(node.slot)
         node.slot = -1
+
+    def _set_free(self, slot: int) -> None:
+        if slot in self._withheld:
+            self._ownerless.add(slot)
+        else:
+            self._free.append(slot)

@@ -137,11 +137,25 @@ def test_a_duplicate_is_not_written_twice(tmp_path: Path) -> None:
     store.close()
 
 
+def test_what_leaves_is_not_noted_before_somebody_asks(tmp_path: Path) -> None:
+    """With `--hc-io thread` nobody did, and the names of all blocks that ever left were kept."""
+    store = open_store(tmp_path)
+    blocks = make_path(3)
+    put(store, blocks)
+    remove(store, [blocks[0].block_id])
+    assert not store.directories[0]._removed
+    assert store.drain_removed() == []
+    remove(store, [blocks[1].block_id])
+    assert store.drain_removed() == [blocks[1].block_id]
+    store.close()
+
+
 def test_delete_frees_the_slot_and_is_reported(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     blocks = make_path(3)
     names = [block.block_id for block in blocks]
     put(store, blocks)
+    assert store.drain_removed() == []
     assert remove(store, [names[1], b"x" * 16]) == 1
     assert store.contains(names) == 1
     assert store.drain_removed() == [names[1]] and store.drain_removed() == []

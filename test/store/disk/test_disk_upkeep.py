@@ -206,6 +206,7 @@ def test_scrub_finds_damage_nobody_asked_for(tmp_path: Path) -> None:
     store = open_store(tmp_path, scrub_bytes_per_s=10_000_000)
     blocks = make_path(4)
     put(store, blocks)
+    assert store.drain_removed() == []
     slab, slot = Place.unpack(store.directories[0].places[blocks[1].block_id])
     path = tmp_path / "sglang-hc" / f"slab-{slab:08d}.dat"
     with path.open("r+b") as file:

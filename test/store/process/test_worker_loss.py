@@ -141,7 +141,7 @@ def test_operations_stay_in_order_across_losses(io: Io) -> None:
         if step % 50 == 49:
             time.sleep(0.2)
     done += io.executor.drain()
-    assert [ticket for ticket, _ in done] == list(submitted), "in ticket order, each once"
+    assert [one.ticket for one in done] == list(submitted), "in ticket order, each once"
     assert io.counts["io_losses"] >= 3
 
 

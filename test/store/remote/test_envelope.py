@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from sglang_hc.store.remote.backend import FRAME_BYTES, MOST_FRAMES, Frames
 from sglang_hc.store.remote.envelope import (
     HEADER_BYTES,
+    MAC_BYTES,
     VERSION,
     Verdict,
+    fingerprint_of_key,
     fingerprint_of_part,
     inspect,
+    mac_key,
     seal,
 )
 
@@ -49,7 +52,7 @@ def test_bytes_are_where_the_page_says() -> None:
     assert struct.unpack_from("<QQ", raw, 48) == (len(PAYLOAD), 1_700_000_000_000_000)
     covered = IDENTITY + FINGERPRINT + struct.pack("<Q", len(PAYLOAD)) + PAYLOAD.tobytes()
     assert raw[64:80] == xxhash.xxh3_128_digest(covered)
-    assert raw[80:4080] == bytes(4000)
+    assert raw[80:4080] == bytes(4000), "no key, no MAC"
     assert raw[4080:4096] == xxhash.xxh3_128_digest(raw[:4080])
     table = (Path(__file__).parents[3] / "docs/remote.md").read_text()
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")]
@@ -139,3 +142,44 @@ def test_envelopes_under_way_take_so_much_memory_and_at_least_one_fits(
     frames = Frames(slot_bytes)
     assert (frames.for_loads, frames.for_saves) == (range(each), range(each, 2 * each))
     assert frames.bytes.shape == (2 * each, HEADER_BYTES + slot_bytes)
+
+
+KEY, OTHER_KEY = mac_key(b"sixteen bytes or"), mac_key(b"sixteen bytes of")
+
+
+def sealed(key: bytes | None, payload: np.ndarray = PAYLOAD) -> np.ndarray:
+    frame = np.zeros(SIZE, dtype=np.uint8)
+    frame[HEADER_BYTES:] = payload
+    seal(frame, FINGERPRINT, IDENTITY, 1, key)
+    return frame
+
+
+def verdict_with(key: bytes | None, frame: np.ndarray) -> Verdict:
+    return inspect(frame[:HEADER_BYTES], frame[HEADER_BYTES:], FINGERPRINT, IDENTITY, key)
+
+
+def test_only_who_has_the_key_makes_envelopes_that_are_served() -> None:
+    assert verdict_with(KEY, sealed(KEY)) is Verdict.INTACT
+    for forger in (None, OTHER_KEY):
+        assert verdict_with(KEY, sealed(forger)) is Verdict.FORGED
+        assert verdict_with(forger, sealed(KEY)) is Verdict.FORGED
+    forged = sealed(None, PAYLOAD ^ 1)  # other bytes, with digests that fit, and the MAC of others
+    forged[80 : 80 + MAC_BYTES] = sealed(KEY)[80 : 80 + MAC_BYTES]
+    body = forged[: HEADER_BYTES - 16].tobytes()
+    forged[HEADER_BYTES - 16 : HEADER_BYTES] = np.frombuffer(xxhash.xxh3_128_digest(body), np.uint8)
+    assert verdict_with(KEY, forged) is Verdict.FORGED
+
+
+@given(at=st.integers(0, SIZE - 1), flip=st.integers(1, 255))
+def test_an_envelope_with_a_mac_that_is_altered_anywhere_is_never_served(
+    at: int, flip: int
+) -> None:
+    frame = sealed(KEY)
+    frame[at] ^= flip
+    assert verdict_with(KEY, frame) is not Verdict.INTACT
+
+
+def test_servers_of_different_keys_use_different_names() -> None:
+    names = [fingerprint_of_key(FINGERPRINT, key) for key in (None, KEY, OTHER_KEY)]
+    assert names[0] == FINGERPRINT and len(set(names)) == 3 and {*map(len, names)} == {16}
+    assert mac_key(b"x" * 1000) != mac_key(b"x" * 1001), "all of a long secret counts"

@@ -92,8 +92,8 @@ class Directory:
 
     places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
     changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
-    its I/O keeps failing. failure: why it is out of use until a restart. making_room: held by the
-    thread that evicts.
+    its I/O keeps failing. failure: why it is out of use until a restart. hangs: a thread has not
+    come back from it. making_room: held by the thread that evicts.
     """
 
     def __init__(
@@ -115,9 +115,11 @@ class Directory:
         self.breaker = CircuitBreaker(clock)
         self.places: dict[bytes, int] = {}
         self.failure: str | None = None
+        self.hangs = False
         self.making_room = threading.Lock()
         self._lock_file = lock
-        self._removed: deque[bytes] = deque()
+        self._removed: deque[bytes] | None = None
+        """None until somebody asks: nobody mirrors the disk in most processes that have one."""
         self._undeleted: deque[Row] = deque()
         """Owners of slots whose rows the index would not delete yet."""
         self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
@@ -144,7 +146,7 @@ class Directory:
 
     def usable(self) -> bool:
         """Whether this directory may be asked now. Cheap; takes no lock."""
-        return self.failure is None and self.breaker.allows()
+        return self.failure is None and not self.hangs and self.breaker.allows()
 
     def count(self, name: str, amount: int = 1) -> None:
         """Count something that no answer to a read or a write tells."""
@@ -169,6 +171,14 @@ class Directory:
         """A read or write of a slot came back well."""
         if self.breaker.succeeded():
             logger.warning("%s answers again; it is used again", self.root)
+
+    def note_hang(self, hangs: bool) -> None:
+        """Whether its disk answers; one that does not is out of use until it does."""
+        if hangs != self.hangs:
+            self.hangs = hangs
+            self.count("directory_hangs", int(hangs))
+            state = "does not answer; it is not used until it does" if hangs else "answers again"
+            logger.error("%s %s", self.root, state)
 
     def index_refused(self, error: IndexFull) -> None:
         """The index did not take a change. Each time is counted, one in a minute is logged."""
@@ -250,9 +260,25 @@ class Directory:
             packed = self.places.pop(block_id, None)
             if packed is not None:
                 owners.append(Row(self.number, block_id, *Place.unpack(packed)))
-        self._removed.extend(owner.block_id for owner in owners)
+        return self._removed_from_memory(owners)
+
+    def _removed_from_memory(self, owners: Sequence[Row]) -> int:
+        if self._removed is not None:
+            self._removed.extend(owner.block_id for owner in owners)
         self._delete(owners)
         return len(owners)
+
+    def forget(self) -> dict[bytes, int]:
+        """Nothing that was here is found from now on; for `delete_forgotten`. Waits for no disk."""
+        forgotten, self.places = self.places, {}
+        return forgotten
+
+    def delete_forgotten(self, forgotten: dict[bytes, int]) -> int:
+        """Delete the rows and free the slots of what was forgotten; returns how many."""
+        if self.failure:
+            return 0
+        owners = (Row(self.number, name, *Place.unpack(at)) for name, at in [*forgotten.items()])
+        return self._removed_from_memory([*owners])
 
     def remove_rows(self, rows: Sequence[Row]) -> int:
         """Remove blocks of any model. Returns how many this call removed."""
@@ -305,7 +331,9 @@ class Directory:
         return self._delete([r for r in rows if live.get(r.block_id) != r.place.pack()]) > 0
 
     def take_removed(self) -> list[bytes]:
-        """Identities of blocks that left since the last call."""
+        """Identities of blocks that left since the last call; nothing is noted before the first."""
+        if self._removed is None:
+            self._removed = deque()
         return [self._removed.popleft() for _ in range(len(self._removed))]
 
     # -- use ----------------------------------------------------------------------------------

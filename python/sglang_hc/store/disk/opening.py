@@ -46,6 +46,7 @@ from sglang_hc.store.disk.index_file import (
 )
 from sglang_hc.store.disk.rebuild import rebuild_index
 from sglang_hc.store.disk.slabs import SlabSet, slab_numbers
+from sglang_hc.store.ownership import distrusted
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,18 @@ def store_root(path: str) -> str:
 
 
 def make_root(path: str) -> str:
-    """The store's folder, made where missing. Raises OSError."""
+    """The store's folder, made where missing. Raises OSError, and DirectoryError where others can
+    write to it."""
     root = store_root(path)
     for folder in (path, root):
         if not os.path.isdir(folder):
             os.mkdir(folder, DIRECTORY_MODE)
+    reason = distrusted(root)
+    if reason is not None:
+        raise DirectoryError(
+            f"--hc-disk {path}: {root} is not safe ({reason}): who can write there decides what "
+            "this server answers; delete it, which is only a cache, or name another directory"
+        )
     os.chmod(root, DIRECTORY_MODE)
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

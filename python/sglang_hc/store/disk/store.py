@@ -64,7 +64,6 @@ class DiskStore:
                 one.expire()
             if upkeep.background:
                 one.start()
-        self.drain_removed()
 
     @classmethod
     def open(
@@ -139,7 +138,8 @@ class DiskStore:
 
     def drain_removed(self) -> list[bytes]:
         """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
-        For whoever mirrors what is on disk; a block may have been written again meanwhile."""
+        For whoever mirrors what is on disk; a block may have been written again meanwhile. Nothing
+        is noted before the first call."""
         return [name for directory in self.directories for name in directory.take_removed()]
 
     def take_directory_changes(self) -> tuple[list[bytes], list[bytes]]:
@@ -182,8 +182,16 @@ class DiskStore:
 
     # -- I/O threads --------------------------------------------------------------------------
 
+    @property
+    def clearings(self) -> int:
+        """How often the store was cleared."""
+        return self._writer.clearings
+
     def write_many(
-        self, items: Sequence[tuple[Block, memoryview]], first: Directory | None = None
+        self,
+        items: Sequence[tuple[Block, memoryview]],
+        first: Directory | None = None,
+        clearings: int | None = None,
     ) -> list[Outcome]:
         """Store blocks with their bytes, as `forms.BlockLayout` lays them out in page-aligned
         memory (O_DIRECT); one answer per item. They are dealt over the directories, or go to
@@ -191,11 +199,13 @@ class DiskStore:
 
         Of every 32, those that go to one directory share a sync and a commit, and lie side by side
         where there is room. The bytes must not change meanwhile. Evicts when there is no room.
-        After OK a block survives a power cut; before, no lookup sees it.
+        After OK a block survives a power cut; before, no lookup sees it. clearings: as they were
+        when the blocks were handed over, None for now; those that are cleared are DROPPED.
         """
         for _, data in items:
             self._check(data)
-        return self._writer.write_many(items, first)
+        now = self.clearings if clearings is None else clearings
+        return self._writer.write_many(items, first, now)
 
     def read_many(self, reads: Sequence[Read]) -> list[Outcome]:
         """Fetch blocks, or some layers of them, and verify them; one answer each.
@@ -217,7 +227,11 @@ class DiskStore:
 
     def clear(self) -> int:
         """Remove all blocks of this model, those in paused directories too; returns how many."""
-        return sum(directory.remove(directory.places.copy()) for directory in self.directories)
+        return sum(one.delete_forgotten(some) for one, some in self.forget().items())
+
+    def forget(self) -> dict[Directory, dict[bytes, int]]:
+        """As `Directory.forget`, of all. Waits for no disk."""
+        return self._writer.clear()
 
     def tick(self) -> None:
         """One round of upkeep in every directory."""
@@ -242,9 +256,14 @@ class DiskStore:
         """Finish upkeep, write access times, close, unlock. No other call may be running."""
         self.stop_upkeep()
         for directory in self.directories:
-            if directory.usable():
-                directory.flush_touches()
-            directory.close()
+            self.close_directory(directory)
+
+    def close_directory(self, directory: Directory) -> None:
+        """As `close`, of one: a directory that hangs does not come back from here."""
+        self.maintenance[self.directories.index(directory)].stop()
+        if directory.usable():
+            directory.flush_touches()
+        directory.close()
 
     def _check(self, data: memoryview) -> None:
         if data.format != "B" or len(data) < self.slot_bytes:

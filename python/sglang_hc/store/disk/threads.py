@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
 
+logger = logging.getLogger(__name__)
+
 READ_THREADS = 2
 """Runs of blocks under way per directory: while one is verified the disk reads another."""
 
@@ -29,9 +32,18 @@ BATCH_BYTES = 64 << 20
 """Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
 
 
+SILENT_S = 30.0
+"""How long one piece of work on a disk may take before its directory is out of use until it ends:
+a fraction of it for one that works."""
+
+CLOSE_S = 45.0
+"""Longest that all directories may take to finish what was submitted: a write that is too late is
+not begun."""
+
+
 class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
-    up nobody but those who wait for its blocks.
+    up nobody but those who wait for its blocks, and those for SILENT_S.
 
     counts: gets with each poll what no answer tells. on_done: called on a thread of this class
     after each answer, for whoever sleeps until then.
@@ -56,7 +68,10 @@ class DiskThreads:
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
-        self._writes: dict[Directory, Workers[SlotWrite]] = {}
+        self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
+        """With how often the store had been cleared."""
+        self._clears = Workers("hc-clear", self._delete, threads=len(store.directories))
+        self._clearing: list[Directory] = []
         for directory in store.directories:
             write = partial(self._write, directory)
             self._reads[directory] = Workers("hc-read", self._read, lambda: run, READ_THREADS)
@@ -89,7 +104,8 @@ class DiskThreads:
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         for directory in self._store.order():
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
-                self._writes[directory].submit(SlotWrite(ticket, block, slot, deadline))
+                write = SlotWrite(ticket, block, slot, deadline)
+                self._writes[directory].submit((self._store.clearings, write))
                 return True
         return False
 
@@ -107,6 +123,7 @@ class DiskThreads:
         """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
+        self._watch()
         before, self._counted = self._counted, self._store.counters()
         for name, more in (self._counted - before).items():
             self.counts[f"disk_{name}"] += more
@@ -119,17 +136,42 @@ class DiskThreads:
         self._store.expect(uses)
 
     def clear(self) -> None:
-        self._store.clear()
+        """As in BlockIo; rows are deleted afterwards, on threads (`clears`)."""
+        for directory, forgotten in self._store.forget().items():
+            self._clearing.append(directory)
+            self._clears.submit((directory, forgotten))
+
+    @property
+    def clears(self) -> bool:
+        """Rows of what was cleared are not all deleted yet."""
+        return bool(self._clearing)
 
     def levels(self) -> dict[str, int]:
         store = self._store
         return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
 
     def close(self) -> None:
-        for directory in self._store.directories:
-            self._writes[directory].close()
-            self._reads[directory].close()
-        self._store.close()
+        """As in BlockIo, for at most CLOSE_S; what hangs is left behind, its directory locked."""
+        directories = self._store.directories
+        closing = Workers[Directory]("hc-close", self._close, threads=len(directories))
+        for directory in directories:
+            closing.submit(directory)
+        if closing.close(CLOSE_S):
+            self._clears.close()
+        else:
+            logger.error("sglang-hc: a directory does not answer; it is left open")
+
+    def _watch(self) -> None:
+        """Directories that hang are out of use, and nobody waits for them."""
+        latest = time.monotonic() - SILENT_S
+        for directory, reads in self._reads.items():
+            writes = self._writes[directory]
+            directory.note_hang(min(reads.busy_since, writes.busy_since) < latest)
+            if directory.hangs:
+                for read in reads.withdraw():
+                    self.answer(read.ticket, Outcome.IO_ERROR)
+                for _, write in writes.withdraw():
+                    self.answer(write.ticket, Outcome.DROPPED)
 
     # -- threads ---------------------------------------------------------------------------------
 
@@ -144,14 +186,34 @@ class DiskThreads:
         ]
         self._answer_all(batch, lambda: self._store.read_many(reads))
 
-    def _write(self, directory: Directory, batch: list[SlotWrite]) -> None:
-        now = time.monotonic()
-        for move in batch:
-            if move.deadline <= now:
+    def _write(self, directory: Directory, batch: list[tuple[int, SlotWrite]]) -> None:
+        now, clearings = time.monotonic(), self._store.clearings
+        fresh: list[SlotWrite] = []
+        for asked, move in batch:
+            if asked != clearings:
+                self.answer(move.ticket, Outcome.DROPPED)
+            elif move.deadline <= now:
                 self.answer(move.ticket, Outcome.TIMED_OUT)
-        fresh = [move for move in batch if now < move.deadline]
+            else:
+                fresh.append(move)
         items = [(move.block, self._pool.view(move.slot)) for move in fresh]
-        self._answer_all(fresh, lambda: self._store.write_many(items, directory))
+        self._answer_all(fresh, lambda: self._store.write_many(items, directory, clearings))
+
+    def _delete(self, batch: list[tuple[Directory, dict[bytes, int]]]) -> None:
+        for directory, forgotten in batch:
+            try:
+                directory.delete_forgotten(forgotten)
+            finally:
+                self._clearing.remove(directory)
+                self._on_done()
+
+    def _close(self, batch: list[Directory]) -> None:
+        for directory in batch:
+            self._writes[directory].close()
+            self._reads[directory].close()
+            while directory in self._clearing:
+                time.sleep(0.001)
+            self._store.close_directory(directory)
 
     def _answer_all(
         self, batch: Sequence[SlotRead | SlotWrite], work: Callable[[], Sequence[Outcome]]

@@ -97,17 +97,28 @@ class BlockWriter:
         self._lock = threading.Lock()
         self._under_way: set[bytes] = set()
         self._pages = ThreadMemory()
+        self._publishing = threading.Lock()
+        """Held over memory alone, never over a disk."""
+        self.clearings = 0
+
+    def clear(self) -> dict[Directory, dict[bytes, int]]:
+        """As `Directory.forget` of all; what is being written now is not published any more."""
+        with self._publishing:
+            self.clearings += 1
+            return {directory: directory.forget() for directory in self._evictors}
 
     def write_many(
-        self, items: Sequence[tuple[Block, memoryview]], first: Directory | None
+        self, items: Sequence[tuple[Block, memoryview]], first: Directory | None, clearings: int
     ) -> list[Outcome]:
-        """See `DiskStore.write_many`."""
+        """See `DiskStore.write_many`. clearings: as they were when the writes were asked for."""
         writes = [_Write(block, data) for block, data in items]
         for start in range(0, len(writes), ROWS_PER_COMMIT):
-            self._write_batch(writes[start : start + ROWS_PER_COMMIT], first)
+            self._write_batch(writes[start : start + ROWS_PER_COMMIT], first, clearings)
         return [write.outcome for write in writes]
 
-    def _write_batch(self, batch: Sequence[_Write], first: Directory | None) -> None:
+    def _write_batch(
+        self, batch: Sequence[_Write], first: Directory | None, clearings: int
+    ) -> None:
         begun = [write for write in batch if self._begin(write)]
         written: dict[Directory, list[tuple[_Write, Place]]] = {}
         try:
@@ -120,7 +131,7 @@ class BlockWriter:
                     order = [first, *(d for d in self._evictors if d is not first)]
                 self._write_bytes(write, order, written, more)
             for directory, writes in written.items():
-                self._publish(directory, writes)
+                self._publish(directory, writes, clearings)
         finally:
             for write in begun:
                 self._end(write)
@@ -185,8 +196,11 @@ class BlockWriter:
         header.pack_into(page)
         return [page, write.data[: model.block_bytes]]
 
-    def _publish(self, directory: Directory, writes: Sequence[tuple[_Write, Place]]) -> None:
-        """Sync the bytes, commit the rows, and only then let lookups see the blocks."""
+    def _publish(
+        self, directory: Directory, writes: Sequence[tuple[_Write, Place]], clearings: int
+    ) -> None:
+        """Sync the bytes, commit the rows, and only then let lookups see the blocks, unless they
+        were cleared meanwhile."""
         outcome = Outcome.OK
         try:
             directory.slabs.sync(place.slab for _, place in writes)
@@ -194,7 +208,14 @@ class BlockWriter:
                 rows = [_row(directory, write.block, place) for write, place in writes]
                 replaced = directory.index.insert(rows)
             directory.slabs.release(replaced)
-            directory.places.update((w.block.block_id, place.pack()) for w, place in writes)
+            placed = {w.block.block_id: place.pack() for w, place in writes}
+            with self._publishing:
+                cleared = clearings != self.clearings
+                if not cleared:
+                    directory.places.update(placed)
+            if cleared:
+                outcome = Outcome.DROPPED
+                directory.delete_forgotten(placed)
             directory.io_succeeded()
         except (OSError, IndexFull, IndexDamaged) as error:
             outcome = _failed(directory, error)

@@ -15,11 +15,13 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
 from sglang_hc.store.block_io import BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk import Block
-from sglang_hc.store.executor import Completion, Operation, ThreadExecutor
+from sglang_hc.store.executor import DRAIN_S, Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.store.process import messages as wire
 from sglang_hc.store.process.supervisor import IoSupervisor, State
+
+CLEAR_S = 60.0
 
 SCATTER_DEADLINE_S = 10.0
 """A scatter only moves memory; the deadline is there to notice a process that hangs."""
@@ -54,8 +56,9 @@ class ProcessExecutor:
         return done
 
     def drain(self) -> list[Completion]:
+        end = time.monotonic() + DRAIN_S
         done = self.poll()
-        while self._held or self._sent or self._stands_in:
+        while (self._held or self._sent or self._stands_in) and time.monotonic() < end:
             time.sleep(0.0005)
             done += self.poll()
         return done
@@ -82,6 +85,10 @@ class ProcessExecutor:
         self._sent.clear()
         self._feed()
         return len(lost)
+
+    def will_not_end(self) -> int:
+        """None of its code runs any more, and only code writes what is scattered."""
+        return self.lost()
 
     def earliest_deadline(self) -> float:
         return min(self._sent.values(), default=float("inf"))
@@ -131,6 +138,7 @@ class ProcessBlocks:
         self._directories = 1
         """In use, as the process said last; one until it says so."""
         self._clearing = False
+        self._clear_due = float("inf")
         supervisor.clients.append(self)
 
     @property
@@ -200,7 +208,7 @@ class ProcessBlocks:
         self._news = None if self._news is None else {}
         self._clearing = True
         if self._supervisor.state is State.UP:
-            self._supervisor.send(wire.Clear())
+            self._send_clear()
 
     def levels(self) -> dict[str, int]:
         up = self._supervisor.state is State.UP
@@ -221,14 +229,19 @@ class ProcessBlocks:
                 self._known[block_id] = None
         if self._news is not None:
             self._news.update(answers.changes)
-        self._clearing = self._clearing and not answers.cleared
+        if answers.cleared:
+            self._clearing, self._clear_due = False, float("inf")
         self._directories = answers.directories
         self.counts.update(answers.counts)
 
     def up(self) -> None:
         self._directories = 1
         if self._clearing:
-            self._supervisor.send(wire.Clear())
+            self._send_clear()
+
+    def _send_clear(self) -> None:
+        self._supervisor.send(wire.Clear())
+        self._clear_due = time.monotonic() + CLEAR_S
 
     def lost(self) -> int:
         lost = list(self._under_way)
@@ -236,9 +249,17 @@ class ProcessBlocks:
             self._end(BlockDone(ticket, Outcome.LOST, "disk"))
         return len(lost)
 
+    def will_not_end(self) -> int:
+        """A read that the system goes on with still writes to its slot, which stays in use. A write
+        takes what it finds in its slot by then, and no code makes that a block."""
+        lost = [ticket for ticket, one in self._under_way.items() if isinstance(one, SlotWrite)]
+        for ticket in lost:
+            self._end(BlockDone(ticket, Outcome.LOST, "disk"))
+        return len(lost)
+
     def earliest_deadline(self) -> float:
-        deadlines = (operation.deadline for operation in self._under_way.values())
-        return min(deadlines, default=float("inf"))
+        deadlines = [operation.deadline for operation in self._under_way.values()]
+        return min([self._clear_due, *deadlines])
 
     def _end(self, done: BlockDone) -> None:
         operation = self._under_way.pop(done.ticket)

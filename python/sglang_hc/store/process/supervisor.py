@@ -5,7 +5,8 @@
 
     starting   started, its store is being opened; operations cannot be sent yet
     up         operations are sent and answered
-    ending     killed, or found dead or hung: it may still touch the memory until it was reaped
+    ending     killed, or found dead or hung: it may still touch the memory until it was reaped,
+               which never comes while its disk does not answer; scatters go on without it
     down       nobody touches the memory; the next start waits for the back-off to pass
 
 A process that hangs is killed: one that says nothing for HANG_S, or leaves an operation unanswered
@@ -16,25 +17,17 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import msgspec
-import zmq
 
-import sglang_hc
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.process import messages as wire
+from sglang_hc.store.process.link import IoLink
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +35,14 @@ HANG_S = 15.0
 OVERDUE_S = 300.0
 """Beyond its deadline an operation may still be in one piece of a slow disk's work."""
 START_S = 600.0
-"""Longest a restart may take: a damaged index is made again from the slots."""
+"""Longest that a starting process may read and write nothing. All of it may take much longer: a
+damaged index is made again from the slots."""
+REAP_S = 5.0
+"""How long after it was killed a process that is not reaped counts as one that will not end."""
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
 CLOSE_S = 60.0
 _BURST = 256
-_READABLE = int(zmq.POLLIN)  # as the flag that it is, each test would cost as much as a look
 
 
 class State(enum.Enum):
@@ -70,81 +65,13 @@ class Client(Protocol):
         """The process is lost: no operation that it had will be answered, and nothing touches their
         memory any more. Returns how many there were."""
 
+    def will_not_end(self) -> int:
+        """The process was killed some time ago and executes nothing any more, but it is not reaped:
+        a call of the system has not come back, and may still write to the slots that it reads into.
+        Give up what it cannot touch any more; returns how many operations."""
+
     def earliest_deadline(self) -> float:
         """Of what was sent; infinity when nothing is under way."""
-
-
-class IoLink:
-    """A running I/O process. Starting it takes some ms; no method waits. Used by one thread at a
-    time."""
-
-    def __init__(self, setup: wire.Setup, descriptor: int) -> None:
-        """Start it. Raises OSError."""
-        self._folder = tempfile.mkdtemp(prefix="sglang-hc-")  # mode 0700: the socket is private
-        endpoint = f"ipc://{self._folder}/io"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.linger = 0
-        self._socket.sndhwm = 0  # what may be under way is bounded by slots and queues
-        try:
-            self._socket.bind(endpoint)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang_hc.store.process.worker", endpoint,
-                 str(descriptor), str(os.getpid())],
-                stdin=subprocess.PIPE, pass_fds=[descriptor], env=_environment(),
-            )  # fmt: skip
-        except BaseException:
-            self.close()
-            raise
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(wire.encode(setup))  # if it ended already, `exit_code` says so
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """How it ended; None while it may be alive and touch the memory."""
-        return self._process.poll()
-
-    def connected(self) -> None:
-        """It has been heard: the socket's name is not needed any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def send(self, requests: list[wire.Request]) -> None:
-        """Send requests as one message. Call this only after the process was heard, because it is
-        not connected before. What is sent to a process that just ended is lost with it."""
-        with suppress(zmq.Again):
-            self._socket.send(wire.encode(requests), zmq.NOBLOCK)
-
-    def receive(self) -> wire.Reply | None:
-        """The next message, if there is one. Raises msgspec.DecodeError for nonsense."""
-        events = self._socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if not events & _READABLE:
-            return None
-        reply: wire.Reply = wire.decode_reply(self._socket.recv(zmq.NOBLOCK))
-        return reply
-
-    def kill(self) -> None:
-        """Begin to end it. It may go on until `exit_code` says otherwise."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Give back what belongs to a process that has ended."""
-        self._socket.close()
-        self._context.term()
-        self.connected()
-
-
-def _environment() -> dict[str, str]:
-    """This very package, and no thread pools of numerical libraries."""
-    root = str(Path(sglang_hc.__file__).parents[1])
-    others = os.environ.get("PYTHONPATH")
-    path = root if not others else os.pathsep.join([root, others])
-    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class IoSupervisor:
@@ -171,6 +98,9 @@ class IoSupervisor:
         """Starts links and closes them: both take longer than a scheduling pass should."""
         self._coming: Future[IoLink] | None = None
         self._since = 0.0
+        self._progress = 0
+        self._ending_since: float | None = None
+        """Since when it is ending, until its clients were told that it will not."""
         self._up_since = float("inf")
         self._heard = 0.0
         self._next_check = 0.0
@@ -186,10 +116,11 @@ class IoSupervisor:
     def start(self) -> None:
         """Start the first process and wait until it is up, however long its index takes.
 
-        Raises DirectoryError with a message for users, OSError when no process can be started.
+        Raises DirectoryError with a message for users, also when it does nothing for START_S, and
+        OSError when no process can be started.
         """
         self._link = link = IoLink(self._setup, self._descriptor)
-        self.state = State.STARTING
+        self.state, self._heard = State.STARTING, self._clock()
         while self.state is State.STARTING:
             reply = link.receive()
             if reply is not None:
@@ -197,6 +128,9 @@ class IoSupervisor:
             elif link.exit_code is not None:
                 reason = self._ended(link.exit_code)
                 raise OSError(f"the I/O process ended at its start: {reason}")
+            elif self._clock() >= self._next_check:
+                self._next_check = self._clock() + 0.05
+                self._check(link)
             else:
                 time.sleep(0.001)
         if self.state is not State.UP:
@@ -238,29 +172,38 @@ class IoSupervisor:
             self._check(self._link)
 
     def close(self) -> None:
-        """Let the process finish what was sent, and wait for its end for at most CLOSE_S."""
+        """Let the process finish what was sent, and wait for its end for at most CLOSE_S. One that
+        does not end when it is killed is left behind."""
         if self._closing:
             return
         self._closing = True
         if self._coming is not None:
+            wait([self._coming], CLOSE_S)
+            if not self._coming.done():
+                return
             self._meet()
         if self.state is State.UP:
             self.send(wire.Close())
             self.flush()
         elif self._link is not None:
             self._link.kill()
-        end = self._clock() + CLOSE_S
+        killed = self.state is not State.UP
+        end = self._clock() + (REAP_S if killed else CLOSE_S)
         while (link := self._link) is not None:
             self._receive(link)
             if link.exit_code is not None:
                 self._receive(link)
                 self._bury(link)
-            elif self._clock() >= end:
+            elif self._clock() < end:
+                time.sleep(0.001)
+            elif killed:
+                logger.error("sglang-hc: the I/O process %d does not end; left behind", link.pid)
+                self._give_up()
+                return
+            else:
                 logger.warning("the I/O process did not end in time; killing it")
                 link.kill()
-                end = float("inf")
-            else:
-                time.sleep(0.001)
+                killed, end = True, self._clock() + REAP_S
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -306,8 +249,21 @@ class IoSupervisor:
         if link.exit_code is not None:
             self._bury(link)
         elif self.state is State.STARTING:
-            if now >= self._since + START_S:
-                self._end(f"it was not ready after {START_S:.0f} s")
+            before, self._progress = self._progress, link.progress
+            if before != self._progress:
+                self._heard = now
+            elif now >= self._heard + START_S:
+                self._end(
+                    "--hc-disk: a directory does not answer, the I/O process read and wrote nothing"
+                    f" for {START_S:.0f} s at its start; see to the disk, or leave it out"
+                )
+        elif self.state is State.ENDING:
+            if self._ending_since is not None and now >= self._ending_since + REAP_S:
+                logger.error(
+                    "sglang-hc: the I/O process %d was killed and does not end: its disk does not "
+                    "answer. No disk tier until it does", link.pid,
+                )  # fmt: skip
+                self._give_up()
         elif self.state is State.UP:
             if now >= self._heard + HANG_S:
                 self._end(f"it said nothing for {HANG_S:.0f} s")
@@ -321,7 +277,13 @@ class IoSupervisor:
             logger.error("sglang-hc: ending the I/O process %d: %s", self._link.pid, reason)
         self._reason = reason
         self._link.kill()
-        self.state = State.ENDING
+        self.state, self._ending_since = State.ENDING, self._clock()
+
+    def _give_up(self) -> None:
+        """It was killed and is not reaped."""
+        self._ending_since = None
+        lost = sum(client.will_not_end() for client in self.clients)
+        self.counts["io_lost_operations"] += lost
 
     def _ended(self, code: int | None) -> str:
         return self._reason or (f"signal {-code}" if code and code < 0 else f"exit status {code}")
@@ -329,7 +291,7 @@ class IoSupervisor:
     def _bury(self, link: IoLink) -> None:
         """The process was reaped: give up its operations."""
         now, reason = self._clock(), self._ended(link.exit_code)
-        self._link, self._reason = None, ""
+        self._link, self._reason, self._ending_since = None, "", None
         self._gathered.clear()
         if now >= self._up_since + LONGEST_BACKOFF_S:
             self._backoff = FIRST_BACKOFF_S

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -28,7 +27,6 @@ from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import messages as wire
-from sglang_hc.store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +46,12 @@ class Worker:
         self._outbox: deque[bytes] = deque()
         self._changed: deque[bytes] = deque()
         """Identities that came or left, and that the parent has not been told of yet."""
-        self._cleared = threading.Event()
+        self._clearing = False
         self._growth: Counter[str] = Counter()
         """What was counted and not yet said."""
         self._sent = 0.0
         memory = HostMemory(setup.memory, descriptor)
         self._executor = ThreadExecutor(memory.pool, memory.snapshots, self._notify)
-        self._clears: Workers[DiskThreads] = Workers("hc-clear", self._clear)
         self.disk: DiskThreads | None = None
         if setup.disk is not None:
             store = setup.disk.open(setup.memory.layout)
@@ -70,7 +67,6 @@ class Worker:
             self._executor.submit(request.ticket, request.operation)
         elif isinstance(request, wire.Close):
             self._executor.close()
-            self._clears.close()
             if self.disk is not None:
                 self.disk.close()
             return False
@@ -89,7 +85,8 @@ class Worker:
         elif isinstance(request, wire.Expect):
             disk.expect(request.uses)
         else:
-            self._clears.submit(disk)
+            disk.clear()
+            self._clearing = True
 
     def report(self) -> None:
         """Send answers and the heartbeat. What the parent does not take now is sent later."""
@@ -108,11 +105,10 @@ class Worker:
 
     def _answers(self) -> wire.Answers:
         scattered = self._executor.poll()
-        cleared = self._cleared.is_set()
-        if cleared:
-            self._cleared.clear()
         if self.disk is None:
-            return wire.Answers(scattered, [], {}, cleared, 0, {})
+            return wire.Answers(scattered, [], {}, False, 0, {})
+        cleared = self._clearing and not self.disk.clears
+        self._clearing = self._clearing and not cleared
         blocks = self.disk.poll()
         self._changed.extend(self.disk.changes())  # after the answers: what was written may be gone
         count = min(len(self._changed), wire.IDS_PER_MESSAGE)
@@ -124,15 +120,6 @@ class Worker:
         self._growth.clear()
         directories = self.disk.levels()["disk_directories"]
         return wire.Answers(scattered, blocks, changes, cleared, directories, counts)
-
-    def _clear(self, disks: Sequence[DiskThreads]) -> None:
-        try:
-            for disk in disks:
-                disk.clear()
-        except Exception:
-            logger.exception("clearing the disk failed; what is left is found after a restart")
-        self._cleared.set()
-        self._notify()
 
     def _notify(self) -> None:
         os.eventfd_write(self.wake, 1)

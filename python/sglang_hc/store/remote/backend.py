@@ -34,6 +34,7 @@ class Frames:
         self.for_loads = range(each)
         self.for_saves = range(each, 2 * each)
         self.buffer = mmap.mmap(-1, 2 * each * size)
+        self.buffer.madvise(mmap.MADV_DONTDUMP)  # as the host tier, whose bytes pass here
         self.bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8).reshape(2 * each, size)
 
     def header(self, frame: int) -> Bytes:

@@ -44,6 +44,7 @@ _AFTER = {
     Outcome.TIMED_OUT: Presence.ABSENT,
     Outcome.DAMAGED: Presence.USELESS,
     Outcome.IO_ERROR: Presence.USELESS,
+    Outcome.STUCK: Presence.ABSENT,
 }
 """What a failed read says about the block."""
 

@@ -27,7 +27,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend
 from sglang_hc.store.remote.call_size import CallSize
-from sglang_hc.store.remote.envelope import Verdict, inspect, seal, storage_key
+from sglang_hc.store.remote.envelope import Verdict, fingerprint_of_key, inspect, seal, storage_key
 from sglang_hc.store.remote.jobs import Job, JobThread
 
 logger = logging.getLogger(__name__)
@@ -115,13 +115,16 @@ class RemoteStore:
         fingerprint: bytes,
         counts: Counter[str],
         clock: Callable[[], float] = time.monotonic,
+        key: bytes | None = None,
     ) -> None:
         """fingerprint: of whom the blocks are for; what carries another one is never served.
-        counts: gets hangs, and why blocks were not served."""
+        counts: gets hangs, and why blocks were not served. key: of their MACs (`mac_key`); None for
+        none."""
         self._backend = backend
         self._frames = frames
         self._pool = pool
-        self._fingerprint = fingerprint
+        self._fingerprint = fingerprint_of_key(fingerprint, key)
+        self._mac_key = key
         self._counts = counts
         self._clock = clock
         self._hung = False
@@ -180,7 +183,7 @@ class RemoteStore:
         self._watch()
         done, self._refused = self._refused, []
         for job in self._loads.take_done():
-            if job.verdict in (Verdict.FOREIGN, Verdict.UNKNOWN_VERSION):
+            if job.verdict not in (Verdict.INTACT, Verdict.DAMAGED):
                 self._counts[f"remote_{job.verdict.value}"] += 1
             done.append(job.done)
         return done + [job.done for job in self._saves.take_done()]
@@ -254,7 +257,7 @@ class RemoteStore:
             if job.outcome is None:
                 np.copyto(slot, self._frames.payload(frame))
                 header = self._frames.header(frame)
-                job.verdict = inspect(header, slot, self._fingerprint, job.block_id)
+                job.verdict = inspect(header, slot, self._fingerprint, job.block_id, self._mac_key)
                 job.at = time.monotonic()
         return Outcome.OK if job.verdict is Verdict.INTACT else Outcome.DAMAGED
 
@@ -266,7 +269,7 @@ class RemoteStore:
                     continue  # the slot is no longer this job's
                 np.copyto(self._frames.payload(frame), self._pool.slot(job.slot))
             now = time.time_ns() // 1000
-            seal(self._frames.bytes[frame], self._fingerprint, job.block_id, now)
+            seal(self._frames.bytes[frame], self._fingerprint, job.block_id, now, self._mac_key)
             ready.append((job, frame))
         keys = [self._key(job.block_id) for job, _ in ready]
         if not ready:

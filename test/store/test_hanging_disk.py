@@ -1,0 +1,282 @@
+"""A disk, or a thread, that never returns: whoever waits goes on, and what comes late does no harm.
+
+The threads hang in the calls of the system until a test lets them go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.store import disk_tier
+from sglang_hc.store import executor as executor_module
+from sglang_hc.store.disk import threads
+from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.executor import CopySlot, ThreadExecutor
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from support.disk_store import (
+    LAYOUT,
+    Faults,
+    FaultyBackend,
+    data_of,
+    make_path,
+    open_store,
+)
+from support.host import host_tier, keep, path_of, tokens_of
+from support.waiting import HANGS_S, in_time, until
+
+SLOTS = 16
+
+
+class Hanging:
+    """A disk whose calls hang from `hang` until `let_go`."""
+
+    def __init__(self) -> None:
+        self.faults = Faults()
+        self.inside = threading.Event()
+        self._open = threading.Event()
+        self._open.set()
+
+    def hang(self, *calls: str, where: str = "") -> None:
+        """calls: names of hooks of `Faults`."""
+        self._open.clear()
+        self.inside.clear()
+
+        def wait(path: str) -> None:
+            if where in path and not self._open.is_set():
+                self.inside.set()
+                assert self._open.wait(HANGS_S)
+
+        for call in calls:
+            setattr(self.faults, call, wait)
+
+    def let_go(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    for module in (disk_tier, executor_module):
+        monkeypatch.setattr(module, "DRAIN_S", 0.2, raising=False)
+    monkeypatch.setattr(threads, "CLOSE_S", 0.5, raising=False)
+    disk = Hanging()
+    yield disk
+    disk.let_go()
+
+
+class World:
+    """A host tier over disks that may hang."""
+
+    def __init__(self, hanging: Hanging, *folders: Path) -> None:
+        self.folders = folders
+        self.hanging = hanging
+        self.pool = HostPool(LAYOUT, SLOTS)
+        self.host = host_tier(SLOTS)
+        self.io = DiskThreads(
+            open_store(*folders, backend=FaultyBackend(hanging.faults)), self.pool, Counter()
+        )
+        self.tier = DiskTier(self.io, self.host)
+
+    def spill(self, word: str) -> list:
+        """The blocks of a path, with the bytes that follow from their identities, go to disk."""
+        nodes = keep(self.host, tokens_of(word))
+        for node in nodes:
+            self.pool.slot(node.slot)[:] = data_of(node.block_id)
+            self.tier.spill(node)
+        return nodes
+
+    def saved(self, word: str) -> list:
+        nodes = self.spill(word)
+        self.tier.drain()
+        return nodes
+
+    def fetch(self, word: str) -> None:
+        path = path_of(word)
+        assert self.tier.fetch(path, 0, len(word)) == len(word)
+
+    def served(self, word: str) -> int:
+        """Ready blocks of a path, each with its own bytes."""
+        ready = [node for node in self.host.tree.match(path_of(word).prefix).nodes if node.ready]
+        for node in ready:
+            assert np.array_equal(self.pool.slot(node.slot), data_of(node.block_id))
+        return len(ready)
+
+
+@pytest.fixture
+def world(hanging: Hanging, tmp_path: Path) -> Iterator[World]:
+    world = World(hanging, tmp_path)
+    yield world
+    hanging.let_go()
+    world.tier.close()
+
+
+def test_a_read_that_hangs_holds_up_no_flush_and_is_published_by_none(
+    world: World, hanging: Hanging
+) -> None:
+    """Its bytes come when its slot is nobody's: no new owner of the slot sees them."""
+    world.saved("ab")
+    world.host.clear()
+    hanging.hang("on_read")
+    world.fetch("ab")
+    assert hanging.inside.wait(HANGS_S)
+    world.tier.drain()
+    world.tier.coming.give_up_all()
+    world.host.clear()
+    assert not world.tier.busy and not world.tier.coming
+    assert world.host.withheld_slots == 2 and world.host.free_slots == SLOTS - 2
+    world.host.check_integrity()
+    others = keep(world.host, tokens_of("cdefghijklmnop"), ready=False)
+    assert len(others) == SLOTS - 2, "all slots but those two"
+    assert world.host.stage(0.0) is not None, "one of those is evicted rather"
+    for node in others:
+        world.pool.slot(node.slot)[:] = 7
+    hanging.let_go()
+    until(lambda: world.host.withheld_slots == 0, world.tier.poll)
+    assert all((world.pool.slot(node.slot) == 7).all() for node in others if node.slot >= 0)
+    assert world.served("ab") == 0, "nobody asked for it again"
+    world.host.clear()
+    world.fetch("ab")
+    world.tier.drain()
+    assert world.served("ab") == 2
+    world.host.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["on_write", "on_sync"])
+def test_a_write_that_hangs_holds_up_no_flush_and_keeps_its_bytes(
+    world: World, hanging: Hanging, call: str
+) -> None:
+    """It takes its bytes from the slot when it goes on: they must be the block's still."""
+    world.saved("z")  # a slab is there
+    hanging.hang(call)
+    first, second = world.spill("ab")
+    slots = first.slot, second.slot
+    assert hanging.inside.wait(HANGS_S)
+    world.tier.drain()
+    world.host.clear()
+    assert world.host.withheld_slots == 2
+    assert world.tier.counters["disk_write_stuck"] == 2
+    for node in keep(world.host, tokens_of("cdefghijklmnop"), ready=False):
+        assert node.slot not in slots
+        world.pool.slot(node.slot)[:] = 7
+    hanging.let_go()
+    until(lambda: world.host.withheld_slots == 0, world.tier.poll)
+    world.host.clear()
+    world.fetch("ab")
+    world.tier.drain()
+    assert world.served("ab") == 2
+
+
+@pytest.mark.parametrize("call", ["on_write", "on_sync"])
+def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
+    world: World, hanging: Hanging, call: str
+) -> None:
+    world.saved("z")
+    hanging.hang(call)
+    world.spill("ab")
+    assert hanging.inside.wait(HANGS_S)
+    world.spill("cdefgh")  # these wait behind it
+    assert world.tier.forget()
+    hanging.let_go()
+    until(lambda: world.host.withheld_slots == 0, world.tier.poll)
+    until(lambda: not world.io.clears)
+    assert world.io.levels()["disk_blocks"] == 0
+    assert world.tier.find(path_of("ab").block_ids) == 0
+    world.io.close()
+    store = open_store(*world.folders)
+    assert store.block_ids() == []
+    store.check_integrity()
+    store.close()
+
+
+def test_new_weights_and_a_stop_wait_for_no_disk(world: World, hanging: Hanging) -> None:
+    world.saved("ab")
+    world.host.clear()
+    hanging.hang("on_read", "on_write", "on_sync")
+    world.fetch("ab")
+    assert hanging.inside.wait(HANGS_S)
+    world.tier.disown()
+    assert world.tier.find(path_of("ab").block_ids) == 0
+    world.spill("cd")
+    assert not world.tier.busy, "the disk is off"
+    closing = threading.Thread(target=world.tier.close, daemon=True)
+    closing.start()
+    closing.join(HANGS_S)
+    assert not closing.is_alive()
+    hanging.let_go()
+
+
+def test_a_directory_that_hangs_is_out_of_use_until_it_answers(
+    hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other directory takes all; what waited for the one that hangs is answered, so that its
+    slots are free."""
+    monkeypatch.setattr(threads, "SILENT_S", 0.2, raising=False)
+    monkeypatch.setattr(threads, "RUN_BYTES", LAYOUT.slot_bytes)  # a block at a time
+    world = World(hanging, tmp_path / "a", tmp_path / "b")
+    names = path_of("abcdefgh").block_ids
+    world.saved("abcdefgh")
+    world.host.clear()
+    hanging.hang("on_read", where="/b/")
+    for ticket in range(100, 108):
+        world.io.read(ticket, names[ticket % 8], ticket % 8, in_time())
+    done: list = []
+    until(lambda: world.io.levels()["disk_directories"] == 1, lambda: done.extend(world.io.poll()))
+    until(lambda: len(done) >= 6, lambda: done.extend(world.io.poll()))
+    assert Counter(one.outcome for one in done) == {Outcome.OK: 4, Outcome.IO_ERROR: 2}, (
+        "only what is inside its two threads is not answered"
+    )
+    assert world.io.contains(names[:1]) + world.io.contains(names[1:2]) == 1
+    other = make_path(6, seed=1)
+    for slot, block in enumerate(other):
+        assert world.io.write(slot, block, 8 + slot, in_time())
+    until(lambda: len(done) >= 12, lambda: done.extend(world.io.poll()))
+    assert world.io.counts["disk_directory_hangs"] == 1
+    hanging.let_go()
+    until(lambda: world.io.levels()["disk_directories"] == 2, lambda: done.extend(world.io.poll()))
+    assert world.io.contains(names) == 8
+    world.io.close()
+
+
+def test_scatters_that_hang_hold_up_no_flush(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, host = HostPool(LAYOUT, SLOTS), host_tier(SLOTS)
+    inside, go_on = threading.Event(), threading.Event()
+    perform = executor_module.perform
+
+    def hang(*work: object) -> None:
+        inside.set()
+        assert go_on.wait(HANGS_S)
+        perform(*work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor_module, "perform", hang)
+    executor = ThreadExecutor(pool, [])
+    scatters = ScatterQueue(executor, host)
+    source, target, free = (host.stage(0.0) for _ in range(3))
+    assert source is not None and target is not None and free is not None
+    pool.slot(source)[:] = 9
+    copied = scatters.submit(CopySlot(source, target))
+    assert inside.wait(HANGS_S)
+    scatters.drain()
+    assert copied.done and target in host.damaged_slots
+    for slot in (source, target, free):
+        host.unstage(slot)
+    assert host.free_slots == SLOTS - 1 and host.withheld_slots == 1
+    assert target not in {host.stage(0.0) for _ in range(SLOTS - 1)}
+    host.check_integrity()
+    closing = threading.Thread(target=scatters.close, daemon=True)
+    closing.start()
+    closing.join(HANGS_S)
+    assert not closing.is_alive()
+    go_on.set()
+    until(lambda: host.withheld_slots == 0, scatters.poll)
+    assert host.stage(0.0) == target, "it is in use again"
+    host.check_integrity()
