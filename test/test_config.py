@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from sglang_hc import config, memory
 from sglang_hc.command_line import add_flags, config_from
 from sglang_hc.config import GIB, ConfigError, HcConfig
+from sglang_hc.store.ownership import read_remote_key
 
 
 @pytest.fixture
@@ -137,6 +139,51 @@ def test_options_of_a_remote_store_may_come_from_a_file(machine: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="Expected `object`, got `array`"):
         HcConfig(remote="file", remote_config=str(file))
+
+
+def key_file(folder: Path, length: int, mode: int = 0o600) -> Path:
+    file = folder / "key"
+    file.unlink(missing_ok=True)
+    file.write_bytes(b"secret" * 3 + b"\n" * length)
+    os.truncate(file, length)
+    file.chmod(mode)
+    return file
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o700])
+def test_a_key_of_a_remote_store_is_at_least_16_bytes_of_a_private_file(
+    machine: Path, mode: int
+) -> None:
+    file = key_file(machine, 16, mode)
+    found = parse("--hc-remote", "file", "--hc-remote-key", str(file))
+    assert read_remote_key(found.remote_key) == b"secretsecretsecr"
+    assert "secretsecret" not in repr(found) + json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("length", "mode", "message"),
+    [
+        (15, 0o600, r"remote_key \(--hc-remote-key\): .*holds 15 bytes; give .* at least 16"),
+        (16, 0o640, r"remote_key .* can be used by others; run chmod 600"),
+        (16, 0o604, r"remote_key .* can be used by others; run chmod 600"),
+        (16, 0o602, r"remote_key .* can be used by others; run chmod 600"),
+    ],
+)
+def test_a_key_that_others_may_know_or_guess_is_refused(
+    machine: Path, length: int, mode: int, message: str
+) -> None:
+    file = key_file(machine, length, mode)
+    with pytest.raises(ConfigError, match=message) as refused:
+        HcConfig(remote="file", remote_key=str(file))
+    assert "secretsecret" not in str(refused.value)
+
+
+def test_a_key_that_is_no_file_is_refused_at_once(machine: Path) -> None:
+    pipe = machine / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path, message in ((pipe, "holds 0 bytes"), (machine / "none", "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            HcConfig(remote="file", remote_key=str(path))
 
 
 def test_the_default_size_is_a_share_of_what_is_free(machine: Path) -> None:

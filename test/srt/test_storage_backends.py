@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from sglang_hc.srt.storage_backends import (
     ValueBackend,
     check_remote,
     open_remote,
+    remote_store,
 )
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.remote import Frames, RemoteBackend
+from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks
+from sglang_hc.store.remote.envelope import HEADER_BYTES, seal
 from support.remote import (
     FINGERPRINT,
     FOREVER,
@@ -33,6 +37,7 @@ from support.remote import (
     blocks_over,
     data_of,
     find,
+    load,
     make_path,
     make_pool,
     save,
@@ -216,3 +221,59 @@ def test_file_needs_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"cannot be made .*; give a directory"):
         open_remote("file", {"dir": str(tmp_path / "file")}, Frames(4096))
     check_remote(HcConfig(remote="file", remote_config=json.dumps({"dir": str(tmp_path)})))
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o770, 0o702])
+def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "sglang-hc"
+    folder.mkdir()
+    folder.chmod(mode)
+    found = HcConfig(remote="file", remote_config=json.dumps({"dir": str(tmp_path)}))
+    if mode & 2:
+        with pytest.raises(ConfigError, match=r"--hc-remote file: .* not safe .*everybody.*chmod"):
+            check_remote(found)
+    else:
+        check_remote(found)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "sglang-hc"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"user 12345 owns it.*give it to this user or to root"):
+        open_remote("file", {"dir": str(tmp_path)}, Frames(4096))
+
+
+def test_only_servers_with_the_same_key_read_each_others_files(tmp_path: Path) -> None:
+    """By a name that follows from the key; a file that is put there without it is forged."""
+    pool, path = make_pool(), make_path(2)
+    names = [block.block_id for block in path]
+    servers = {}
+    for who, secret in (("one", b"a" * 16), ("two", b"a" * 16), ("other", b"b" * 16), ("no", None)):
+        key = None
+        if secret is not None:
+            (tmp_path / who).write_bytes(secret)
+            (tmp_path / who).chmod(0o600)
+            key = str(tmp_path / who)
+        options = json.dumps({"dir": str(tmp_path)})
+        config = HcConfig(remote="file", remote_config=options, remote_key=key)
+        counts: Counter[str] = Counter()
+        servers[who] = RemoteBlocks(remote_store(config, pool, FINGERPRINT, counts), counts)
+    assert save(servers["one"], pool, path) == [Outcome.OK] * 2
+    found = {who: find(io, names) for who, io in servers.items()}
+    assert found == {"one": 2, "two": 2, "other": 0, "no": 0}
+    files = list((tmp_path / "sglang-hc").glob("hc1-*"))
+    assert len(files) == 2 and not any(FINGERPRINT.hex() in file.name for file in files)
+    two = servers["two"]
+    assert load(two, names[0]) is Outcome.OK
+    (victim,) = [file for file in files if names[1].hex() in file.name]
+    frame = np.frombuffer(victim.read_bytes(), dtype=np.uint8).copy()
+    frame[HEADER_BYTES:] ^= 1
+    fingerprint = frame[32:48].tobytes()  # who may write to the store can read it there
+    seal(frame, fingerprint, names[1], 0)
+    victim.write_bytes(frame.tobytes())
+    assert load(two, names[1]) is Outcome.DAMAGED
+    assert two.counts["remote_forged"] == 1
+    for io in servers.values():
+        io.close()

@@ -171,9 +171,7 @@ def test_only_who_has_the_key_makes_envelopes_that_are_served() -> None:
 
 
 @given(at=st.integers(0, SIZE - 1), flip=st.integers(1, 255))
-def test_an_envelope_with_a_mac_that_is_altered_anywhere_is_never_served(
-    at: int, flip: int
-) -> None:
+def test_an_envelope_with_a_mac_altered_anywhere_is_never_served(at: int, flip: int) -> None:
     frame = sealed(KEY)
     frame[at] ^= flip
     assert verdict_with(KEY, frame) is not Verdict.INTACT

@@ -1,0 +1,98 @@
+"""A disk that never answers under SGLang's real scheduler: a flush, new weights and a stop go on.
+
+Each form of I/O meets it: threads of the scheduler, and the I/O process.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import slow_io_process
+from support.core import MODELS, Core, run_in_child
+from support.disk_store import FaultyBackend
+
+FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
+PROMPTS = [random.Random(seed).choices(range(3, 900), k=200) for seed in range(3)]
+
+
+def undisturbed() -> list[list[int]]:
+    core = Core("--max-total-tokens", "8000", "--dtype", "float32", "--hc-forms", "kv")
+    return [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+
+
+def quick() -> None:
+    """What is waited for in the end is not waited for long."""
+    from sglang_hc.queue import prefetch
+    from sglang_hc.store import disk_tier
+    from sglang_hc.store.disk import threads
+    from sglang_hc.store.process import supervisor
+
+    disk_tier.DRAIN_S = prefetch.PATIENCE = threads.CLOSE_S = supervisor.CLOSE_S = 0.5
+
+
+def in_time(what: Any, *args: Any) -> Any:
+    """A call that must come back, on its own thread only to be seen to hang."""
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(what(*args)), daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), "it waits for the disk"
+    return done[0]
+
+
+def met(folder: str, kind: str) -> tuple[list[list[int]], dict[str, Any]]:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    from sglang_hc.store.disk import DiskStore
+
+    mark = Path(folder) / "hangs"
+    Path(folder).mkdir()
+    if kind == "process":
+        slow_io_process.start_slowly(float("inf"), str(mark))
+    else:
+        opened, backend = DiskStore.open, FaultyBackend(slow_io_process.hang_while(str(mark)))
+        DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
+    core = Core("--hc-io", kind, "--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2",
+                "--hc-scrub-mb-s", "0", *FLAGS)  # fmt: skip
+    replies = [core.ask(PROMPTS[0], 16).tokens]
+    core.settle()
+    assert core.scheduler.flush_cache()
+    quick()
+    mark.touch()
+    replies.append(core.ask(PROMPTS[0], 16).tokens)  # its reads hang
+    replies.append(core.ask(PROMPTS[1], 16).tokens)  # and the writes of what it leaves
+    assert in_time(core.scheduler.flush_cache)
+    withheld = core.tree.stats()
+    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    request = UpdateWeightFromDiskReqInput(
+        model_path=str(MODELS / "llama-mha"), load_format="auto", flush_cache=False
+    )
+    assert in_time(core.scheduler.weight_updater.update_weights_from_disk, request).success
+    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    mark.unlink()
+    end = time.monotonic() + 60.0
+    while core.tree.stats()["host_withheld_slots"] and time.monotonic() < end:
+        core.tree.tiers.poll()
+        time.sleep(0.01)
+    assert core.tree.stats()["host_withheld_slots"] == 0, "what came late gave its slots back"
+    replies += [core.ask(prompt, 16).tokens for prompt in PROMPTS]
+    core.tree.tiers.check_integrity()
+    mark.touch()
+    in_time(core.tree.release_host_resources)
+    return replies, withheld
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_disk_that_never_answers_costs_no_flush_and_no_token(
+    models: None, tmp_path: Path, kind: str
+) -> None:
+    wanted = run_in_child(undisturbed)
+    replies, withheld = run_in_child(met, str(tmp_path / "d"), kind)
+    assert replies == [wanted[n] for n in (0, 0, 1, *[0, 1, 2] * 3)]
+    assert withheld["host_withheld_slots"] > 0
