@@ -37,9 +37,10 @@ SLOTS = 16
 
 
 class Hanging:
-    """A disk whose calls hang from `hang` until `let_go`."""
+    """A disk whose calls hang from `hang` until `let_go`; nobody waits for long meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
         self.faults = Faults()
         self.inside = threading.Event()
         self._open = threading.Event()
@@ -49,6 +50,7 @@ class Hanging:
         """calls: names of hooks of `Faults`."""
         self._open.clear()
         self.inside.clear()
+        self._wait_for(0.2)
 
         def wait(path: str) -> None:
             if where in path and not self._open.is_set():
@@ -60,14 +62,16 @@ class Hanging:
 
     def let_go(self) -> None:
         self._open.set()
+        self._wait_for(HANGS_S)
+
+    def _wait_for(self, seconds: float) -> None:
+        for module, name in ((disk_tier, "DRAIN_S"), (threads, "CLOSE_S")):
+            self._patch.setattr(module, name, seconds, raising=False)
 
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    for module in (disk_tier, executor_module):
-        monkeypatch.setattr(module, "DRAIN_S", 0.2, raising=False)
-    monkeypatch.setattr(threads, "CLOSE_S", 0.5, raising=False)
-    disk = Hanging()
+    disk = Hanging(monkeypatch)
     yield disk
     disk.let_go()
 
@@ -218,7 +222,7 @@ def test_a_directory_that_hangs_is_out_of_use_until_it_answers(
 ) -> None:
     """The other directory takes all; what waited for the one that hangs is answered, so that its
     slots are free."""
-    monkeypatch.setattr(threads, "SILENT_S", 0.2, raising=False)
+    monkeypatch.setattr(threads, "SILENT_S", 5.0, raising=False)
     monkeypatch.setattr(threads, "RUN_BYTES", LAYOUT.slot_bytes)  # a block at a time
     world = World(hanging, tmp_path / "a", tmp_path / "b")
     names = path_of("abcdefgh").block_ids
@@ -245,9 +249,8 @@ def test_a_directory_that_hangs_is_out_of_use_until_it_answers(
     world.io.close()
 
 
-def test_scatters_that_hang_hold_up_no_flush(
-    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scatters_that_hang_hold_up_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "DRAIN_S", 0.2, raising=False)
     pool, host = HostPool(LAYOUT, SLOTS), host_tier(SLOTS)
     inside, go_on = threading.Event(), threading.Event()
     perform = executor_module.perform
