@@ -36,15 +36,11 @@ def _owner_of_ours(folder: str) -> int:
         return os.geteuid()
 
 
-def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for whoever may be at the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def read_remote_key(path: str) -> bytes:
     """The bytes of the file of `--hc-remote-key`. Raises ConfigError, which never names them."""
     try:
-        with open(Path(path).expanduser(), "rb", opener=_at_once) as file:
+        at_once = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe may have nobody at its end
+        with open(os.open(Path(path).expanduser(), at_once), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read() if stat.S_ISREG(mode) else b""
     except OSError as error:
