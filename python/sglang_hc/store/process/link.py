@@ -86,7 +86,7 @@ class IoLink:
         self._process.kill()
 
     def close(self) -> None:
-        """Give back what belongs to a process that has ended."""
+        """Give back what belongs to a process that has ended, or that is left behind."""
         self._socket.close()
         self._context.term()
         self.connected()

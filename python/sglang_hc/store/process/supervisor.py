@@ -199,6 +199,7 @@ class IoSupervisor:
             elif killed:
                 logger.error("sglang-hc: the I/O process %d does not end; left behind", link.pid)
                 self._give_up()
+                link.close()  # a socket that is only dropped blocks whoever collects the garbage
                 return
             else:
                 logger.warning("the I/O process did not end in time; killing it")
