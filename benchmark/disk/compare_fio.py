@@ -184,7 +184,7 @@ def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str
 
     results: dict[str, list[Speed]] = {}
     results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
-    store.clear()
+    store.erase(None)
     results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
     results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
     store.close()

@@ -61,6 +61,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     overflow_drop: float = 0.5
     overflow_reserve: int = 1024
     exact: bool = False
+    open_routes: bool = False
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -341,6 +342,9 @@ FLAGS: dict[str, Flag] = {
     ),
     "exact": Flag(
         "restore only what comes back bit by bit: KV form, and what a check at start proves"
+    ),
+    "open_routes": Flag(
+        "let everybody whom the server answers use /hc/* (default: only with --admin-api-key)"
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""

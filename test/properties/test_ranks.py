@@ -237,7 +237,7 @@ class Storm:
         elif kind == "forget" and not one.running:
             self.together(lambda r: r.tiers.clear())
             if rng.random() < 0.1:
-                self.together(lambda r: r.disk.forget())
+                self.together(lambda r: r.disk.erase(None, (), lambda _: None))
                 SEEN["emptied"] += 1
             old = rng.randint(0, 3)
             self.all(lambda r: r.fetch(old, 250, 0))

@@ -223,7 +223,7 @@ def test_clearing_forgets_what_was_about_to_be_told() -> None:
     write(pair, 1, (Outcome.OK, Outcome.OK))
     pair.disks[0].hold([name(2)])
     for blocks in pair.blocks:
-        blocks.clear()
+        blocks.erase(99, None, ())
     pair.a_pass()
     assert not any(blocks.contains([name(n)]) for blocks in pair.blocks for n in (1, 2))
 

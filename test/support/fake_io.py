@@ -14,6 +14,7 @@ from sglang_hc.store.block_io import BlockDone, Layers
 from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import Forgetting
 
 GARBAGE = 0xEE
 
@@ -171,9 +172,14 @@ class FakeIo:
         self.uses |= uses
         self.hints += 1
 
-    def clear(self) -> None:
-        self._blocks.clear()
-        self._news.clear()
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """At once. The fake has no labels, so it forgets the named blocks."""
+        gone = self.held() & set(block_ids) if what is not None else self.held()
+        for block_id in gone:
+            del self._blocks[block_id]
+        self._news = {} if what is None else self._news | dict.fromkeys(gone, False)
+        self._done.append(BlockDone(ticket, Outcome.OK, "disk", None, len(gone)))
+        return 1
 
     def levels(self) -> dict[str, int]:
         return {}

@@ -23,6 +23,7 @@ class FakeStoreIo(FakeIo):
         super().__init__(pool, writes_wait=True)
         self.questions: deque[tuple[int, Sequence[bytes] | None]] = deque()
         """Tickets and identities; None to clear the store."""
+        self._erasing: set[int] = set()
         self._found: list[Found] = []
 
     def answer(self, outcome: Outcome = Outcome.OK) -> None:
@@ -31,8 +32,9 @@ class FakeStoreIo(FakeIo):
             return
         ticket, block_ids = self.questions.popleft()
         good = outcome is Outcome.OK
-        if block_ids is None and good:
-            super().clear()
+        if ticket in self._erasing and good:
+            for block_id in self.held() if block_ids is None else self.held() & {*block_ids}:
+                self.evict(block_id)
         leading = self.contains(block_ids) if block_ids and good else 0
         self._found.append(Found(ticket, outcome, leading))
 
@@ -41,8 +43,9 @@ class FakeStoreIo(FakeIo):
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         self.questions.append((ticket, block_ids))
 
-    def clear(self, ticket: int, deadline: float) -> None:
-        self.questions.append((ticket, None))
+    def erase(self, ticket: int, block_ids: Sequence[bytes] | None, deadline: float) -> None:
+        self._erasing.add(ticket)
+        self.questions.append((ticket, block_ids))
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
         if not super().write(ticket, block, slot, deadline):

@@ -124,7 +124,7 @@ def queue_over(
     hint_disk: bool = False,
 ) -> QueueView:
     """The waiting queue over tiers that exist already."""
-    priority = RetentionPriority(window, SessionPins(0, 0, 1.0)) if hint_disk else None
+    priority = RetentionPriority(window, SessionPins(0, 1.0)) if hint_disk else None
     return QueueView(host, disk, window, rules, costs, priority)
 
 

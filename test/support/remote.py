@@ -84,6 +84,11 @@ class FakeBackend:
             self.store.values.setdefault(key, self.frames.bytes[frame].tobytes())
         return [True] * len(keys)
 
+    def delete(self, keys: Sequence[str]) -> bool:
+        for key in keys:
+            self.store.values.pop(key, None)
+        return True
+
     def clear(self) -> None:
         self.store.call("clear")
         self.store.values.clear()

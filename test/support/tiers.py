@@ -188,7 +188,7 @@ def build(
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()
-    pins = SessionPins(slots, slots, 1.0)
+    pins = SessionPins(2 * slots, 1.0)
     tiers = Tiers(
         host,
         below,

@@ -37,7 +37,7 @@ class Server:
         self.rng = random.Random(seed)
         header = {"host_slots": SLOTS, "eviction": eviction, "page_size": 1}
         self.recorder = Recorder(path, header, FINGERPRINT, limit)
-        self.pins = SessionPins(3, 5, 60.0)
+        self.pins = SessionPins(6, 60.0)
         ttl: TimeToLive[BlockNode] = TimeToLive(40.0)
         blocks = BlockTree(FINGERPRINT)
         self.window = RecordingLookAhead(self.recorder)

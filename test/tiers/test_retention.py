@@ -87,14 +87,16 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
         world.retention.pins.check_integrity()
 
 
-@pytest.mark.parametrize(("tenants", "share"), [(1, 0.25), (5, 0.5)])
-def test_pins_never_fill_the_tier(tenants: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("tenants", "blocks", "share"), [(1, 4, 0.25), (5, 4, 0.25), (5, 1, 7 / 16)]
+)
+def test_pins_never_fill_the_tier(tenants: int, blocks: int, share: float) -> None:
     world = World("lru")
     for conversation in range(10):
         tenant = f"tenant {conversation % tenants}"
-        world.keep(conversation, 4, tenant)
+        world.keep(conversation, blocks, tenant)
         with contextlib.suppress(PinLimitError):
-            tokens = world.tokens(conversation, 4)
+            tokens = world.tokens(conversation, blocks)
             world.retention.pin(Prefix(tenant, tokens), str(conversation), 10)
     assert world.retention.pins.total_blocks == share * SLOTS
     world.keep(99, 4)

@@ -105,7 +105,7 @@ def test_pins_count_by_the_clients_own_key(
 def test_a_pin_behind_a_cut_is_its_clients() -> None:
     clock = 0.0
     host = HostTier(BlockTree(FINGERPRINT), 64, LruPolicy())
-    pins = SessionPins(4, 8, 60.0)
+    pins = SessionPins(8, 60.0)
     priority = RetentionPriority(LookAhead[str](), pins)
     retention = Retention(host, None, pins, priority, lambda: clock)
     spaces = [namespace_of("tenant", None, whole(0, n)) for n in (300, 900)]
@@ -116,7 +116,7 @@ def test_a_pin_behind_a_cut_is_its_clients() -> None:
         assert retention.pin(Prefix(space, kept), "session", 5.0) == 1
     (pinned,) = retention.pinned("k6:tenant")
     assert pinned.blocks == 1, "the session's new pin takes the place of the old one"
-    assert retention.pinned(None) == [] and len(pins.pinned_blocks("k6:tenant")) == 1
+    assert retention.pinned(None) == [] and pins.held("k6:tenant") == 1
 
 
 @settings(max_examples=100, deadline=None)

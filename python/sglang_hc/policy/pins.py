@@ -1,14 +1,15 @@
 """Retention beside the eviction order: a time to live per block, and pins with expiry per session.
 
 A pin keeps a session's blocks from being evicted while, say, a tool call runs. It always expires,
-and a namespace can pin only so many blocks, so that one tenant cannot take a tier from the others.
+and a namespace can pin only half of what the others leave, so that nobody can take the tier.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 from sglang_hc.policy.eviction import NextUse
@@ -20,11 +21,14 @@ K = TypeVar("K", bound=Hashable)
 PINNED_SHARE = 0.5
 """Share of the host tier that pins may hold together: the other half always turns over."""
 
-NAMESPACE_SHARE = 0.25
-"""Share of the host tier that the pins of one namespace may hold."""
+MAX_SESSIONS = 8192
+"""Most sessions that may have a pin."""
 
 MAX_PIN_S = 3600.0
 """Longest pin, in seconds."""
+
+FEW_ENDS = 64
+"""So many ends that say nothing any more are kept in any case."""
 
 
 class TimeToLive(Generic[K]):
@@ -78,36 +82,50 @@ class _Pin(NamedTuple):
     expires: float
 
 
+def share(most: int, others: int) -> int:
+    """Of a bound on all, how much one namespace may have where others have so much: half of what
+    they leave. However many namespaces somebody makes up, the next one still finds room."""
+    return max(0, most - others) // 2
+
+
 class SessionPins:
     """Which sessions pin which blocks, until when.
 
     Pinning a session again replaces its blocks and its expiry. A block's identity depends on its
-    namespace, so sessions of one namespace only can share it; it then counts once.
+    namespace, so sessions of one namespace only can share it; it then counts once. A call costs
+    the blocks that it names, and O(log n) of n pins; `of` costs the pins of its namespace.
     """
 
-    def __init__(self, max_blocks: int, max_total: int, max_seconds: float) -> None:
-        """max_blocks, max_total: bounds per namespace and of all. max_seconds: longest expiry that
-        may be asked for."""
-        if not 0 <= max_blocks <= max_total or max_seconds <= 0:
-            raise ValueError("pins need 0 <= max_blocks <= max_total and max_seconds > 0")
-        self.max_blocks = max_blocks
+    def __init__(
+        self, max_total: int, max_seconds: float, max_sessions: int = MAX_SESSIONS
+    ) -> None:
+        """max_total, max_sessions: bounds of all blocks and sessions; see `share` for one
+        namespace's. max_seconds: longest expiry that may be asked for."""
+        if max_total < 0 or max_sessions < 0 or max_seconds <= 0:
+            raise ValueError("pins need max_total and max_sessions >= 0 and max_seconds > 0")
         self._max_total = max_total
+        self._max_sessions = max_sessions
         self._max_seconds = max_seconds
-        self._pins: dict[tuple[str | None, str], _Pin] = {}
+        self._pins: dict[str | None, dict[str, _Pin]] = {}
+        """By namespace, which has one at least, and session."""
+        self._count = 0
+        self._held: Counter[str | None] = Counter()
+        """How many blocks a namespace pins."""
         self._sessions: Counter[bytes] = Counter()
         """How many sessions pin a block; only blocks that some session pins."""
-        self._first_end = math.inf
-        """No pin ends before this."""
+        self._ends: list[tuple[float, int, str | None, str]] = []
+        """A heap of when pins end. Some of them have ended, or end later by now."""
+        self._numbers = itertools.count()
         self._listeners: list[Callable[[bytes], None]] = []
 
     @classmethod
     def sized_for(cls, slots: int) -> SessionPins:
         """With the bounds for a host tier of so many blocks."""
-        return cls(int(NAMESPACE_SHARE * slots), int(PINNED_SHARE * slots), MAX_PIN_S)
+        return cls(int(PINNED_SHARE * slots), MAX_PIN_S)
 
     def __len__(self) -> int:
         """Sessions that pin blocks."""
-        return len(self._pins)
+        return self._count
 
     @property
     def total_blocks(self) -> int:
@@ -123,8 +141,7 @@ class SessionPins:
         self.expire(now)
         pins = [
             Pinned(session, len(pin.blocks), pin.expires - now)
-            for (owner, session), pin in self._pins.items()
-            if owner == namespace
+            for session, pin in self._pins.get(namespace, {}).items()
         ]
         return sorted(pins, key=lambda pin: pin.seconds)
 
@@ -132,12 +149,17 @@ class SessionPins:
         """Whether any session pins this block. Call `expire` first when time has passed."""
         return block_id in self._sessions
 
-    def pinned_blocks(self, namespace: str | None, without: str | None = None) -> set[bytes]:
-        """Blocks that the sessions of a namespace pin, one session left out if it is named."""
-        pins = self._pins.items()
-        return set().union(
-            *(p.blocks for (owner, name), p in pins if owner == namespace and name != without)
-        )
+    def held(self, namespace: str | None) -> int:
+        """Blocks that the sessions of a namespace pin."""
+        return self._held[namespace]
+
+    def max_blocks(self, namespace: str | None) -> int:
+        """Most blocks that the sessions of a namespace may pin now."""
+        return share(self._max_total, self.total_blocks - self._held[namespace])
+
+    def max_sessions(self, namespace: str | None) -> int:
+        """Most sessions of a namespace that may have a pin now."""
+        return share(self._max_sessions, self._count - len(self._pins.get(namespace, ())))
 
     def pin(
         self,
@@ -147,10 +169,10 @@ class SessionPins:
         seconds: float,
         now: float,
     ) -> None:
-        """Pin `blocks` for the session until now + seconds. O(blocks pinned in the namespace).
+        """Pin `blocks` for the session until now + seconds.
 
-        Raises PinLimitError, and changes nothing, when the namespace's bound, the bound of all or
-        the longest expiry would be passed.
+        Raises PinLimitError, and changes nothing, when the longest expiry would be passed, or when
+        the namespace would have more blocks or sessions than before and than its bound.
         """
         if not 0 < seconds <= self._max_seconds:
             raise PinLimitError(
@@ -158,60 +180,92 @@ class SessionPins:
             )
         self.expire(now)
         wanted = set(blocks)
-        count = len(self.pinned_blocks(namespace, without=session) | wanted)
-        if count > self.max_blocks:
-            raise PinLimitError(
-                f"pin of session {session!r} needs {count} blocks in its namespace, the bound is "
-                f"{self.max_blocks}: unpin another session or wait for one to expire"
-            )
-        old = self._pins.get((namespace, session))
+        pins = self._pins.get(namespace, {})
+        old = pins.get(session)
         own = old.blocks if old is not None else set()
+        if old is None and len(pins) >= (most := self.max_sessions(namespace)):
+            raise PinLimitError(
+                f"pin of session {session!r}: its namespace has {len(pins)} sessions with pins, "
+                f"the bound is {most} now: unpin another session or wait for one to expire"
+            )
         added = sum(block_id not in self._sessions for block_id in wanted)
         freed = sum(self._sessions[block_id] == 1 for block_id in own - wanted)
-        if added > freed and self.total_blocks + added - freed > self._max_total:
+        count, most = self._held[namespace] + added - freed, self.max_blocks(namespace)
+        if added > freed and count > most:
             raise PinLimitError(
-                f"pin of session {session!r} needs {added} more blocks, and {self.total_blocks} of "
-                f"the {self._max_total} that may be pinned are: wait for other pins to expire"
+                f"pin of session {session!r} needs {count} blocks in its namespace, the bound is "
+                f"{most} now: unpin another session or wait for one to expire"
             )
-        self._pins[namespace, session] = _Pin(wanted, now + seconds)
-        self._first_end = min(self._first_end, now + seconds)
+        self._count += old is None
+        self._pins.setdefault(namespace, pins)[session] = _Pin(wanted, now + seconds)
+        self._note_end(now + seconds, namespace, session)
         for block_id in sorted(wanted - own):  # in the same order in every process
             self._sessions[block_id] += 1
             if self._sessions[block_id] == 1:
+                self._held[namespace] += 1
                 self._announce(block_id)
-        self._let_go(own - wanted)
+        self._let_go(namespace, own - wanted)
 
     def unpin(self, namespace: str | None, session: str) -> bool:
         """End a session's pin. False if it has none."""
-        pin = self._pins.pop((namespace, session), None)
-        if pin is not None:
-            self._let_go(pin.blocks)
-        return pin is not None
+        pins = self._pins.get(namespace, {})
+        pin = pins.pop(session, None)
+        if pin is None:
+            return False
+        self._count -= 1
+        if not pins:
+            del self._pins[namespace]
+        self._let_go(namespace, pin.blocks)
+        return True
+
+    def unpin_all(self, names: Callable[[str | None], bool]) -> int:
+        """End the pins of all namespaces that `names` is true for. Returns how many."""
+        gone = [(owner, s) for owner, pins in self._pins.items() if names(owner) for s in pins]
+        return sum(self.unpin(*key) for key in gone)
 
     def expire(self, now: float) -> list[tuple[str | None, str]]:
         """End the pins whose time is over: (namespace, session) of each."""
-        if now < self._first_end:
-            return []
-        ended = [key for key, pin in self._pins.items() if pin.expires <= now]
-        for key in ended:
-            self.unpin(*key)
-        self._first_end = min((pin.expires for pin in self._pins.values()), default=math.inf)
+        ended = []
+        while self._ends and self._ends[0][0] <= now:
+            _, _, namespace, session = heappop(self._ends)
+            pin = self._pins.get(namespace, {}).get(session)
+            if pin is not None and pin.expires <= now:
+                self.unpin(namespace, session)
+                ended.append((namespace, session))
         return ended
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts follow from the pins and keep the bounds."""
-        assert self._sessions == Counter(b for pin in self._pins.values() for b in pin.blocks)
+        everything = [(owner, pin) for owner, pins in self._pins.items() for pin in pins.values()]
+        assert self._sessions == Counter(b for _, pin in everything for b in pin.blocks)
         assert all(count > 0 for count in self._sessions.values())
-        for namespace in {owner for owner, _ in self._pins}:
-            assert len(self.pinned_blocks(namespace)) <= self.max_blocks
-        assert self.total_blocks <= self._max_total
+        for owner, pins in self._pins.items():
+            held = set().union(*(pin.blocks for pin in pins.values()))
+            assert pins and self._held[owner] == len(held)
+        assert self._held.total() == self.total_blocks <= self._max_total
+        assert self._count == len(everything) <= self._max_sessions
+        assert len(everything) <= len(self._ends) <= 2 * self._max_sessions + FEW_ENDS
 
-    def _let_go(self, blocks: Iterable[bytes]) -> None:
+    def _note_end(self, expires: float, namespace: str | None, session: str) -> None:
+        """Costs O(log n): the heap is made anew when most of it says nothing any more."""
+        heappush(self._ends, (expires, next(self._numbers), namespace, session))
+        if len(self._ends) > 2 * self._count + FEW_ENDS:
+            self._ends = [
+                (pin.expires, next(self._numbers), owner, name)
+                for owner, pins in self._pins.items()
+                for name, pin in pins.items()
+            ]
+            heapify(self._ends)
+
+    def _let_go(self, namespace: str | None, blocks: Iterable[bytes]) -> None:
         for block_id in sorted(blocks):
             self._sessions[block_id] -= 1
             if not self._sessions[block_id]:
                 del self._sessions[block_id]
+                self._held[namespace] -= 1
                 self._announce(block_id)
+        if not self._held[namespace]:
+            del self._held[namespace]
 
     def _announce(self, block_id: bytes) -> None:
         for listener in self._listeners:

@@ -107,6 +107,8 @@ class QueueView:
         self._changed: set[bytes] = set()
         """Blocks of which the disk is to be told when they are used next."""
         self._priority = priority
+        self.promotions = below.coming if below is not None else None
+        """Blocks on their way into host memory."""
         self.coming: Collection[bytes] = ()
         """See `fetches.Below`."""
         if below is not None:

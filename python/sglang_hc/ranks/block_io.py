@@ -20,6 +20,7 @@ from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import GOOD, Outcome
+from sglang_hc.tree.forgetting import Forgetting
 
 NEWS = 2048
 """Most identities that are told at once."""
@@ -130,10 +131,13 @@ class AgreedBlocks:
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         self._inner.expect(uses)
 
-    def clear(self) -> None:
-        self._known.clear()
-        self._inner.clear()
-        self._news.clear()
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """Answered with the most blocks that one rank had a part of."""
+        if what is None:
+            self._known.clear()
+            self._news.clear()
+        self._transfers.erase(self._inner, ticket, what, block_ids)
+        return 1
 
     def levels(self) -> dict[str, int]:
         return self._inner.levels()
@@ -146,7 +150,10 @@ class AgreedBlocks:
     def _take_decided(self) -> None:
         for done in self._transfers.take_done():
             written = self._writes.pop(done.ticket, None)
-            block_id = self._reads.pop(done.ticket) if written is None else written
+            block_id = self._reads.pop(done.ticket, None) if written is None else written
+            if block_id is None:  # something was erased
+                self._done.append(done)
+                continue
             if done.outcome in _UNWELL:
                 self._breaker.failed()
             elif done.outcome is not Outcome.DROPPED:

@@ -62,10 +62,10 @@ class AgreedStore:
         due = self._transfers.locally(deadline)
         self._lookups.begin(ticket, lambda: self._inner.look_up(ticket, block_ids, due))
 
-    def clear(self, ticket: int, deadline: float) -> None:
+    def erase(self, ticket: int, block_ids: Sequence[bytes] | None, deadline: float) -> None:
         due = self._transfers.locally(deadline)
-        if self._clears:
-            self._lookups.begin(ticket, lambda: self._inner.clear(ticket, due))
+        if self._clears or block_ids is not None:  # single blocks have a part on each rank
+            self._lookups.begin(ticket, lambda: self._inner.erase(ticket, block_ids, due))
         else:
             self._lookups.begin(ticket, lambda: self._lookups.vote(ticket, Outcome.OK))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
@@ -11,6 +11,7 @@ from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import StoreIo
+from sglang_hc.tree.forgetting import Forgetting
 
 
 class AgreedTransfers:
@@ -31,12 +32,13 @@ class AgreedTransfers:
         self._clock = clock
         self._asked: dict[int, float] = {}
         """When reads were asked for, on the clock of decisions, and when their parts began here."""
+        self._erasures: set[int] = set()
         self._begun: dict[int, float] = {}
 
     def vote(self) -> None:
         """Say what this rank has done since the last call."""
         for done in self._inner.poll():
-            began, took = self._begun.pop(done.ticket, None), 0
+            began, took = self._begun.pop(done.ticket, None), done.blocks
             if began is not None and done.at is not None:
                 took = max(1, round((done.at - began) * 1e6))
             self._ballot.vote(done.ticket, done.outcome, took)
@@ -60,6 +62,17 @@ class AgreedTransfers:
 
         self._ballot.begin(ticket, start)
 
+    def erase(
+        self, disk: OwnDisk, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]
+    ) -> None:
+        """disk: `inner`."""
+        self._erasures.add(ticket)
+
+        def start() -> None:
+            disk.erase(ticket, what, block_ids)
+
+        self._ballot.begin(ticket, start)
+
     def locally(self, deadline: float) -> float:
         """The clock of decisions stands still while nothing happens; this rank's store has its
         own."""
@@ -75,6 +88,10 @@ class AgreedTransfers:
         """What was decided since the last call."""
         found = []
         for ticket, outcome, took in self._ballot.take_decided():
+            if ticket in self._erasures:
+                self._erasures.remove(ticket)
+                found.append(BlockDone(ticket, outcome, self._tier, None, took))
+                continue
             asked = self._asked.pop(ticket, None)
             at = asked + took * 1e-6 if asked is not None and took else None
             found.append(BlockDone(ticket, outcome, self._tier, at))

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import (
+    ClearHiCacheReqInput,
     ClearHiCacheReqOutput,
     UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromDistributedReqOutput,
@@ -24,6 +26,7 @@ from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt import verdicts
 from sglang_hc.srt.overflow import check_window
 from sglang_hc.srt.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.server_args import config_of
 from sglang_hc.srt.speculation import hand_over
 from sglang_hc.srt.tree_backend import HcRadixCache
 
@@ -36,6 +39,11 @@ REFUSED_UPDATE: dict[str, type[Any]] = {
     "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
 }
 """What SGLang answers to each weight update."""
+
+NOT_CLEARED = (
+    "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
+    "after a weight update, there is none that is this server's; else see its log, and try again"
+)
 
 
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,12 +150,31 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
 
 
 def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """AROUND Scheduler.clear_hicache_storage_wrapped: the disk is not cleared while a batch is
-    between two stages of a pipeline."""
+    """AROUND Scheduler.clear_hicache_storage_wrapped: answered when what was below host memory is
+    gone for good. Nothing is cleared while a batch is between two stages of a pipeline."""
     tree = tree_of(self.tp_worker.model_runner)
-    if tree is not None and tree.scheduler.is_between_stages:
+    if tree is None:
+        return original(self, recv_req)
+
+    def ended(good: bool) -> None:
+        output = ClearHiCacheReqOutput(success=good)
+        self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+    if tree.scheduler.is_between_stages or not tree.clear_storage_backend(ended):
         return ClearHiCacheReqOutput(success=False)
-    return original(self, recv_req)
+    return None
+
+
+async def clear_everywhere(original: Callable[..., Any], self: Any) -> Any:
+    """AROUND TokenizerManager.clear_hicache_storage: SGLang looks at the first replica's answer
+    alone, and its route says that it cleared whatever that was."""
+    if config_of(self.server_args) is None:
+        return await original(self)
+    self.auto_create_handle_loop()
+    answers = await self.clear_hicache_storage_communicator(ClearHiCacheReqInput())
+    if not all(answer.success for answer in answers):
+        raise HTTPException(503, NOT_CLEARED)
+    return answers[0]
 
 
 def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:

@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlRe
 
 from sglang_hc.errors import convert
 from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
+from sglang_hc.srt.forgetting import METHOD, forget
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.tiers.retention import Retention
@@ -79,12 +80,19 @@ def pin_request_of(req: Any) -> PinRequest | None:
 
 def control(original: Callable[..., Any], self: Any, recv_req: DumperControlReqInput) -> Any:
     """AROUND Scheduler.handle_dumper_control: answer what is ours."""
-    if not recv_req.method.startswith(PREFIX):
+    method, body = recv_req.method, recv_req.body
+    if not method.startswith(PREFIX) and method != METHOD:
         return original(self, recv_req)
     tree = getattr(self.tp_worker.model_runner, TREE, None)
-    reply = answer(None if tree is None else tree.tiers.retention, recv_req.method, recv_req.body)
-    output = DumperControlReqOutput(success=True, response=[reply])
-    self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+    def reply(answer: dict[str, Any]) -> None:
+        output = DumperControlReqOutput(success=True, response=[answer])
+        self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+    if method == METHOD:
+        forget(tree, body, reply)
+    else:
+        reply(answer(None if tree is None else tree.tiers.retention, method, body))
     return None
 
 
@@ -129,8 +137,8 @@ def _listing(retention: Retention, namespace: str | None) -> dict[str, Any]:
         {"session": pin.session, "blocks": pin.blocks, "expires_in_s": round(pin.seconds, 3)}
         for pin in retention.pinned(namespace)
     ]
-    pinned = len(retention.pins.pinned_blocks(namespace))
-    most = retention.pins.max_blocks
+    pinned = retention.pins.held(namespace)
+    most = retention.pins.max_blocks(namespace)
     return {"status": 200, "pins": pins, "blocks": pinned, "max_blocks": most}
 
 

@@ -104,6 +104,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{chat}._convert_to_internal_request", after, overflow.count_head),
         (f"{tokenizer}._wait_one_response", around, overflow.tell),
         (f"{scheduler}.clear_hicache_storage_wrapped", around, hooks.clear_storage),
+        (f"{tokenizer}.clear_hicache_storage", around, hooks.clear_everywhere),
         *((f"{updates}.{name}", around, hooks.change_weights) for name in hooks.REFUSED_UPDATE),
     ]
     if not torch.cuda.is_available():

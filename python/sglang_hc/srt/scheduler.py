@@ -24,6 +24,18 @@ class OwnScheduler:
         return queue
 
     @property
+    def requests(self) -> list[Any]:
+        """All requests that wait or run, or whose last pass is being looked at."""
+        scheduler: Any = self._scheduler()
+        batches = [scheduler.running_batch, scheduler.last_batch]
+        batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
+        found = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        found += [req for batch in batches if batch is not None for req in batch.reqs]
+        if scheduler.chunked_req is not None:
+            found.append(scheduler.chunked_req)
+        return list({id(req): req for req in found}.values())
+
+    @property
     def is_between_stages(self) -> bool:
         """Whether a batch may be on its way through a pipeline. Then stages cannot wait for each
         other, and nothing may be cleared."""

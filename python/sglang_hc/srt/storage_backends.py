@@ -111,8 +111,18 @@ class PageBackend:
     def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
         return list(self._storage.batch_set_v1(list(keys), torch.tensor(list(frames))))
 
+    def delete(self, keys: Sequence[str]) -> bool:
+        delete = getattr(self._storage, "delete", None)
+        if delete is None:
+            return False
+        for key in keys:
+            delete(key)
+        return True
+
     def clear(self) -> None:
-        self._storage.clear()
+        able = type(self._storage).clear is not HiCacheStorage.clear  # which does nothing
+        if not able or self._storage.clear() is False:
+            raise OSError(f"{self.name} did not clear itself")
 
     def close(self) -> None:
         close = getattr(self._storage, "close", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
+from sglang_hc.srt.forgetting import Forgetter
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
 from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.namespaces import keeps_state
@@ -86,6 +87,7 @@ class HcRadixCache(RadixCache):
         self.streamed = StreamedPass(self)
         self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
         tiers.queue.meetings.subscribe(self.early.release)
+        self.forgetter = Forgetter(self)
         self._is_built = True
 
     @property
@@ -277,9 +279,9 @@ class HcRadixCache(RadixCache):
         """A request is about to leave the queue, or has left it. Which one of this name does, the
         next pass sees (`WaitingRequests.on_schedule_step`)."""
 
-    def clear_storage_backend(self) -> bool:
-        """Delete what is on disk, for all namespaces of this model."""
-        return self.tiers.disk is not None and self.tiers.disk.forget()
+    def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
+        """See `Forgetter.clear`."""
+        return self.forgetter.clear(ended)
 
     def release_host_resources(self) -> None:
         """Orderly shutdown."""
@@ -303,7 +305,7 @@ class HcRadixCache(RadixCache):
         segments = segments_of(forward_batch, requests)
         if mode.is_extend():
             for req, segment in zip(requests, segments, strict=True):
-                if not capture.is_open(segment.request) and keeps_state(req):
+                if not capture.is_open(segment.request) and self._keeps(req):
                     before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
                     capture.open(segment.request, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
@@ -313,7 +315,7 @@ class HcRadixCache(RadixCache):
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
-        if not self.disable and keeps_state(req):
+        if not self.disable and self._keeps(req):
             tokens = req.get_fill_ids()
             length = len(tokens) // self.page_size * self.page_size
             if chunked:
@@ -326,7 +328,7 @@ class HcRadixCache(RadixCache):
     ) -> None:
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
-        if not self.disable and keeps_state(req):
+        if not self.disable and self._keeps(req):
             retracted = not is_insert and not req.finished()
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert
             keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
@@ -387,3 +389,7 @@ class HcRadixCache(RadixCache):
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
         self.tiers.check_integrity()
+
+    def _keeps(self, req: Any) -> bool:
+        """Whether what the request leaves is kept below the device."""
+        return keeps_state(req) and not self.forgetter.covers(req.extra_key)

@@ -15,6 +15,7 @@ import msgspec
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import Forgetting
 
 WRITE_QUEUE = 256
 """Blocks that may wait to be written, shared by the directories; a write beyond it is refused."""
@@ -42,17 +43,30 @@ class SlotRead(msgspec.Struct, array_like=True, tag=True):
     layers: Layers = None
 
 
+class Erase(msgspec.Struct, array_like=True, tag=True):
+    """See `BlockIo.erase`."""
+
+    ticket: int
+    what: Forgetting | None
+
+    @property
+    def deadline(self) -> float:
+        """None: a slow disk may take long to overwrite much."""
+        return float("inf")
+
+
 class BlockDone(NamedTuple):
     """Answer to one operation, under the ticket that its caller gave it.
 
-    tier: which tier served or took the block, `disk` or `remote`. at: when it was done, on
-    `time.monotonic`; None where that is not known.
+    tier: which tier served, took or erased, `disk` or `remote`. at: when it was done, on
+    `time.monotonic`; None where that is not known. blocks: how many were erased.
     """
 
     ticket: int
     outcome: Outcome
     tier: str
     at: float | None = None
+    blocks: int = 0
 
 
 def count_write(counts: Counter[str], done: BlockDone) -> None:
@@ -124,8 +138,12 @@ class BlockIo(Protocol):
         """When waiting requests will use blocks, as far as that has changed: a rank, smaller is
         sooner, or None for no more. A hint for eviction; it may be late or lost."""
 
-    def clear(self) -> None:
-        """Remove every block of this model. Nothing that was here is found from now on."""
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """Erase the blocks of some namespaces, or everything for None. block_ids: those of these
+        that the caller knows, for a store that knows blocks by name alone. None of them may be
+        waiting to be written. Answered OK by each tier for which what was there can never be found
+        again; returns how many answers come. After an answer that is not OK something may be
+        left."""
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""

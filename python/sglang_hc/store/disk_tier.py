@@ -23,10 +23,12 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
 from sglang_hc.tree.promotions import Promotion, Promotions
@@ -139,6 +141,7 @@ class DiskTier:
         self._spills: dict[int, BlockNode] = {}
         self._given_up: dict[int, int] = {}
         """Slots by the tickets of operations that were given up and not answered since."""
+        self._erasures = Erasures(io)
         self._unsaved: dict[bytes, None] = {}
         """Blocks whose writes failed, the oldest first."""
         self._can_write = True
@@ -195,7 +198,7 @@ class DiskTier:
     @property
     def is_busy(self) -> bool:
         """Whether answers are on their way: to reads, to writes, or to the last `find`."""
-        return bool(self._reads or self._layer_reads or self._spills or self._asks)
+        return bool(self.busy or self._asks)
 
     def find(self, block_ids: Sequence[bytes]) -> int | None:
         """How many of the first identities are below the host tier, without a gap; None when that
@@ -308,6 +311,8 @@ class DiskTier:
             if done.ticket in self._given_up:
                 self._host.give_back([self._given_up.pop(done.ticket)])
                 continue
+            if self._erasures.take(done):
+                continue
             if done.outcome is Outcome.STUCK:
                 self._host.withhold([self._slot_of(done.ticket)])
             if done.ticket in self._spills:
@@ -330,10 +335,17 @@ class DiskTier:
                 self.coming.fail(promotion)
         if came:
             self.coming.complete(came, now)
+        if len(self._erasures):
+            self._erasures.go_on(self._spills.keys(), now)
 
     @property
     def busy(self) -> int:
         """Operations under way."""
+        return self._moving + len(self._erasures)
+
+    @property
+    def _moving(self) -> int:
+        """Of these, what is on its way to a slot or from one."""
         return len(self._spills) + len(self._reads) + len(self._layer_reads)
 
     def drain(self) -> None:
@@ -341,9 +353,9 @@ class DiskTier:
         something is on its way to then get no new owner before its answer. For tests, orderly
         stops, and before the tier is cleared."""
         end = time.monotonic() + DRAIN_S  # several ranks end what is under way in the first pause
-        while self.busy:
+        while self._moving:
             self.poll()
-            if self.busy and time.monotonic() >= end:
+            if self._moving and time.monotonic() >= end:
                 self._give_up()
                 return
             self._pause()
@@ -368,12 +380,21 @@ class DiskTier:
             logger.warning("sglang-hc: the weights changed; the disk tier is off until a restart")
         self._usable = False
 
-    def forget(self) -> bool:
-        """Delete every block on disk. False when the disk tier is off."""
-        self.drain()
-        if self._usable:
-            self._io.clear()
-        return self._usable
+    @property
+    def is_disowned(self) -> bool:
+        """Whether what is below belongs to other weights."""
+        return not self._usable
+
+    def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
+        """Erase the blocks of some namespaces, or every block for None, below the host tier, behind
+        the writes under way. block_ids: see `BlockIo.erase`. ended: called in a later `poll`, when
+        every tier has answered."""
+        writes = {
+            ticket
+            for ticket, node in self._spills.items()
+            if what is None or what.names(node.namespace)
+        }
+        self._erasures.ask(next(self._tickets), what, block_ids, writes, self.now(), ended)
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down."""

@@ -18,6 +18,7 @@ from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
+from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
 
@@ -81,6 +82,14 @@ class Tiers:
             self.disk.coming.give_up_all()
         self.restorer.clear()
         self.capture.clear()
+
+    def forget(self, what: Forgetting) -> list[bytes]:
+        """Forget namespaces in host memory, what comes to it and their pins included. Returns the
+        blocks that were there. See `DiskTier.erase` for what is below."""
+        if self.queue.promotions is not None:
+            self.queue.promotions.forget(what.names)
+        self.retention.pins.unpin_all(what.names)
+        return self.host.forget(what.names)
 
     def close(self) -> None:
         """Orderly stop: what was computed is saved, and everything given back."""

@@ -12,7 +12,7 @@ tokens are not at hand. Structure only: slots and eviction are in `host_tier.py`
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -278,9 +278,10 @@ class BlockTree:
         self._roots.clear()
         self.num_blocks = 0
 
-    def nodes(self) -> Iterator[BlockNode]:
-        """Every block, parents before children."""
-        stack = [child for root in self._roots.values() for child in root.children or ()]
+    def nodes(self, names: Callable[[str | None], bool] | None = None) -> Iterator[BlockNode]:
+        """Every block, parents before children. names: only of namespaces for which it is true."""
+        roots = [root for name, root in self._roots.items() if names is None or names(name)]
+        stack = [child for root in roots for child in root.children or ()]
         while stack:
             node = stack.pop()
             yield node

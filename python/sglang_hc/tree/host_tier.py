@@ -9,7 +9,7 @@ unreachable, and never while it is pinned. Which leaf goes is the eviction polic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import TimeToLive
@@ -200,6 +200,14 @@ class HostTier:
         for child in list(node.children or ()):
             self.drop_branch(child)
         self.drop(node)
+
+    def forget(self, names: Callable[[str | None], bool]) -> list[bytes]:
+        """Take every block out of the tree whose namespace `names` is true for, as `drop` does.
+        Returns their identities."""
+        nodes = list(self.tree.nodes(names))
+        for node in reversed(nodes):
+            self.drop(node)
+        return [node.block_id for node in nodes]
 
     def clear(self) -> None:
         """Forget every block. Pinned slots are freed by their last `unpin`; staged ones stay."""

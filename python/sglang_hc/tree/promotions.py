@@ -166,6 +166,12 @@ class Promotions:
         """As `give_up`, of all that are on their way."""
         self.give_up(list(self._coming.values()))
 
+    def forget(self, names: Callable[[str | None], bool]) -> None:
+        """Blocks of namespaces that `names` is true for will not join the tree."""
+        for promotion in list(self._coming.values()):
+            if names(promotion.namespace) and not promotion.lost:
+                self._lose(promotion)
+
     def complete(self, promotions: Sequence[Promotion], now: float) -> None:
         """The bytes of these are in their slots."""
         published: list[bytes] = []

@@ -37,7 +37,7 @@ def test_a_list_made_of_the_changes_is_what_is_there(tmp_path: Path, kind: str) 
 
     until(told, io)
     assert 0 < len(gone) < len(mine)
-    io.blocks.clear()
+    io.blocks.erase(1000, None, ())
     until(lambda: not io.blocks.poll() and not io.blocks.levels()["disk_blocks"], io)
     assert not any(here for here in io.blocks.changes().values())
     close(io)

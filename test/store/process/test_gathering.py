@@ -137,12 +137,13 @@ def test_every_request_leaves_in_order_and_in_time(steps: list[int | str]) -> No
 
 def test_what_was_meant_for_a_process_that_died_at_once_reaches_no_other() -> None:
     run = Run()
-    run.blocks.clear()  # said to every process until one has done it
+    run.blocks.erase(1, None, ())
     run.stillborn = 1
     run.replace()
     run.supervisor.poll()
-    assert len(run.links) == 3 and run.links[1].messages == []
-    assert run.link.messages == [[wire.Clear()]]
+    assert len(run.links) == 3 and run.links[1].messages == run.link.messages == []
+    assert [(done.ticket, done.outcome) for done in run.blocks.poll()] == [(1, Outcome.LOST)]
+    assert run.blocks.write(2, Block(bytes(16), bytes(16), "", 0, b"t"), 0, 1e9), "open again"
 
 
 kinds = st.sampled_from(["read", "write", "copy", "touch"])

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.store.block_io import Erase
 from sglang_hc.store.disk import Block, DirectoryError
 from sglang_hc.store.disk.index import Index
 from sglang_hc.store.executor import Completion, CopyRows, Point, RowSpan, ScatterRows
@@ -141,11 +142,12 @@ def test_what_waiting_requests_need_is_evicted_last(io: Io) -> None:
 def test_clear_is_at_once(io: Io) -> None:
     blocks = make_path(4)
     save(io, blocks)
-    io.blocks.clear()
+    io.blocks.erase(9, None, ())
     assert io.blocks.contains(names(blocks)) == 0
     assert not io.blocks.write(1, blocks[0], 0, in_time()), "until the old ones are gone"
     until(lambda: io.blocks.write(1, blocks[0], 0, in_time()), io)
-    assert answers(io, 1)[0].outcome is Outcome.OK
+    ended = [(done.ticket, done.outcome, done.blocks) for done in answers(io, 2)]
+    assert ended == [(9, Outcome.OK, 4), (1, Outcome.OK, 0)]
     assert io.blocks.contains(names(blocks)) == 1
 
 
@@ -274,7 +276,7 @@ def test_an_end_waits_until_the_disk_is_cleared(
         return delete(index, rows)
 
     monkeypatch.setattr(Index, "delete", slow)
-    worker.take(wire.Clear())
+    worker.take(Erase(1, None))
     assert began.wait(HANGS_S)
     ending = threading.Thread(target=worker.take, args=(wire.Close(),))
     ending.start()

@@ -98,9 +98,11 @@ def test_close_finishes_what_was_submitted(store, pool, clock) -> None:
 def test_clear_empties_the_store(io: RemoteBlocks, store, pool) -> None:
     path = make_path(2)
     save(io, pool, path)
-    io.clear()
+    io.erase(99, None, ())
     assert io.contains(names_of(path)) == 0
-    until(lambda: bool(io.levels()["remote_usable"]), io.poll)
+    done: list = []
+    until(lambda: bool(io.levels()["remote_usable"]), lambda: done.extend(io.poll()))
+    assert [(one.ticket, one.outcome) for one in done] == [(99, Outcome.OK)]
     assert not store.values
     assert find(io, names_of(path)) == 0
 
@@ -109,8 +111,10 @@ def test_a_clear_that_fails_leaves_the_store_unread(io: RemoteBlocks, store, poo
     path = make_path(2)
     save(io, pool, path)
     store.raises = OSError("down")
-    io.clear()
-    until(lambda: "clear" in store.calls, io.poll)
+    io.erase(99, None, ())
+    done: list = []
+    until(lambda: bool(done), lambda: done.extend(io.poll()))
+    assert [one.outcome for one in done] == [Outcome.IO_ERROR]
     store.raises = None
     for _ in range(3):
         io.poll()

@@ -285,6 +285,22 @@ class Directory:
         count = self.remove(row.block_id for row in rows if row.model == self.number)
         return count + self._delete([row for row in rows if row.model != self.number])
 
+    def disown(self, rows: Sequence[Row]) -> list[Place]:
+        """Remove at most ROWS_PER_COMMIT blocks of any model. Returns the slots of those that this
+        call removed, which stay taken: they are the caller's. Raises IndexDamaged, IndexFull."""
+        mine = [row for row in rows if row.model == self.number]
+        for row in mine:
+            if self.places.get(row.block_id) == row.place.pack():
+                self.places.pop(row.block_id, None)
+        if self._removed is not None:
+            self._removed.extend(row.block_id for row in mine)
+        with self.guarded():
+            try:
+                return self.index.delete(rows)
+            except IndexFull:
+                self._undeleted.extend(mine)
+                raise
+
     def drop_damaged(self, owner: Row) -> bool:
         """Remove a block that failed its checks; its slot is not used again before a restart.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,15 @@ room for it."""
 NAMESPACES_UNUSED = 1024
 """Most namespaces without a block that an index may hold: salts may be as many as users. They fit
 what is set aside for an index without slots."""
+
+
+class _LabelledRow(NamedTuple):
+    namespace: int
+    model: int
+    block_id: bytes
+    slab: int
+    slot: int
+    accessed: int
 
 
 class Index(IndexFile):
@@ -87,6 +97,29 @@ class Index(IndexFile):
             values = ",".join(["(?)"] * len(new))
             connection.execute(f"INSERT OR IGNORE INTO namespaces(label) VALUES {values}", new)
         self._namespaces.update(new)
+
+    def namespaces(self) -> dict[int, str]:
+        """Label of each namespace, cut off at NAMESPACE_BYTES."""
+        return dict(self._read(tuple[int, str], "SELECT namespace, label FROM namespaces"))
+
+    def rows_of(self, namespaces: Collection[int]) -> Iterator[Row]:
+        """Rows of blocks of these namespaces, of all models, in order of slab and slot."""
+        after = (-1, -1)
+        while rows := self._read(
+            _LabelledRow,
+            f"SELECT namespace, {_ROW} FROM blocks WHERE (slab, slot) > (?, ?)"
+            " ORDER BY slab, slot LIMIT 1000",
+            *after,
+        ):
+            yield from (Row(*row[1:]) for row in rows if row.namespace in namespaces)
+            after = (rows[-1].slab, rows[-1].slot)
+
+    def settle(self) -> None:
+        """Forget namespaces without a block, and write out the log: what was deleted before is in
+        no file any more when this returns. Raises IndexFull while a reader holds the log."""
+        self._forget_namespaces()
+        with self._lock:
+            self._write_out()
 
     def slabs(self) -> list[SlabHeader]:
         """Slab files, by number."""

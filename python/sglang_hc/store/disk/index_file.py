@@ -155,6 +155,7 @@ class IndexFile:
         execute = self._connection.execute
         execute("PRAGMA temp_store=MEMORY")
         execute("PRAGMA busy_timeout=200")
+        execute("PRAGMA secure_delete=ON")  # labels are names of people's conversations
         (pragma,) = execute("PRAGMA user_version").fetchone()
         stored = execute("SELECT value FROM meta WHERE key='format_version'").fetchone()
         if stored is None or str(pragma) != str(stored[0]):
@@ -202,9 +203,21 @@ class IndexFile:
                 return
             raise IndexDamaged("its file was removed") from None  # an unseen log has no bound
         if size > _WAL_TRUNCATE_AT:
-            busy = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-            if busy:
-                raise IndexFull("a reader holds the index log; it cannot be truncated now")
+            self._truncate_log()
+
+    def _truncate_log(self) -> None:
+        busy = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if busy:
+            raise IndexFull("a reader holds the index log; it cannot be truncated now")
+
+    def _write_out(self) -> None:
+        """Move everything from the log to the file, and empty the log; durable, so that no power
+        cut brings back what the log had. Raises IndexFull while somebody reads an old state."""
+        with self._lock, translated():
+            self._truncate_log()
+            for path in (self.path, self.path + "-wal"):
+                with suppress(FileNotFoundError), open(path, "rb+") as file:
+                    os.fsync(file)
 
     def _query(self, sql: str, *values: object) -> list[tuple[object, ...]]:
         with self._lock, translated():

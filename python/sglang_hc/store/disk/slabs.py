@@ -129,11 +129,14 @@ class SlabSet:
             if place is None or not self._is_free(place):
                 place = self._start_of_run(slot_bytes, more + 1)
             if place is not None:
-                slab = self._slabs[place.slab]
-                slab.taken[place.slot] = 1
-                slab.used += 1
-                self._leases[place] += 1
+                self._take(place)
             return place
+
+    def _take(self, place: Place) -> None:
+        slab = self._slabs[place.slab]
+        slab.used += not slab.taken[place.slot]
+        slab.taken[place.slot] = 1
+        self._leases[place] += 1
 
     def _is_there(self, place: Place) -> bool:
         slab = self._slabs.get(place.slab)
@@ -242,6 +245,31 @@ class SlabSet:
             slab = self._slabs[slot.slab]
             slab.used -= slab.taken[slot.slot]
             slab.taken[slot.slot] = 0
+
+    def unowned(self, number: int) -> list[Place]:
+        """Slots of a slab that are free or in quarantine."""
+        with self._lock:
+            taken = self._slabs[number].taken if number in self._slabs else b""
+            free = [Place(number, slot) for slot, is_taken in enumerate(taken) if not is_taken]
+            return free + [place for place in self.quarantined if place.slab == number]
+
+    def leased(self) -> set[Place]:
+        """Slots that somebody reads or writes."""
+        with self._lock:
+            return set(self._leases)
+
+    def claim(self, places: Iterable[Place]) -> tuple[list[Place], set[Place]]:
+        """Take and lease those of these that are free or in quarantine. Returns them, and those
+        that others have leased."""
+        mine, in_use = [], set()
+        with self._lock:
+            for place in places:
+                if place in self._leases:
+                    in_use.add(place)
+                elif self._is_there(place) and (self._is_free(place) or place in self.quarantined):
+                    self._take(place)
+                    mine.append(place)
+        return mine, in_use
 
     # -- use ----------------------------------------------------------------------------------
 

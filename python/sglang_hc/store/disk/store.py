@@ -21,6 +21,7 @@ from itertools import takewhile
 import numpy as np
 
 from sglang_hc.forms import CHUNK_ALIGN
+from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import (
     Directory,
@@ -28,6 +29,7 @@ from sglang_hc.store.disk.directory import (
     DirectorySpec,
     steady_time,
 )
+from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place
@@ -36,6 +38,7 @@ from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader, Read
 from sglang_hc.store.disk.writer import Block, BlockWriter
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import Forgetting
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +49,15 @@ class DiskStore:
     """See the module. Made by `open`; `close` it, so that the next start is quick."""
 
     def __init__(
-        self, directories: Sequence[Directory], model: StoredModel, upkeep: Upkeep
+        self,
+        directories: Sequence[Directory],
+        model: StoredModel,
+        upkeep: Upkeep,
+        left_out: int = 0,
     ) -> None:
+        """left_out: further directories whose devices fail."""
         self.directories = tuple(directories)
+        self._left_out = left_out
         self.model = model
         self.slot_bytes = model.block_bytes
         """Bytes of one block, which is a slot of the host tier."""
@@ -84,7 +93,7 @@ class DiskStore:
             for spec in directories:
                 opening = Opening(spec, model, backend, clock)
                 opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
-            return cls(opened, model, upkeep)
+            return cls(opened, model, upkeep, len(directories) - len(opened))
         except BaseException:
             for directory in opened:
                 directory.close()
@@ -225,13 +234,21 @@ class DiskStore:
             outcomes |= self._readers[directory].read_many(some)
         return [outcomes[read] for read in reads]
 
-    def clear(self) -> int:
-        """Remove all blocks of this model, those in paused directories too; returns how many."""
-        return sum(one.delete_forgotten(some) for one, some in self.forget().items())
-
-    def forget(self) -> dict[Directory, dict[bytes, int]]:
-        """As `Directory.forget`, of all. Waits for no disk."""
+    def forget_all(self) -> dict[Directory, dict[bytes, int]]:
+        """As `Directory.forget`, of all: the first half of `erase_all`. Waits for no disk."""
         return self._writer.clear()
+
+    def erase_all(self, forgotten: Mapping[Directory, Mapping[bytes, int]]) -> Erased:
+        """Erase the blocks that `forget_all` gave, those in paused directories too. Gone for good
+        when this returns, and says so, whatever happens to process, index or power."""
+        blocks, complete = erasing.clear(forgotten)
+        return Erased(blocks, complete and not self._left_out)
+
+    def erase(self, what: Forgetting) -> Erased:
+        """As `erase_all`, the blocks of some namespaces, of every model. No block of these may be
+        waiting to be written."""
+        blocks, complete = erasing.forget(self.directories, what)
+        return Erased(blocks, complete and not self._left_out)
 
     def tick(self) -> None:
         """One round of upkeep in every directory."""

@@ -17,8 +17,12 @@ from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
+from sglang_hc.tree.forgetting import Forgetting
 
 logger = logging.getLogger(__name__)
+
+_Erasing = tuple[int, Forgetting | Mapping[Directory, Mapping[bytes, int]]]
+"""Ticket, and what is erased: some namespaces, or all that was forgotten."""
 
 READ_THREADS = 2
 """Runs of blocks under way per directory: while one is verified the disk reads another."""
@@ -67,11 +71,10 @@ class DiskThreads:
         self._has_named = False
         batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
         run = max(1, RUN_BYTES // store.slot_bytes)
+        self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
         self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
         """With how often the store had been cleared."""
-        self._clears = Workers("hc-clear", self._delete, threads=len(store.directories))
-        self._clearing: list[Directory] = []
         for directory in store.directories:
             write = partial(self._write, directory)
             self._reads[directory] = Workers("hc-read", self._read, lambda: run, READ_THREADS)
@@ -135,16 +138,10 @@ class DiskThreads:
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         self._store.expect(uses)
 
-    def clear(self) -> None:
-        """As in BlockIo; rows are deleted afterwards, on threads (`clears`)."""
-        for directory, forgotten in self._store.forget().items():
-            self._clearing.append(directory)
-            self._clears.submit((directory, forgotten))
-
-    @property
-    def clears(self) -> bool:
-        """Rows of what was cleared are not all deleted yet."""
-        return bool(self._clearing)
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """As in BlockIo; what is erased is not found from now on where it is everything."""
+        self._erasing.submit((ticket, self._store.forget_all() if what is None else what))
+        return 1
 
     def levels(self) -> dict[str, int]:
         store = self._store
@@ -152,13 +149,14 @@ class DiskThreads:
 
     def close(self) -> None:
         """As in BlockIo, for at most CLOSE_S; what hangs is left behind, its directory locked."""
+        if not self._erasing.close(CLOSE_S):
+            logger.error("sglang-hc: erasing is not over; the directories are left open")
+            return
         directories = self._store.directories
         closing = Workers[Directory]("hc-close", self._close, threads=len(directories))
         for directory in directories:
             closing.submit(directory)
-        if closing.close(CLOSE_S):
-            self._clears.close()
-        else:
+        if not closing.close(CLOSE_S):
             logger.error("sglang-hc: a directory does not answer; it is left open")
 
     def _watch(self) -> None:
@@ -175,10 +173,21 @@ class DiskThreads:
 
     # -- threads ---------------------------------------------------------------------------------
 
-    def answer(self, ticket: int, outcome: Outcome) -> None:
+    def answer(self, ticket: int, outcome: Outcome, blocks: int = 0) -> None:
         """Say how an operation ended. Any thread."""
-        self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic()))
+        self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic(), blocks))
         self._on_done()
+
+    def _erase(self, asked: list[_Erasing]) -> None:
+        for ticket, what in asked:
+            blocks, complete = 0, False
+            try:
+                if isinstance(what, Forgetting):
+                    blocks, complete = self._store.erase(what)
+                else:
+                    blocks, complete = self._store.erase_all(what)
+            finally:
+                self.answer(ticket, Outcome.OK if complete else Outcome.IO_ERROR, blocks)
 
     def _read(self, batch: list[SlotRead]) -> None:
         reads = [
@@ -199,20 +208,10 @@ class DiskThreads:
         items = [(move.block, self._pool.view(move.slot)) for move in fresh]
         self._answer_all(fresh, lambda: self._store.write_many(items, directory, clearings))
 
-    def _delete(self, batch: list[tuple[Directory, dict[bytes, int]]]) -> None:
-        for directory, forgotten in batch:
-            try:
-                directory.delete_forgotten(forgotten)
-            finally:
-                self._clearing.remove(directory)
-                self._on_done()
-
     def _close(self, batch: list[Directory]) -> None:
         for directory in batch:
             self._writes[directory].close()
             self._reads[directory].close()
-            while directory in self._clearing:
-                time.sleep(0.001)
             self._store.close_directory(directory)
 
     def _answer_all(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_hc.store.disk.backend import FULL, ThreadMemory
+from sglang_hc.store.disk.backend import FULL, ThreadMemory, aligned_buffer
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import SlotHeader, make_table
@@ -215,12 +215,21 @@ class BlockWriter:
                     directory.places.update(placed)
             if cleared:
                 outcome = Outcome.DROPPED
+                _blank(directory, writes)
                 directory.delete_forgotten(placed)
             directory.io_succeeded()
         except (OSError, IndexFull, IndexDamaged) as error:
             outcome = _failed(directory, error)
         for write, _ in writes:
             write.outcome = outcome
+
+
+def _blank(directory: Directory, writes: Sequence[tuple[_Write, Place]]) -> None:
+    """Overwrite the headers of slots: what erases everything may have looked at them before."""
+    zeros = aligned_buffer(directory.model.header_bytes)
+    for _, place in writes:
+        directory.slabs.write(place, [zeros])
+    directory.slabs.sync(place.slab for _, place in writes)
 
 
 def _give_back(write: _Write) -> None:

@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import block_io
-from sglang_hc.store.block_io import BlockDone, Layers, SlotRead, SlotWrite
+from sglang_hc.store.block_io import BlockDone, Erase, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import DRAIN_S, Completion, Operation, ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.store.process import messages as wire
 from sglang_hc.store.process.supervisor import IoSupervisor, State
-
-CLEAR_S = 60.0
+from sglang_hc.tree.forgetting import Forgetting
 
 SCATTER_DEADLINE_S = 10.0
 """A scatter only moves memory; the deadline is there to notice a process that hangs."""
@@ -130,15 +129,15 @@ class ProcessBlocks:
         self._known: dict[bytes, None] = {}
         """A dict and no set: the garbage collector visits every element of a set, but passes over a
         dict of plain bytes."""
-        self._under_way: dict[int, SlotRead | SlotWrite] = {}
+        self._under_way: dict[int, SlotRead | SlotWrite | Erase] = {}
         self._writing = 0
         self._done: list[BlockDone] = []
         self._news: dict[bytes, bool] | None = None
         """See `changes`; None until somebody asks."""
         self._directories = 1
         """In use, as the process said last; one until it says so."""
-        self._clearing = False
-        self._clear_due = float("inf")
+        self._clearing: set[int] = set()
+        """Tickets of those who erase everything: nothing is found meanwhile."""
         supervisor.clients.append(self)
 
     @property
@@ -183,7 +182,7 @@ class ProcessBlocks:
         else:
             self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
 
-    def _send(self, operation: SlotRead | SlotWrite) -> None:
+    def _send(self, operation: SlotRead | SlotWrite | Erase) -> None:
         self._supervisor.send(operation)
         self._under_way[operation.ticket] = operation
 
@@ -203,12 +202,16 @@ class ProcessBlocks:
         if self._supervisor.state is State.UP:  # closed or not: what is not told again is stale
             self._supervisor.send(wire.Expect(dict(uses)))
 
-    def clear(self) -> None:
-        self._known = {}
-        self._news = None if self._news is None else {}
-        self._clearing = True
-        if self._supervisor.state is State.UP:
-            self._send_clear()
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        if self._supervisor.state is not State.UP:
+            self._done.append(BlockDone(ticket, Outcome.LOST, "disk"))
+            return 1
+        if what is None:
+            self._known = {}
+            self._news = None if self._news is None else {}
+            self._clearing.add(ticket)
+        self._send(Erase(ticket, what))
+        return 1
 
     def levels(self) -> dict[str, int]:
         up = self._supervisor.state is State.UP
@@ -229,19 +232,11 @@ class ProcessBlocks:
                 self._known[block_id] = None
         if self._news is not None:
             self._news.update(answers.changes)
-        if answers.cleared:
-            self._clearing, self._clear_due = False, float("inf")
         self._directories = answers.directories
         self.counts.update(answers.counts)
 
     def up(self) -> None:
         self._directories = 1
-        if self._clearing:
-            self._send_clear()
-
-    def _send_clear(self) -> None:
-        self._supervisor.send(wire.Clear())
-        self._clear_due = time.monotonic() + CLEAR_S
 
     def lost(self) -> int:
         lost = list(self._under_way)
@@ -251,18 +246,23 @@ class ProcessBlocks:
 
     def will_not_end(self) -> int:
         """A read that the system goes on with still writes to its slot, which stays in use. A write
-        takes what it finds in its slot by then, and no code makes that a block."""
-        lost = [ticket for ticket, one in self._under_way.items() if isinstance(one, SlotWrite)]
+        takes what it finds in its slot by then, and no code makes that a block. What was to be
+        erased may be left."""
+        lost = [ticket for ticket, one in self._under_way.items() if not isinstance(one, SlotRead)]
         for ticket in lost:
             self._end(BlockDone(ticket, Outcome.LOST, "disk"))
         return len(lost)
 
     def earliest_deadline(self) -> float:
         deadlines = [operation.deadline for operation in self._under_way.values()]
-        return min([self._clear_due, *deadlines])
+        return min(deadlines, default=float("inf"))
 
     def _end(self, done: BlockDone) -> None:
         operation = self._under_way.pop(done.ticket)
+        if isinstance(operation, Erase):
+            self._clearing.discard(done.ticket)
+            self._done.append(done)
+            return
         self._writing -= isinstance(operation, SlotWrite)
         name = operation.block_id if isinstance(operation, SlotRead) else operation.block.block_id
         if done.outcome in GOOD:

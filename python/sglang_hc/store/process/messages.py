@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_hc.forms import BlockLayout
-from sglang_hc.store.block_io import BlockDone, SlotRead, SlotWrite
+from sglang_hc.store.block_io import BlockDone, Erase, SlotRead, SlotWrite
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.executor import Completion, Operation
 from sglang_hc.store.host_memory import MemorySpec
@@ -72,10 +72,6 @@ class Expect(_Message, tag=True):
     uses: dict[bytes, float | None]
 
 
-class Clear(_Message, tag=True):
-    """Remove every block; answered by `Answers.cleared`."""
-
-
 class Close(_Message, tag=True):
     """Finish what was submitted, say so in a last `Answers`, and end."""
 
@@ -97,19 +93,18 @@ class Answers(_Message, tag=True):
 
     changes: at most IDS_PER_MESSAGE identities of blocks that came or left by themselves, and
     whether they can be read now; a block that was stored and left again since is also in `blocks`.
-    cleared: a `Clear` is done. directories: how many may be asked now. counts: by how much the
+    directories: how many may be asked now. counts: by how much the
     store's counters have grown.
     """
 
     scattered: list[Completion]
     blocks: list[BlockDone]
     changes: dict[bytes, bool]
-    cleared: bool
     directories: int
     counts: dict[str, int]
 
 
-DiskRequest = SlotWrite | SlotRead | Touch | Expect | Clear
+DiskRequest = SlotWrite | SlotRead | Touch | Expect | Erase
 Request = Execute | DiskRequest | Close
 Reply = Ready | Refused | Answers
 

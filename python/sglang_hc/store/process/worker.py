@@ -46,7 +46,6 @@ class Worker:
         self._outbox: deque[bytes] = deque()
         self._changed: deque[bytes] = deque()
         """Identities that came or left, and that the parent has not been told of yet."""
-        self._clearing = False
         self._growth: Counter[str] = Counter()
         """What was counted and not yet said."""
         self._sent = 0.0
@@ -85,13 +84,12 @@ class Worker:
         elif isinstance(request, wire.Expect):
             disk.expect(request.uses)
         else:
-            disk.clear()
-            self._clearing = True
+            disk.erase(request.ticket, request.what, ())
 
     def report(self) -> None:
         """Send answers and the heartbeat. What the parent does not take now is sent later."""
         answers = self._answers()
-        said = answers.scattered, answers.blocks, answers.changes, answers.cleared, answers.counts
+        said = answers.scattered, answers.blocks, answers.changes, answers.counts
         beat = not self._outbox and time.monotonic() >= self._sent + wire.HEARTBEAT_S
         if beat or any(said):
             self._outbox.append(wire.encode(answers))
@@ -106,9 +104,7 @@ class Worker:
     def _answers(self) -> wire.Answers:
         scattered = self._executor.poll()
         if self.disk is None:
-            return wire.Answers(scattered, [], {}, False, 0, {})
-        cleared = self._clearing and not self.disk.clears
-        self._clearing = self._clearing and not cleared
+            return wire.Answers(scattered, [], {}, 0, {})
         blocks = self.disk.poll()
         self._changed.extend(self.disk.changes())  # after the answers: what was written may be gone
         count = min(len(self._changed), wire.IDS_PER_MESSAGE)
@@ -119,7 +115,7 @@ class Worker:
         counts = dict(self._growth)
         self._growth.clear()
         directories = self.disk.levels()["disk_directories"]
-        return wire.Answers(scattered, blocks, changes, cleared, directories, counts)
+        return wire.Answers(scattered, blocks, changes, directories, counts)
 
     def _notify(self) -> None:
         os.eventfd_write(self.wake, 1)

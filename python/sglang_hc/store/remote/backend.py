@@ -51,7 +51,7 @@ class Frames:
 class RemoteBackend(Protocol):
     """A store somewhere else that keeps envelopes under keys.
 
-    `exists`, `get` and `put` are each called from one thread of their own, and may take their time,
+    One thread calls `exists`, `delete` and `clear`, one `get`, one `put`. They may take their time,
     raise, or lie: nothing they answer is believed without the envelope's checks.
     """
 
@@ -68,7 +68,10 @@ class RemoteBackend(Protocol):
     def put(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
         """Store one frame per key; true where the key is there afterwards, whoever stored it."""
 
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Remove these; False where the store can remove no single key."""
+
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove everything. Raises where the store did not."""
 
     def close(self) -> None: ...

@@ -25,6 +25,7 @@ from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.presence_cache import Presence, PresenceCache
 from sglang_hc.store.remote.store import TIER, Found, StoreIo
+from sglang_hc.tree.forgetting import Forgetting
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ class RemoteBlocks:
         self._presence = PresenceCache(clock)
         self._tickets = itertools.count()
         self._questions: dict[int, Sequence[bytes]] = {}
-        """Identities by ticket; a clearing of the store has none."""
+        """Identities by ticket."""
+        self._erasures: dict[int, tuple[int, Sequence[bytes] | None]] = {}
+        """By the ticket of the question: the caller's, and the blocks, None for all."""
         self._asked: set[bytes] = set()
         self._reads: dict[int, bytes] = {}
         self._writes: dict[int, bytes] = {}
@@ -137,13 +140,16 @@ class RemoteBlocks:
     def expect(self, uses: Mapping[bytes, float | None]) -> None:
         """As `touch`."""
 
-    def clear(self) -> None:
-        """Empty the store, of everybody's blocks, as SGLang's own tiers do. Nothing is looked up
-        until that is through; if it fails, until a restart."""
-        self._cleared = False
-        ticket = next(self._tickets)
-        self._questions[ticket] = ()
-        self._store.clear(ticket, self._clock() + CLEAR_S)
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """None empties the store, of everybody's blocks, as SGLang's own tiers do. Nothing is
+        looked up until that is through; if it fails, until a restart. Else the named blocks go: the
+        store knows no namespaces."""
+        self._cleared = self._cleared and what is not None
+        wanted = None if what is None else block_ids
+        question = next(self._tickets)
+        self._erasures[question] = ticket, wanted
+        self._store.erase(question, wanted, self._clock() + CLEAR_S)
+        return 1
 
     def levels(self) -> dict[str, int]:
         """Whether the store is asked at present."""
@@ -175,12 +181,11 @@ class RemoteBlocks:
         self.counts["remote_lookups"] += 1
 
     def _answered(self, found: Found) -> None:
+        if found.ticket in self._erasures:
+            self._end_erasure(found)
+            return
         block_ids = self._questions.pop(found.ticket)
         good = found.outcome is Outcome.OK
-        if not block_ids:
-            self._presence.clear()
-            self._cleared = good
-            return
         self._asked.difference_update(block_ids)
         self._judge(self._reading, found.outcome, "lookups and reads")
         if not good:
@@ -190,6 +195,19 @@ class RemoteBlocks:
             self._presence.note(block_id, Presence.PRESENT)
         for block_id in block_ids[count : count + 1]:
             self._presence.note(block_id, Presence.ABSENT)
+
+    def _end_erasure(self, found: Found) -> None:
+        ticket, block_ids = self._erasures.pop(found.ticket)
+        good = found.outcome is Outcome.OK
+        if block_ids is None:
+            self._presence.clear()
+            self._cleared = good
+        elif good:
+            for block_id in block_ids:
+                self._presence.note(block_id, Presence.ABSENT)
+        self._answers.append(
+            BlockDone(ticket, found.outcome, TIER, None, found.leading if good else 0)
+        )
 
     def _note(self, done: BlockDone) -> None:
         """What the end of a read or a write says about the block and the store."""

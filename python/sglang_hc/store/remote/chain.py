@@ -8,6 +8,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import GOOD, Outcome
+from sglang_hc.tree.forgetting import Forgetting
 
 
 class Chain:
@@ -97,9 +98,9 @@ class Chain:
         self._near.expect(uses)
         self._far.expect(uses)
 
-    def clear(self) -> None:
-        self._near.clear()
-        self._far.clear()
+    def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
+        """Each holder answers."""
+        return sum(one.erase(ticket, what, block_ids) for one in (self._near, self._far))
 
     def levels(self) -> dict[str, int]:
         return {**self._near.levels(), **self._far.levels()}

@@ -37,7 +37,8 @@ TIER = "remote"
 
 
 class Found(NamedTuple):
-    """Answer to a look-up, or to `clear`. leading: how many of the first identities are there."""
+    """Answer to a look-up: how many of the first identities are there. Or to `erase`: how many of
+    the blocks that it names are not there any more."""
 
     ticket: int
     outcome: Outcome
@@ -60,8 +61,9 @@ class StoreIo(Protocol):
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """Ask how many of the first identities are there without a gap."""
 
-    def clear(self, ticket: int, deadline: float) -> None:
-        """Empty the store, after the look-ups that came before and before those that follow."""
+    def erase(self, ticket: int, block_ids: Sequence[bytes] | None, deadline: float) -> None:
+        """Remove these blocks, or everybody's for None, after the look-ups that came before and
+        before those that follow. Answered DROPPED by a store that can remove no single block."""
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None: ...
 
@@ -69,7 +71,7 @@ class StoreIo(Protocol):
         """Always taken: True, as `BlockIo.write` says it."""
 
     def found(self) -> list[Found]:
-        """Look-ups and clearings that are over since the last call."""
+        """Look-ups and erasures that are over since the last call."""
 
     def flush(self) -> None: ...
 
@@ -82,11 +84,14 @@ class StoreIo(Protocol):
 
 
 class _Question(Job):
-    def __init__(self, ticket: int, deadline: float, block_ids: Sequence[bytes] | None) -> None:
-        """block_ids: None to clear the store."""
+    def __init__(
+        self, ticket: int, deadline: float, block_ids: Sequence[bytes] | None, erases: bool = False
+    ) -> None:
+        """block_ids: None for all that the store has, which are only erased."""
         super().__init__(deadline)
         self.ticket = ticket
         self.block_ids = block_ids
+        self.erases = erases
         self.count = 0
 
 
@@ -153,8 +158,8 @@ class RemoteStore:
         else:
             self._questions.submit(_Question(ticket, deadline, block_ids))
 
-    def clear(self, ticket: int, deadline: float) -> None:
-        self._questions.submit(_Question(ticket, deadline, None))
+    def erase(self, ticket: int, block_ids: Sequence[bytes] | None, deadline: float) -> None:
+        self._questions.submit(_Question(ticket, deadline, block_ids, erases=True))
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         if self._questions.stuck or self._loads.stuck:
@@ -212,10 +217,14 @@ class RemoteStore:
 
     def _find(self, jobs: list[_Question]) -> None:
         for job in jobs:
+            keys = [self._key(block_id) for block_id in job.block_ids or ()]
             if job.block_ids is None:
                 self._backend.clear()
+            elif job.erases:
+                if not self._backend.delete(keys):
+                    job.settle(Outcome.DROPPED)
+                job.count = len(keys)
             else:
-                keys = [self._key(block_id) for block_id in job.block_ids]
                 job.count = max(0, min(int(self._backend.exists(keys)), len(keys)))
             job.settle(Outcome.OK)
 

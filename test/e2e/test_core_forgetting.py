@@ -1,0 +1,206 @@
+"""A tenant is forgotten by SGLang's real scheduler: on the device, in host memory, on disk."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
+from sglang_hc.tree.identity import Prefix, pack_tokens
+from support import waiting
+from support.core import Core, run_in_child
+
+FLAGS = (
+    "--hc-forms", "kv", "--max-total-tokens", "1280", "--dtype", "float32",
+    "--hc-host-size-gb", "0.02",
+)  # fmt: skip
+RNG = random.Random(4)
+PROMPT = RNG.choices(range(3, 900), k=200)
+OTHER = RNG.choices(range(3, 900), k=200)
+
+
+def ask_to_forget(core: Core, tokens: list[int] = (), client: str | None = "acme") -> Any:
+    """Through the scheduler's control request. Returns what tells the answer, once there is one."""
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    from sglang_hc.srt.forgetting import METHOD
+
+    body = {"client": client, "tokens": list(tokens)}
+    answers: list[Any] = []
+    core.scheduler.ipc_channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(
+            send_output=lambda output, request=None: answers.append(output)
+        )
+    )
+    core.inbox.append(DumperControlReqInput(method=METHOD, body=body))
+
+    def answer() -> dict[str, Any] | None:
+        core.run(1)
+        found = [one.response[0] for one in answers if hasattr(one, "response")]
+        return found[0] if found else None
+
+    return answer
+
+
+def forgotten(core: Core, **what: Any) -> dict[str, Any]:
+    channels = core.scheduler.ipc_channels
+    answer = ask_to_forget(core, **what)
+    waiting.until(answer)
+    found = answer()
+    core.scheduler.ipc_channels = channels
+    return found
+
+
+def held_by_host(core: Core, tokens: list[int], salt: str | None) -> int:
+    return core.tree.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).tokens
+
+
+def a_tenant_leaves(directory: str) -> tuple[Any, ...]:
+    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    first = core.ask(PROMPT, 24, salt="acme")
+    other = core.ask(OTHER, 24, salt="acme2")
+    core.ask(OTHER, 1, salt=None)
+    core.settle()
+    pins = core.tree.tiers.retention
+    pins.pin(Prefix("acme", pack_tokens(PROMPT)), "s", 60)
+    pins.pin(Prefix("acme2", pack_tokens(OTHER)), "s", 60)
+    history = [*PROMPT, *first.tokens]
+    answer = forgotten(core)
+    core.settle()
+    left = len(core.slots(history, "acme")), held_by_host(core, history, "acme")
+    sessions = len(pins.pinned("acme")), len(pins.pinned("acme2"))
+    again = core.ask(PROMPT, 24, salt="acme")
+    theirs = core.ask(OTHER, 24, salt="acme2")
+    core.settle()
+    returned = core.ask(PROMPT, 24, salt="acme")
+    core.settle()
+    return first, other, answer, left, sessions, again, theirs, returned
+
+
+def test_a_tenant_is_forgotten_in_every_tier_and_computed_again(
+    models: None, tmp_path: Path
+) -> None:
+    found = run_in_child(a_tenant_leaves, str(tmp_path / "d"))
+    first, other, answer, left, sessions, again, theirs, returned = found
+    assert answer == {
+        "status": 200,
+        "complete": True,
+        "device": {"tokens": 223},  # the token sampled last was not computed
+        "host": {"blocks": 4},
+        "disk": {"blocks": 3, "complete": True},
+    }
+    assert left == (0, 0) and sessions == (0, 1)
+    assert again.cached == 0 and again.tokens == first.tokens
+    assert theirs.cached > 190 and theirs.tokens == other.tokens
+    assert returned.cached > 190 and returned.tokens == first.tokens, "it may be kept again"
+
+
+def while_running(directory: str) -> tuple[Any, ...]:
+    """Two requests of the tenant decode and one waits: what they leave is not kept."""
+    core = Core(*FLAGS, "--hc-disk", f"{directory}:1", "--max-running-requests", "2")
+    truth = [core.ask(PROMPT[:100] + OTHER[:n], 40, salt="truth") for n in (10, 20, 30)]
+    shared = core.ask(PROMPT[:100], 1, salt="acme")
+    core.settle()
+    rids = [core.submit(PROMPT[:100] + OTHER[:n], 40, salt="acme") for n in (10, 20, 30)]
+    core.run(6)
+    running = [core.requests[rid] for rid in rids]
+    busy = [len(req.output_ids) for req in running]
+    answer = forgotten(core)
+    unfinished = [not req.finished() for req in running]
+    core.run()
+    core.settle()
+    replies = [core.reply(rid).tokens for rid in rids]
+    kept = [held_by_host(core, PROMPT[:100] + OTHER[:n], "acme") for n in (10, 20, 30)]
+    device = [len(core.slots(PROMPT[:100] + OTHER[:n], "acme")) for n in (10, 20, 30)]
+    hidden = [
+        node.namespace for node in core.tree.tiers.host.tree.nodes() if node.namespace != "truth"
+    ]
+    core.evict()
+    core.settle()
+    again = core.ask(PROMPT[:100] + OTHER[:10], 40, salt="acme")
+    return (
+        [one.tokens for one in truth], shared, busy, answer, unfinished, replies, kept, device,
+        hidden, again,
+    )  # fmt: skip
+
+
+def test_what_is_in_use_is_not_kept_when_it_ends(models: None, tmp_path: Path) -> None:
+    found = run_in_child(while_running, str(tmp_path / "d"))
+    truth, _, busy, answer, unfinished, replies, kept, device, hidden, again = found
+    assert max(busy) > 0 and min(busy) == 0, "some run, one waits"
+    assert any(unfinished) and answer["complete"]
+    assert replies == truth
+    assert kept == device == [0, 0, 0] and hidden == []
+    assert again.cached == 0 and again.tokens == truth[0]
+
+
+def restarted(directory: str) -> tuple[int, int]:
+    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    return (
+        core.ask(PROMPT, 1, salt="acme").cached,
+        core.ask(OTHER, 1, salt="acme2").storage,
+    )
+
+
+def only_forgets(directory: str) -> dict[str, Any]:
+    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    core.ask(PROMPT, 8, salt="acme")
+    core.ask(OTHER, 8, salt="acme2")
+    core.settle()
+    return forgotten(core, tokens=PROMPT)
+
+
+def test_killed_after_the_answer_it_is_not_found_by_a_rebuilt_index(
+    models: None, tmp_path: Path
+) -> None:
+    """The process is killed as soon as it has answered (`run_in_child`)."""
+    answer = run_in_child(only_forgets, str(tmp_path))
+    assert answer["disk"] == {"blocks": 3, "complete": True}
+    root = tmp_path / "sglang-hc"
+    for path in root.iterdir():
+        content = path.read_bytes()
+        assert b"acme\0" not in content and pack_tokens(PROMPT[:64]) not in content
+        if path.name.startswith("index"):
+            path.unlink()
+    assert run_in_child(restarted, str(tmp_path)) == (0, 192)
+
+
+def clearing(directory: str | None) -> list[Any]:
+    from sglang.srt.managers.io_struct import ClearHiCacheReqInput
+
+    core = Core(*FLAGS, *(["--hc-disk", f"{directory}:1"] if directory else []))
+    core.ask(PROMPT, 8)
+    core.settle()
+    said: list[Any] = []
+    core.scheduler.ipc_channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(
+            send_output=lambda output, request=None: said.append(getattr(output, "success", None))
+        )
+    )
+
+    def clear() -> bool:
+        said.clear()
+        core.inbox.append(ClearHiCacheReqInput())
+        waiting.until(lambda: core.run(1) or said)
+        return said[0]
+
+    found = [clear()]
+    if directory:
+        store = core.tree.tiers.disk._io._store
+        found += [store.block_ids(), clear()]
+        store.directories[0].fail("for the test")
+        found.append(clear())
+        core.tree.forget_saved()
+        found.append(clear())
+    return found
+
+
+def test_a_clear_says_whether_it_cleared(models: None, tmp_path: Path) -> None:
+    assert run_in_child(clearing, str(tmp_path)) == [True, [], True, False, False]
+    assert run_in_child(clearing, None) == [False], "there was nothing to clear"
+
+
+def test_no_client_can_name_what_is_hidden() -> None:
+    assert not Forgetting("acme").names(f"{FORGOTTEN}0")
