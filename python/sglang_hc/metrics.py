@@ -100,6 +100,7 @@ COUNTS = {
     "disk_scrubbed_bytes": "Bytes on disk that the scrubber has verified.",
     "disk_scrub_damaged": "Blocks on disk that the scrubber found damaged.",
     "disk_index_refused": "Changes that the index of the disk tier did not take.",
+    "disk_erasing_failed": "Times that not everything in a directory could be erased.",
     "disk_maintenance_errors": "Rounds of upkeep of the disk tier that failed.",
     "remote_saved_blocks": "Blocks stored in the remote store.",
     "remote_loaded_blocks": "Blocks read from the remote store.",

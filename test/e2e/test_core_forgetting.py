@@ -84,10 +84,10 @@ def test_a_tenant_is_forgotten_in_every_tier_and_computed_again(
 ) -> None:
     found = run_in_child(a_tenant_leaves, str(tmp_path / "d"))
     first, other, answer, left, sessions, again, theirs, returned = found
+    assert 223 <= answer.pop("device")["tokens"] <= 224, "the token sampled last may be computed"
     assert answer == {
         "status": 200,
         "complete": True,
-        "device": {"tokens": 223},  # the token sampled last was not computed
         "host": {"blocks": 4},
         "disk": {"blocks": 3, "complete": True},
     }
@@ -99,7 +99,14 @@ def test_a_tenant_is_forgotten_in_every_tier_and_computed_again(
 
 def while_running(directory: str) -> tuple[Any, ...]:
     """Two requests of the tenant decode and one waits: what they leave is not kept."""
-    core = Core(*FLAGS, "--hc-disk", f"{directory}:1", "--max-running-requests", "2")
+    core = Core(
+        *FLAGS,
+        "--hc-disk",
+        f"{directory}:1",
+        "--max-running-requests",
+        "2",
+        "--disable-overlap-schedule",
+    )  # its passes can be interrupted
     truth = [core.ask(PROMPT[:100] + OTHER[:n], 40, salt="truth") for n in (10, 20, 30)]
     shared = core.ask(PROMPT[:100], 1, salt="acme")
     core.settle()
@@ -165,6 +172,26 @@ def test_killed_after_the_answer_it_is_not_found_by_a_rebuilt_index(
         if path.name.startswith("index"):
             path.unlink()
     assert run_in_child(restarted, str(tmp_path)) == (0, 192)
+
+
+def cleared(directory: str) -> int:
+    core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
+    core.ask(PROMPT, 8)
+    core.settle()
+    core.tree.clear_storage_backend()
+    core.settle()
+    return len(core.tree.tiers.disk._io._store.block_ids())
+
+
+def asked_again(directory: str) -> int:
+    return Core(*FLAGS, "--hc-disk", f"{directory}:1").ask(PROMPT, 1).cached
+
+
+def test_what_was_cleared_is_not_found_by_a_rebuilt_index(models: None, tmp_path: Path) -> None:
+    assert run_in_child(cleared, str(tmp_path)) == 0
+    for path in (tmp_path / "sglang-hc").glob("index*"):
+        path.unlink()
+    assert run_in_child(asked_again, str(tmp_path)) == 0
 
 
 def clearing(directory: str | None) -> list[Any]:

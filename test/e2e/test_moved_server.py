@@ -18,6 +18,7 @@ from support.waiting import HANGS_S
 pytestmark = pytest.mark.server
 
 FLAGS = (
+    "--hc-open-routes",
     *("--context-length", "512", "--hc-overflow", "reembed", "--hc-overflow-drop", "0.34"),
     *("--hc-overflow-reserve", "64", "--enable-metrics", "--grammar-backend", "outlines"),
 )

@@ -40,6 +40,7 @@ COMMON = (
 def server(models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = (*COMMON, "--hc-forms", "hidden", "--hc-host-size-gb", "0.2", "--enable-metrics")
+    flags += ("--hc-open-routes",)
     with ServerProcess("sglang_hc.launch_server", flags, ENV, log) as process:
         yield process
 

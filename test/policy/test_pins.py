@@ -1,5 +1,6 @@
 """Time to live and pins: they end by themselves and no namespace can take more than its bound."""
 
+import contextlib
 import sys
 
 import pytest
@@ -114,20 +115,22 @@ def steps_of(call) -> int:
 
 
 def steps_with(sessions: int) -> tuple[int, int, int]:
-    """Of 200 more pins of one block, of as many looks whether one has ended, and of one end."""
-    pins = SessionPins(max_total=8, max_seconds=3600, max_sessions=4 * sessions + 1000)
+    """Of 20 more pins of one block, of as many looks whether one has ended, and of one end. So many
+    sessions of ten namespaces try to have a pin before."""
+    pins = SessionPins.sized_for(100)
     for number in range(sessions):
-        pins.pin("t", f"s{number}", [b"block"], 100 + number % 50, now=0)
+        with contextlib.suppress(PinLimitError):
+            pins.pin(f"t{number % 10}", f"s{number}", [b"%d" % (number % 10)], 100, now=0)
 
     def more() -> None:
-        for number in range(200):
-            pins.pin("t", f"more{number}", [b"block"], 200, now=1)
+        for number in range(20):
+            pins.pin("victim", f"more{number}", [b"block"], 200, now=1)
 
     def look() -> None:
-        for _ in range(200):
+        for _ in range(20):
             pins.expire(50)
 
-    pins.pin("t", "short", [b"block"], 20, now=1)
+    pins.pin("victim", "short", [b"block"], 20, now=1)
     return steps_of(more), steps_of(look), steps_of(lambda: pins.expire(30))
 
 

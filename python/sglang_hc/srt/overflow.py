@@ -105,7 +105,6 @@ def cut_tokens(
 ) -> tuple[list[int], str | None]:
     """What a prompt of these tokens, sent without options of its own, is cut to, and the namespace
     of its state. ValueError for users."""
-    check_key(namespace)
     rule = _rule(manager)
     if rule is None:
         return tokens, namespace

@@ -25,11 +25,11 @@ class OwnScheduler:
 
     @property
     def requests(self) -> list[Any]:
-        """All requests that wait or run, or whose last pass is being looked at."""
+        """All requests that were queued, with whose last pass is being looked at."""
         scheduler: Any = self._scheduler()
         batches = [scheduler.running_batch, scheduler.last_batch]
         batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
-        found = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        found = [*scheduler.waiting_queue]
         found += [req for batch in batches if batch is not None for req in batch.reqs]
         if scheduler.chunked_req is not None:
             found.append(scheduler.chunked_req)

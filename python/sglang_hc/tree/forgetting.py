@@ -1,41 +1,31 @@
 """What is to be forgotten: the namespaces of one client, or what belongs to a prefix there.
 
-A client is named by its cache salt and extra key. Its namespaces are its own one, those behind its
-cuts (`cuts.py`), and those of adapters, to whose requests SGLang appends the adapter's id. Labels
-on disk are cut off at a number of bytes; where that hides whose a label is, it counts as the
-client's. So nothing of a client is ever left, and somebody else may have to compute again.
+A client is named by its cache salt and extra key. Its namespaces are its own one, and those behind
+its cuts and of adapters (`namespaces.py`). Labels on disk are cut off at a number of bytes; where
+that hides whose a label is, it counts as the client's. So nothing of a client is ever left, and
+somebody else may have to compute again.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_hc.tree.cuts import SEPARATOR, base_namespace
 from sglang_hc.tree.identity import BLOCK_BYTES
-
-_ADAPTER = re.compile("[0-9a-f]{32}")
-"""An adapter's id, as SGLang makes it."""
+from sglang_hc.tree.namespaces import Namespace
 
 _SPARE_BYTES = 4
 """A label that is so near to its limit may have been cut off: a character takes up to 4 bytes."""
 
-FORGOTTEN = f"{SEPARATOR}hc-forgotten/"
-"""How the namespaces begin that hold on a device what was forgotten while it was in use. Nobody can
-name them, and nothing of them is kept."""
-
-
-def client_namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """The namespace of a client's requests without an adapter, as SGLang makes it."""
-    return f"{cache_salt or ''}{extra_key or ''}" or None
+FORGOTTEN = "\x1fhc-forgotten/"
+"""How the namespaces begin that hold on a device what was forgotten while it was in use. Those of
+clients are packed and begin otherwise; nothing of these is kept."""
 
 
 def belongs_to(namespace: str | None, client: str | None) -> bool:
-    """Whether a namespace is one of the client's. client: its `client_namespace`."""
-    base, own = base_namespace(namespace) or "", client or ""
-    return base == own or (base.startswith(own) and bool(_ADAPTER.fullmatch(base[len(own) :])))
+    """Whether a namespace is one of the client's. client: see `namespaces.client_namespace`."""
+    return Namespace.of(namespace).client == Namespace.of(client)
 
 
 class Stored(NamedTuple):
@@ -63,13 +53,13 @@ class Forgetting:
         if len(label.encode()) > most - _SPARE_BYTES:
             own = self.client or ""
             return label.startswith(own) or own.startswith(label)
-        return self.names(label)
+        return self.names(label or None)
 
     def names_block(self, label: str, block: Stored, known: Mapping[bytes, Stored]) -> bool:
         """Whether a stored block of such a label is forgotten: unless a block of its path has other
         tokens than the prefix. known: blocks by identity. Where the path has a gap, or is behind a
         cut, nothing shows that."""
-        if not self.tokens or SEPARATOR in label:
+        if not self.tokens or Namespace.of(label).cut is not None:
             return True
         above: Stored | None = block
         while above is not None:
