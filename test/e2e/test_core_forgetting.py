@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
 from support.core import Core, run_in_child
@@ -21,7 +20,7 @@ PROMPT = RNG.choices(range(3, 900), k=200)
 OTHER = RNG.choices(range(3, 900), k=200)
 
 
-def ask_to_forget(core: Core, tokens: list[int] = (), client: str | None = "acme") -> Any:
+def ask_to_forget(core: Core, tokens: list[int] = (), client: str | None = "k4:acme") -> Any:
     """Through the scheduler's control request. Returns what tells the answer, once there is one."""
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -64,13 +63,13 @@ def a_tenant_leaves(directory: str) -> tuple[Any, ...]:
     core.ask(OTHER, 1, salt=None)
     core.settle()
     pins = core.tree.tiers.retention
-    pins.pin(Prefix("acme", pack_tokens(PROMPT)), "s", 60)
-    pins.pin(Prefix("acme2", pack_tokens(OTHER)), "s", 60)
+    pins.pin(Prefix("k4:acme", pack_tokens(PROMPT)), "s", 60)
+    pins.pin(Prefix("k5:acme2", pack_tokens(OTHER)), "s", 60)
     history = [*PROMPT, *first.tokens]
     answer = forgotten(core)
     core.settle()
-    left = len(core.slots(history, "acme")), held_by_host(core, history, "acme")
-    sessions = len(pins.pinned("acme")), len(pins.pinned("acme2"))
+    left = len(core.slots(history, "k4:acme")), held_by_host(core, history, "k4:acme")
+    sessions = len(pins.pinned("k4:acme")), len(pins.pinned("k5:acme2"))
     again = core.ask(PROMPT, 24, salt="acme")
     theirs = core.ask(OTHER, 24, salt="acme2")
     core.settle()
@@ -119,10 +118,10 @@ def while_running(directory: str) -> tuple[Any, ...]:
     core.run()
     core.settle()
     replies = [core.reply(rid).tokens for rid in rids]
-    kept = [held_by_host(core, PROMPT[:100] + OTHER[:n], "acme") for n in (10, 20, 30)]
-    device = [len(core.slots(PROMPT[:100] + OTHER[:n], "acme")) for n in (10, 20, 30)]
+    kept = [held_by_host(core, PROMPT[:100] + OTHER[:n], "k4:acme") for n in (10, 20, 30)]
+    device = [len(core.slots(PROMPT[:100] + OTHER[:n], "k4:acme")) for n in (10, 20, 30)]
     hidden = [
-        node.namespace for node in core.tree.tiers.host.tree.nodes() if node.namespace != "truth"
+        node.namespace for node in core.tree.tiers.host.tree.nodes() if node.namespace != "k5:truth"
     ]
     core.evict()
     core.settle()
@@ -227,7 +226,3 @@ def clearing(directory: str | None) -> list[Any]:
 def test_a_clear_says_whether_it_cleared(models: None, tmp_path: Path) -> None:
     assert run_in_child(clearing, str(tmp_path)) == [True, [], True, False, False]
     assert run_in_child(clearing, None) == [False], "there was nothing to clear"
-
-
-def test_no_client_can_name_what_is_hidden() -> None:
-    assert not Forgetting("acme").names(f"{FORGOTTEN}0")

@@ -12,13 +12,14 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_hc.srt import routes
 from sglang_hc.srt.forgetting import METHOD, joined_answers
+from sglang_hc.tree.forgetting import FORGOTTEN as HIDDEN
 from sglang_hc.tree.forgetting import Forgetting
 
-PIN = {"session": "s", "ttl_s": 5, "input_ids": [1, 2], "namespace": "acme"}
+PIN = {"session": "s", "ttl_s": 5, "input_ids": [1, 2], "cache_salt": "acme"}
 CALLS: list[tuple[str, str, Any]] = [
     ("POST", "/hc/pin", PIN),
-    ("POST", "/hc/unpin", {"session": "s", "namespace": "acme"}),
-    ("GET", "/hc/pins?namespace=acme", None),
+    ("POST", "/hc/unpin", {"session": "s", "cache_salt": "acme"}),
+    ("GET", "/hc/pins?cache_salt=acme", None),
     ("DELETE", "/hc/state", {"cache_salt": "acme"}),
 ]
 GOOD = {"status": 200, "session": "s", "blocks": 3, "ttl_s": 5.0}
@@ -81,7 +82,7 @@ def test_a_flag_opens_them_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None
     server = Server(monkeypatch, "", "", open_routes=True)
     assert server.statuses() == [200] * 4
     assert server.call(*CALLS[0]).json()["blocks"] == 3
-    assert server.asked[3] == (METHOD, {"client": "acme", "tokens": []})
+    assert server.asked[3] == (METHOD, {"client": "s4:acme", "tokens": []})
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -131,8 +132,8 @@ def test_bodies_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         reply = server.call("DELETE", "/hc/state", body, "admin")
         assert reply.status_code == 400 and part in reply.json()["error"]["message"]
-    reply = server.call("POST", "/hc/pin", PIN | {"namespace": "a\x1fhc-cut/1/0/0/"}, "admin")
-    assert reply.status_code == 400 and "\\x1f" in reply.json()["error"]["message"]
+    reply = server.call("POST", "/hc/pin", PIN | {"extra_key": "k" * 1025}, "admin")
+    assert reply.status_code == 400 and "1025 bytes" in reply.json()["error"]["message"]
     assert not server.asked
 
 
@@ -140,9 +141,9 @@ def test_what_is_forgotten_is_named_as_requests_name_it(monkeypatch: pytest.Monk
     server = Server(monkeypatch, "", "admin", open_routes=False)
     for body, client, tokens in (
         ({}, None, []),
-        ({"cache_salt": "a"}, "a", []),
-        ({"cache_salt": "a", "extra_key": "b", "text": "one three"}, "ab", [3, 5]),
-        ({"extra_key": "b", "input_ids": [99]}, "b", [99]),
+        ({"cache_salt": "a"}, "s1:a", []),
+        ({"cache_salt": "a", "extra_key": "b", "text": "one three"}, "s1:ak1:b", [3, 5]),
+        ({"extra_key": "b", "input_ids": [99]}, "k1:b", [99]),
     ):
         assert server.call("DELETE", "/hc/state", body, "admin").status_code == 200
         assert server.asked[-1] == (METHOD, {"client": client, "tokens": tokens})
@@ -175,6 +176,6 @@ def test_replicas_answer_together() -> None:
 
 
 def test_the_namespaces_of_a_client() -> None:
-    mine = Forgetting("acme")
-    assert mine.names("acme") and mine.names("acme" + "a0" * 16)
-    assert not any(map(mine.names, (None, "", "acm", "acme2", "x" + "acme")))
+    mine = Forgetting("k4:acme")
+    assert mine.names("k4:acme") and mine.names("k4:acmea2:0f") and mine.names("k4:acmec1:9a2:0f")
+    assert not any(map(mine.names, (None, "k3:acm", "k5:acme2", "s4:acme", f"{HIDDEN}0")))

@@ -88,7 +88,7 @@ def test_what_is_pinned_stays_and_the_server_goes_on(policy: str, history: Any) 
 
 
 @pytest.mark.parametrize(
-    ("tenants", "blocks", "share"), [(1, 4, 0.25), (5, 4, 0.25), (5, 1, 7 / 16)]
+    ("tenants", "blocks", "share"), [(1, 4, 0.25), (5, 4, 0.25), (5, 1, 6 / 16)]
 )
 def test_pins_never_fill_the_tier(tenants: int, blocks: int, share: float) -> None:
     world = World("lru")

@@ -59,7 +59,9 @@ class Forgetting:
         """Whether a stored block of such a label is forgotten: unless a block of its path has other
         tokens than the prefix. known: blocks by identity. Where the path has a gap, or is behind a
         cut, nothing shows that."""
-        if not self.tokens or Namespace.of(label).cut is not None:
+        parts = Namespace.of(label or None)
+        was_cut_off = (parts.pack() or "") != label
+        if not self.tokens or parts.cut is not None or was_cut_off:
             return True
         above: Stored | None = block
         while above is not None:

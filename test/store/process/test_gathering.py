@@ -63,7 +63,7 @@ class FakeLink:
                 scattered.append(Completion(request.ticket, True))
             elif isinstance(request, (SlotRead, SlotWrite)):
                 blocks.append(BlockDone(request.ticket, Outcome.OK, "disk"))
-        self.replies.append(wire.Answers(scattered, blocks, {}, False, 1, {}))
+        self.replies.append(wire.Answers(scattered, blocks, {}, 1, {}))
 
 
 class Run:
@@ -212,7 +212,7 @@ def test_a_burst_arrives_in_order() -> None:
 def test_hints_reach_a_process_without_a_directory_in_use() -> None:
     """What was no longer needed while the directories paused stayed needed for ever."""
     run = Run()
-    run.link.replies.append(wire.Answers([], [], {}, False, 0, {}))
+    run.link.replies.append(wire.Answers([], [], {}, 0, {}))
     run.blocks.poll()
     assert run.blocks.levels()["disk_directories"] == 0
     run.blocks.expect({bytes(16): None})

@@ -254,13 +254,11 @@ class SlabSet:
             return free + [place for place in self.quarantined if place.slab == number]
 
     def leased(self) -> set[Place]:
-        """Slots that somebody reads or writes."""
-        with self._lock:
+        with self._lock:  # what somebody reads or writes
             return set(self._leases)
 
     def claim(self, places: Iterable[Place]) -> tuple[list[Place], set[Place]]:
-        """Take and lease those of these that are free or in quarantine. Returns them, and those
-        that others have leased."""
+        """Take and lease what is free or in quarantine; returns it, and what others have leased."""
         mine, in_use = [], set()
         with self._lock:
             for place in places:
