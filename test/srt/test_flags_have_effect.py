@@ -31,7 +31,7 @@ ALONE = {
     "host_size_gb": "1", "forms": "hidden", "disable": None, "disk": "/tmp:1", "eviction": "lru",
     "trace": "/tmp/sglang-hc-no-such-trace", "read_buffer_gb": "1", "remote": "file",
     "restore": "always", "ttl": "3", "io": "thread", "schedule": "ready-first",
-    "overflow": "recompute", "exact": None,
+    "overflow": "recompute", "exact": None, "open_routes": None,
     "profile": str(Path(__file__).parents[1] / "support" / "free_loading.json"),
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""

@@ -93,7 +93,7 @@ class Directory:
     places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
     changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
     its I/O keeps failing. failure: why it is out of use until a restart. hangs: a thread has not
-    come back from it. making_room: held by the thread that evicts.
+    come back from it. unerased: what was forgotten, but is still on the disk. making_room: held by the thread that evicts.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Directory:
         self.clock = clock
         self.breaker = CircuitBreaker(clock)
         self.places: dict[bytes, int] = {}
+        self.unerased: dict[bytes, int] = {}
         self.failure: str | None = None
         self.hangs = False
         self.making_room = threading.Lock()
@@ -270,7 +271,8 @@ class Directory:
 
     def forget(self) -> dict[bytes, int]:
         """Nothing that was here is found from now on; for `delete_forgotten`. Waits for no disk."""
-        forgotten, self.places = self.places, {}
+        forgotten = self.unerased | self.places
+        self.places, self.unerased = {}, {}
         return forgotten
 
     def delete_forgotten(self, forgotten: dict[bytes, int]) -> int:

@@ -81,6 +81,8 @@ def clear(forgotten: Mapping[Directory, Mapping[bytes, int]]) -> Erased:
         names = places.items()
         rows = [Row(directory.number, name, *Place.unpack(packed)) for name, packed in names]
         count, done = _erase(directory, rows, whole_slabs=True)
+        if not done:
+            directory.unerased |= places  # for who tries again
         blocks, complete = blocks + count, complete and done
     return Erased(blocks, complete)
 

@@ -244,9 +244,11 @@ class DiskStore:
         blocks, complete = erasing.clear(forgotten)
         return Erased(blocks, complete and not self._left_out)
 
-    def erase(self, what: Forgetting) -> Erased:
-        """As `erase_all`, the blocks of some namespaces, of every model. No block of these may be
-        waiting to be written."""
+    def erase(self, what: Forgetting | None) -> Erased:
+        """As `erase_all`, the blocks of some namespaces, of every model, or every block of this one
+        for None. No block of these may be waiting to be written."""
+        if what is None:
+            return self.erase_all(self.forget_all())
         blocks, complete = erasing.forget(self.directories, what)
         return Erased(blocks, complete and not self._left_out)
 
