@@ -93,7 +93,8 @@ class Directory:
     places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
     changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
     its I/O keeps failing. failure: why it is out of use until a restart. hangs: a thread has not
-    come back from it. unerased: what was forgotten, but is still on the disk. making_room: held by the thread that evicts.
+    come back from it. unerased: what was forgotten, but is still on the disk. making_room: held by
+    the thread that evicts.
     """
 
     def __init__(
