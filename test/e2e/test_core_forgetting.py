@@ -177,8 +177,10 @@ def cleared(directory: str) -> int:
     core = Core(*FLAGS, "--hc-disk", f"{directory}:1")
     core.ask(PROMPT, 8)
     core.settle()
-    core.tree.clear_storage_backend()
-    core.settle()
+    ended: list[bool] = []
+    core.tree.clear_storage_backend(ended.append)
+    waiting.until(lambda: core.run(1) or ended)
+    assert ended == [True]
     return len(core.tree.tiers.disk._io._store.block_ids())
 
 

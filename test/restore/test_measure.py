@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -362,29 +361,6 @@ def test_sizes_that_need_too_much_memory_are_left_out(
     assert measured(16 * layout.slot_bytes) == [64, 256, 1024]
     assert measured(16 * layout.slot_bytes - 1) == [64, 256]
     assert measured(1) == [64, 256]
-
-
-def test_a_disk_with_little_room_gives_the_small_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for the blocks of the first two sizes is needed."""
-    layout = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 8, (16, 16), "uint8"))
-    write = DiskStore.write_many
-
-    def measured(room: int) -> list[int]:
-        def write_many(self: DiskStore, items: Sequence[Any]) -> list[Outcome]:
-            nonlocal room
-            room -= len(items)
-            return write(self, items) if room >= 0 else [Outcome.NO_SPACE] * len(items)
-
-        monkeypatch.setattr(DiskStore, "write_many", write_many)
-        samples, _ = disk_samples([str(tmp_path)], layout, [64, 256, 1024], 60.0, Clock())
-        return [tokens for tokens, _ in samples]
-
-    assert measured(16) == [64, 256, 1024]
-    assert measured(15) == measured(4) == [64, 256]
-    with pytest.raises(OSError, match="could not be written"):
-        measured(3)
 
 
 def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:

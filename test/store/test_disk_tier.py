@@ -6,8 +6,9 @@ import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import disk_tier
-from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier, ReadWatch
+from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.store.remote import Chain
 from support.clock import Clock
 from support.fake_io import FakeIo

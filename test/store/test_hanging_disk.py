@@ -16,6 +16,7 @@ import pytest
 from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.store import disk_tier
 from sglang_hc.store import executor as executor_module
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import threads
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.disk_tier import DiskTier
@@ -187,10 +188,14 @@ def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
     world.spill("ab")
     assert hanging.inside.wait(HANGS_S)
     world.spill("cdefgh")  # these wait behind it
-    assert world.tier.forget()
+    ended: list[BlockDone] = []
+    world.tier.erase(None, (), ended.extend)
+    world.tier.poll()
+    assert world.tier.find(path_of("z").block_ids) == 0, "from the first moment on"
     hanging.let_go()
+    until(lambda: ended, world.tier.poll)
+    assert [done.outcome for done in ended] == [Outcome.OK]
     until(lambda: world.host.withheld_slots == 0, world.tier.poll)
-    until(lambda: not world.io.clears)
     assert world.io.levels()["disk_blocks"] == 0
     assert world.tier.find(path_of("ab").block_ids) == 0
     world.io.close()

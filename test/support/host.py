@@ -17,7 +17,8 @@ from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk, OnRead
+from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier

@@ -15,7 +15,8 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
-from sglang_hc.store.disk_tier import LayerDisk, OnRead
+from sglang_hc.store.disk_tier import LayerDisk
+from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
 from sglang_hc.tree.identity import Prefix

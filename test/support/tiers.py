@@ -37,9 +37,10 @@ from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo, OwnDisk
-from sglang_hc.store.disk_tier import DiskTier, not_observed
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
+from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks, StoreIo
 from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention

@@ -46,10 +46,11 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk, not_observed
+from sglang_hc.store.disk_tier import DiskTier, LayerDisk
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.process.messages import DiskSpec
 from sglang_hc.store.process.opening import Io, open_io
+from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tiers.grafts import Grafts

@@ -140,10 +140,10 @@ class BlockIo(Protocol):
 
     def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
         """Erase the blocks of some namespaces, or everything for None. block_ids: those of these
-        that the caller knows, for a store that knows blocks by name alone. None of them may be
-        waiting to be written. Answered OK by each tier for which what was there can never be found
-        again; returns how many answers come. After an answer that is not OK something may be
-        left."""
+        that the caller knows, for a store that knows blocks by name alone. Where namespaces are
+        named, no block of theirs may be waiting to be written. Answered OK by each tier for which
+        what was there can never be found again; returns how many answers come. After an answer
+        that is not OK something may be left."""
 
     def levels(self) -> dict[str, int]:
         """Numbers that go up and down, by the name under which they are shown."""

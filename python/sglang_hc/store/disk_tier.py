@@ -27,6 +27,7 @@ from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import GOOD, Outcome
+from sglang_hc.store.read_watch import OnRead, ReadWatch, not_observed
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
@@ -53,57 +54,6 @@ Protected = IsProtected[BlockNode] | None
 
 BlockSeconds = Callable[[SourceTier], float]
 """Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
-
-OnRead = Callable[[SourceTier, int, float], None]
-"""Told of (tier, blocks, seconds) that an idle source took."""
-
-
-def not_observed(tier: SourceTier, blocks: int, seconds: float) -> None:
-    """For whoever has no costs to correct."""
-
-
-class ReadWatch:
-    """Reads from one tier. A span of them begins when the first is asked for and ends when none is
-    under way.
-
-    `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write and no
-    failure. Reads that came too late are left out, but what came before them counts: so the speed
-    of a source is known even if it is too slow for all that it was asked for. Times are on
-    `time.monotonic`, which is one clock for all processes of a machine.
-    """
-
-    def __init__(self, tier: SourceTier, observed: OnRead) -> None:
-        self.under_way = 0
-        self.ended = 0.0
-        """When the tier last answered for a block."""
-        self._tier = tier
-        self._observed = observed
-        self._began = 0.0
-        self._blocks = 0
-        self._is_clean = False
-
-    def asked(self, blocks: int, now: float, *, idle: bool) -> None:
-        """Reads are submitted. idle: nothing is being written."""
-        if not self.under_way:
-            self._began, self._blocks, self._is_clean = now, 0, True
-        self._is_clean = self._is_clean and idle
-        self._blocks += blocks
-        self.under_way += blocks
-
-    def disturbed(self) -> None:
-        """Something else uses the disk now."""
-        self._is_clean = False
-
-    def came(self, outcome: Outcome, at: float | None, now: float) -> None:
-        """A read is over since `at`, None where that is not known."""
-        self.under_way -= 1
-        if outcome is Outcome.TIMED_OUT:
-            self._blocks -= 1
-        else:
-            self._is_clean = self._is_clean and outcome is Outcome.OK and at is not None
-            self.ended = max(self.ended, now if at is None else at)
-        if self._blocks and self._is_clean and not self.under_way:
-            self._observed(self._tier, self._blocks, self.ended - self._began)
 
 
 class LayerDisk(NamedTuple):
@@ -386,13 +336,13 @@ class DiskTier:
         return not self._usable
 
     def erase(self, what: Forgetting | None, block_ids: Sequence[bytes], ended: Ended) -> None:
-        """Erase the blocks of some namespaces, or every block for None, below the host tier, behind
-        the writes under way. block_ids: see `BlockIo.erase`. ended: called in a later `poll`, when
-        every tier has answered."""
+        """Erase the blocks of some namespaces, behind their writes under way, or every block for
+        None, below the host tier. block_ids: see `BlockIo.erase`. ended: called in a later `poll`,
+        when every tier has answered."""
         writes = {
             ticket
             for ticket, node in self._spills.items()
-            if what is None or what.names(node.namespace)
+            if what is not None and what.names(node.namespace)
         }
         self._erasures.ask(next(self._tickets), what, block_ids, writes, self.now(), ended)
 

@@ -21,9 +21,8 @@ from sglang_hc.store.executor import Completion, CopyRows
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.process import clients
 from sglang_hc.store.process import supervisor as io_supervisor
-from sglang_hc.store.process.clients import ProcessBlocks
 from sglang_hc.store.process.link import IoLink
-from sglang_hc.store.process.messages import Answers, Setup
+from sglang_hc.store.process.messages import Setup
 from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.store.process.supervisor import IoSupervisor, State
 from support.clock import Clock
@@ -175,13 +174,3 @@ def test_what_a_process_reads_is_its_progress(io: Io) -> None:
     before = link.progress
     check_read(io, blocks)
     assert link.progress - before >= 2 * MEMORY.layout.slot_bytes
-
-
-def test_a_clearing_that_hangs_is_overdue_like_any_operation(io: Io) -> None:
-    blocks = io.blocks
-    assert isinstance(blocks, ProcessBlocks)
-    assert blocks.earliest_deadline() == float("inf")
-    blocks.clear()
-    assert 0 < blocks.earliest_deadline() - time.monotonic() <= clients.CLEAR_S
-    blocks.answered(Answers([], [], {}, True, 1, {}))
-    assert blocks.earliest_deadline() == float("inf")
