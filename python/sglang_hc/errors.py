@@ -18,8 +18,8 @@ def decode_json(text: str | bytes, kind: type[T], where: str) -> T:
     the option) for a text that is not JSON, and as `convert` does."""
     try:
         values = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {str(error)[:200]}") from None
     return convert(values, kind, where)
 
 

@@ -98,9 +98,11 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--enable-flexkv",), ("--enable-flexkv", "--hc-disable")),
         (("--page-size", "16"), ("--page-size 16", "needs a GPU")),
         (("--grammar-backend", "xgrammar"), ("--grammar-backend xgrammar", "needs a GPU")),
+        (("--smg-grpc-mode",), ("--smg-grpc-mode", "without the checks", "--hc-disable")),
+        (("--grpc-mode",), ("--grpc-mode", "without the checks", "--hc-disable")),
         (
-            ("--hc-overflow", "reembed", "--tokenizer-worker-num", "2"),
-            ("--hc-overflow", "--tokenizer-worker-num"),
+            ("--enable-http2", "--tokenizer-worker-num", "2"),
+            ("--enable-http2 with --tokenizer-worker-num above 1", "--hc-disable"),
         ),
         (
             ("--hc-disk", "/tmp/hc-a:1", "--hc-disk", "/tmp/./hc-a/"),

@@ -6,6 +6,8 @@ import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import disk_tier
+from sglang_hc.store.disk import Block
+from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.read_watch import ReadWatch
@@ -247,3 +249,15 @@ def test_a_write_waits_for_half_a_minute() -> None:
     clock.now = 30.0
     disk.poll()
     assert not disk.busy and not node.pins and disk.counters["disk_write_timed_out"] == 1
+
+
+@pytest.mark.parametrize("salt", ["\ud800" * 5, "s" * 20_000, "ä" * 20_000, None])
+def test_a_block_is_sent_with_a_label_that_fits(salt: str | None) -> None:
+    host, io = host_tier(2), FakeIo()
+    sent: list[Block] = []
+    io.write = lambda ticket, block, slot, deadline: not sent.append(block)  # type: ignore[func-returns-value]
+    disk = DiskTier(io, host)
+    (node,) = keep(host, tokens_of("a"), salt)
+    disk.spill(node)
+    (block,) = sent
+    assert len(block.namespace.encode()) <= LABEL_MAX

@@ -170,3 +170,13 @@ def test_a_lost_slot_is_noticed() -> None:
     next(tier.tree.nodes()).slot = 0 if next(tier.tree.nodes()).slot else 1
     with pytest.raises(AssertionError, match="no owner or two"):
         tier.check_integrity()
+
+
+def test_a_branch_of_any_length_is_dropped() -> None:
+    tier = host_tier(1500)
+    path = keep(tier, pack_tokens([1] * (1400 * BLOCK_TOKENS)))
+    beside = keep(tier, pack_tokens([1] * BLOCK_TOKENS + [2] * BLOCK_TOKENS))
+    tier.drop_branch(path[1])
+    assert [*tier.tree.nodes()] in ([path[0], *beside], [*beside, path[0]])
+    assert tier.free_slots == 1500 - 2
+    tier.check_integrity()

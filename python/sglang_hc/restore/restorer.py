@@ -70,6 +70,17 @@ class Restorer:
         return bool(self._queued)
 
     @property
+    def num_queued(self) -> int:
+        return len(self._queued)
+
+    def unqueue(self, keep: int) -> None:
+        """Take back what was queued behind the first `keep` restorations."""
+        while len(self._queued) > keep:
+            one = self._queued.pop()
+            self._host.unpin(one.pinned)
+            one.release()
+
+    @property
     def under_way(self) -> int:
         """Restorations queued or running."""
         return len(self._queued) + sum(len(done) for done in self._running.values())

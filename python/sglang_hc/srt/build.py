@@ -35,6 +35,8 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
+from sglang_hc.srt.guard import counters as own_errors
+from sglang_hc.srt.guard import protect
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
 from sglang_hc.srt.replicas import directories, host_share, place_of
@@ -97,6 +99,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
     setattr(model.runner, TREE, tree)
+    protect(tree)
     return tree
 
 
@@ -244,6 +247,7 @@ def _tiers(
         Retention(host, disk, pins, priority, ranks.clock),
         device.exactness,
         ranks,
+        own_errors,
     )
 
 

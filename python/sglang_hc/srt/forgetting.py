@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
@@ -82,8 +83,8 @@ class Forgetter:
         with tree.compute_stream.entered():
             for req in tree.scheduler.requests:
                 if what.names(req.extra_key):
-                    tree.release_aborted_request(req.rid)
-                    tree.tiers.capture.drop(req.rid)
+                    tree.waiting.give_up(req)
+                    tree.tiers.capture.drop(serial_of(req))
                     req.extra_key = hidden
             block_ids = tree.tiers.forget(what)
         return self._forget_on_device(what, hidden), block_ids

@@ -19,10 +19,12 @@ the tokens with which both renderings begin are the head. It depends on nothing 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -32,7 +34,7 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.policy.overflow import Cut, OverflowRule
 from sglang_hc.srt.namespaces import ClientKey
 from sglang_hc.srt.pins import custom_params
-from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.server_args import CUT_KEY_ENV, config_of
 from sglang_hc.tree.cuts import EarlierCuts, cut_namespace
 from sglang_hc.tree.identity import pack_tokens
 from sglang_hc.tree.namespaces import Namespace
@@ -40,7 +42,11 @@ from sglang_hc.tree.namespaces import Namespace
 FIELD = "hc_overflow"
 CUT_FIELD = "hc_cut"
 """How a request carries its cut to the scheduler: an `EarlierCuts` as JSON, which names no earlier
-cuts where nothing moves. Clients may not set it."""
+cuts where nothing moves, behind the mark of whoever knows the server's key. Clients may not set
+it. In the scheduler `accept_cut` has put the `EarlierCuts` itself in its place."""
+
+MARK = 32
+"""Characters of the mark."""
 
 SYSTEM = "system"
 """A head of this length is the chat's system prompt and tools."""
@@ -93,7 +99,7 @@ def cut_prompt(self: Any, obj: Any, input_ids: list[int] | None) -> None:
     del input_ids[cut.head : cut.head + cut.dropped]
     setattr(obj, _CUT, (length, cut))
     # In a dictionary of its own: the prompts of a batch share the one that the client sent.
-    custom = custom | {CUT_FIELD: _encode(carried).decode()}
+    custom = custom | {CUT_FIELD: _marked(carried)}
     obj.sampling_params = obj.sampling_params | {"custom_params": custom}
     dropped = _dropped.get()
     if dropped is not None:
@@ -234,12 +240,42 @@ class DroppedTokensHeader:
 
 
 def _cut_of(req: Any) -> EarlierCuts | None:
-    custom = custom_params(req.sampling_params)
-    return _decode(custom[CUT_FIELD]) if CUT_FIELD in custom else None
+    known = custom_params(req.sampling_params).get(CUT_FIELD)
+    return known if isinstance(known, EarlierCuts) else None
+
+
+def accept_cut(sampling: Any) -> bool:
+    """Put the cut of a request that came to the scheduler in place of its text, or take a text out
+    that the tokenizer did not write. Returns whether there was none of those."""
+    custom = custom_params(sampling)
+    if CUT_FIELD not in custom:
+        return True
+    text, known = custom[CUT_FIELD], None
+    if isinstance(text, EarlierCuts):  # a request that is handled again
+        return True
+    if isinstance(text, str) and text.isascii() and CUT_KEY_ENV in os.environ:
+        mark, payload = text[:MARK], text[MARK:].encode()
+        if hmac.compare_digest(mark, _mark(payload)):
+            known = _decode(payload)
+    # In a dictionary of its own: the prompts of a batch may share one.
+    sampling.custom_params = {name: value for name, value in custom.items() if name != CUT_FIELD}
+    if known is not None:
+        sampling.custom_params[CUT_FIELD] = known
+    return known is not None
+
+
+def _marked(carried: EarlierCuts) -> str:
+    payload = _encode(carried)
+    return _mark(payload) + payload.decode()
+
+
+def _mark(payload: bytes) -> str:
+    key = bytes.fromhex(os.environ.get(CUT_KEY_ENV, ""))
+    return hashlib.blake2b(payload, key=key, digest_size=MARK // 2).hexdigest()
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = lru_cache(maxsize=64)(msgspec.json.Decoder(EarlierCuts).decode)
+_decode = msgspec.json.Decoder(EarlierCuts).decode
 
 
 def _carried(

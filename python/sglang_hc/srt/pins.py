@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlRe
 from sglang_hc.errors import convert
 from sglang_hc.policy.pins import MAX_PIN_S, PinLimitError
 from sglang_hc.srt.forgetting import METHOD, forget
+from sglang_hc.srt.guard import counters
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
 from sglang_hc.tiers.retention import Retention
@@ -34,7 +35,7 @@ FIELD = "hc_pin"
 PREFIX = "hc_pins/"
 """Of the method names in control requests that are ours."""
 
-SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionName = Annotated[str, Meta(min_length=1, max_length=256, pattern="^[^\\ud800-\\udfff]*$")]
 PinSeconds = Annotated[float, Meta(gt=0, le=MAX_PIN_S)]
 
 
@@ -74,6 +75,7 @@ def pin_request_of(req: Any) -> PinRequest | None:
     try:
         return read_pin_request(value)
     except ValueError as error:
+        counters["ignored_fields"] += 1
         logger.warning("sglang-hc: a pin is ignored: %s", error)
         return None
 

@@ -31,11 +31,12 @@ def activate() -> None:
     if _active:
         return
     from sglang_hc.srt import cpu
+    from sglang_hc.srt.guard import guarded
 
     if not torch.cuda.is_available():
         cpu.enable()
     for target, kind, hook in all_hooks():
-        HookRegistry.register(target, hook, kind)
+        HookRegistry.register(target, guarded(hook, kind), kind)
     if BACKEND not in registered_radix_cache_backends():
         from sglang_hc.srt.build import build_tree_cache
 
@@ -47,6 +48,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
     from sglang_hc.srt import (
         cpu_attention,
+        entrance,
         hooks,
         meeting,
         model_state,
@@ -56,6 +58,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         preemption,
         server_args,
         speculation,
+        worker,
     )
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
@@ -94,6 +97,9 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         ),
         (f"{scheduler}._add_request_to_queue", before, namespaces.complete),
         (f"{scheduler}.handle_dumper_control", around, pins.control),
+        (f"{scheduler}.handle_generate_request", around, entrance.admit),
+        (f"{tokenizer}.generate_request", around, entrance.check_request),
+        (f"{tokenizer}._create_tokenized_object", around, entrance.check_tokenized),
         (f"{tokenizer}._tokenize_one_request", before, overflow.own_ids),
         # The last of these runs first.
         (f"{tokenizer}._validate_one_request", before, overflow.cut_prompt),
@@ -109,7 +115,8 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     ]
     if not torch.cuda.is_available():
         found.append((f"{backend}._run_sdpa_forward_extend", around, cpu_attention.extend))
-    return [(f"sglang.srt.{target}", kind, hook) for target, kind, hook in found]
+    named = [(f"sglang.srt.{target}", kind, hook) for target, kind, hook in found]
+    return [*named, ("uvicorn.run", around, worker.serve)]
 
 
 def missing() -> list[str]:

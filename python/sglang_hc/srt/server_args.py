@@ -6,6 +6,7 @@ import argparse
 import contextvars
 import logging
 import os
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 ALWAYS_ENV = "SGLANG_HC_ENABLE"
 """Set by our launcher: the tier is on without any flag. The plain launcher needs a flag for it."""
+
+CUT_KEY_ENV = "SGLANG_HC_CUT_KEY"
+"""What the tokenizers of a server mark cuts with. All its processes inherit it; it is no argument,
+because SGLang shows those to clients."""
 
 OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
@@ -43,6 +48,9 @@ SWITCHES = {
     "enable_flexkv": "the tiers take its place in the radix cache",
     "is_embedding": "nothing is generated, so nothing returns",
     "enable_unified_memory": "slots are virtual there and move",
+    "smg_grpc_mode": "its requests reach the scheduler without the checks of the tokenizer",
+    "grpc_mode": "its requests reach the scheduler without the checks of the tokenizer",
+    "encoder_only": "nothing is generated, so nothing returns",
 }
 """Arguments of SGLang that are refused when they are set, and why."""
 
@@ -111,11 +119,6 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
                 from sglang_hc.srt.storage_backends import check_remote
 
                 check_remote(config)
-            if config.overflow != "off" and self.tokenizer_worker_num > 1:
-                raise ConfigError(
-                    "--hc-overflow and --tokenizer-worker-num above 1: SGLang's tokenizer workers "
-                    "load no plugins, so they would cut nothing; leave one of the two out"
-                )
             if config.overflow == "reembed" and self.speculative_draft_model_path is not None:
                 raise ConfigError(
                     "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
@@ -133,6 +136,7 @@ def post_init(original: Callable[[Any], None], self: Any) -> None:
         if not torch.cuda.is_available():
             cpu.check_speculation(self)
         object.__setattr__(self, "_hc_config", config.to_dict())
+        os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
     wished = self.cuda_graph_backend_prefill
     original(self)
     if config is not None and not config.disable:
@@ -200,6 +204,9 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
     backend = args.radix_cache_backend
     another = backend not in (None, "hc")
     _refuse(another, f"--radix-cache-backend {backend}", "there is one tree per server")
+    apart = args.enable_http2 and args.tokenizer_worker_num > 1
+    why = "workers of that HTTP server load no plugins, so they would check nothing"
+    _refuse(apart, "--enable-http2 with --tokenizer-worker-num above 1", why)
     if args.tp_size * args.pp_size > 1:
         _refuse_with_ranks(args, config)
     if args.pp_size > 1:

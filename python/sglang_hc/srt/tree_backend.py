@@ -8,7 +8,6 @@ content arrives layer by layer while the request's own tokens are prefilled.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,31 +20,26 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.capturing_tree import CapturingTree
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.forgetting import Forgetter
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.intake import serial_of
-from sglang_hc.srt.namespaces import keeps_state
-from sglang_hc.srt.passes import prefilled, segments_of
-from sglang_hc.srt.pins import pin_request_of
 from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streamed import StreamedPass
 from sglang_hc.srt.streams import ComputeStream
 from sglang_hc.srt.waiting import WaitingRequests
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
-from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
-class HcRadixCache(RadixCache):
+class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread. running: the requests of the batch that is being run.
@@ -160,25 +154,51 @@ class HcRadixCache(RadixCache):
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already. arrival: see `Restoration`."""
-        before, restorer, lag = req.prefix_indices, self.tiers.restorer, self.tiers.layout.draft.lag
+        before, restorer = req.prefix_indices, self.tiers.restorer
         node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
             return self.refuse(req, Reason.TREE_CHANGED)
-        self.compute_stream.will_read(slots)
+        queued = restorer.num_queued
+        try:
+            self._queue(blocks, slots, node, before, plan, missing, arrival)
+        except Exception:
+            # Nobody may read what is not restored: the promise is taken back.
+            restorer.unqueue(queued)
+            self._delete_leaf(node)
+            self.token_to_kv_pool_allocator.free(slots)
+            raise
         if req.retracted_stain:
             restorer.counters["retracted_restored_tokens"] += len(slots)
+        return slots, node
+
+    def _queue(
+        self,
+        blocks: Sequence[BlockNode],
+        slots: torch.Tensor,
+        node: Any,
+        before: torch.Tensor,
+        plan: RestorePlan,
+        missing: Sequence[tuple[int, int]],
+        arrival: LayerArrival | None,
+    ) -> None:
+        """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
+        restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
+        self.compute_stream.will_read(slots)
         restorer.planner.take(plan)
         for begin, end in missing:
             path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
             own = slots[begin - len(before) : end - len(before)]
             above = torch.cat([before, slots[: begin - len(before)]])
             self.compute_stream.will_read(above)
-            self.inc_lock_ref(node)
             recompute = restorer.recomputed(plan)
             restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
-            restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
-        return slots, node
+            self.inc_lock_ref(node)
+            try:
+                restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
+            except Exception:
+                self.dec_lock_ref(node)
+                raise
 
     def continue_behind(self, req: Any, restored: int) -> None:
         """A running request goes on behind `restored` restored tokens. They count as served by the
@@ -244,6 +264,15 @@ class HcRadixCache(RadixCache):
 
     def check_hicache_events(self) -> None:
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
+        self.take_in()
+        self.look_at_queue()
+        if self.tiers.restorer.has_queued:
+            with self.compute_stream.entered():
+                self.tiers.restorer.run_now()
+            self.streamed.over()
+
+    def take_in(self) -> None:
+        """Completions of all tiers."""
         tiers, exporter = self.tiers, self.scheduler.exporter
         if tiers.disk is not None and tiers.disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
@@ -251,11 +280,10 @@ class HcRadixCache(RadixCache):
         tiers.poll()
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
+
+    def look_at_queue(self) -> None:
+        """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
-        if tiers.restorer.has_queued:
-            with self.compute_stream.entered():
-                tiers.restorer.run_now()
-            self.streamed.over()
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -288,83 +316,6 @@ class HcRadixCache(RadixCache):
         with self.compute_stream.entered():
             self.tiers.close()
 
-    # -- capture ---------------------------------------------------------------------------------
-
-    def before_forward(self, forward_batch: Any) -> None:
-        """A pass is about to run: if it only prefills, its time tells what prefill costs."""
-        if forward_batch.forward_mode == ForwardMode.EXTEND:
-            self.tiers.restorer.gate.prefill_begins(prefilled(forward_batch))
-
-    def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
-        """A pass was submitted on the compute stream, which is current."""
-        self.streamed.over()
-        capture, mode = self.tiers.capture, forward_batch.forward_mode
-        if capture.hidden is None or mode.is_target_verify():
-            self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted
-            return
-        segments = segments_of(forward_batch, requests)
-        if mode.is_extend():
-            for req, segment in zip(requests, segments, strict=True):
-                if not capture.is_open(segment.request) and self._keeps(req):
-                    before = pack_tokens(req.full_untruncated_fill_ids[: segment.position])
-                    capture.open(segment.request, Prefix(req.extra_key, before))
-        self.tiers.after_pass(segments)
-
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        """A prompt, or a chunk of one, is in the tree: keep its blocks.
-
-        After a chunk only full blocks: the tail would be replaced by the next chunk's.
-        """
-        if not self.disable and self._keeps(req):
-            tokens = req.get_fill_ids()
-            length = len(tokens) // self.page_size * self.page_size
-            if chunked:
-                length = length // BLOCK_TOKENS * BLOCK_TOKENS
-            self.commit(req, tokens, length, final=False)
-        super().cache_unfinished_req(req, chunked=chunked)
-
-    def cache_finished_req(
-        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        """A request is over, or gives its slots up and is queued again (retraction): what it has
-        computed is kept. Of one that was aborted only what the tree has is."""
-        if not self.disable and self._keeps(req):
-            retracted = not is_insert and not req.finished()
-            keeps_all = (is_insert or retracted) and not self.disable_finished_insert
-            keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
-            if not keeps_all:
-                keep = min(keep, req.cache_protected_len)
-            tokens = (req.origin_input_ids + req.output_ids)[:keep]
-            length = len(tokens) // self.page_size * self.page_size
-            left = self.commit(req, tokens, length, final=True)
-            self.tiers.used(left)
-            if retracted:
-                self.tiers.capture.counters["retracted_tokens"] += length
-            else:
-                self._pin(req, left)
-                self.waiting.answered(req)
-        self.waiting.finished(req, -(-kv_len_to_handle // BLOCK_TOKENS))
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-
-    def _pin(self, req: Any, left: Prefix) -> None:
-        """A request is over; if it asks for it, `left`, what it leaves behind, stays."""
-        pin = pin_request_of(req)
-        if pin is not None:
-            session = pin.session or req.rid
-            if pin.session is None and self.scheduler.has_another(req):
-                session = f"{req.rid}#{serial_of(req)}"  # the other's pin takes the name itself
-            self.tiers.retention.pin_if_possible(left, session, pin.ttl_s)
-
-    def commit(self, req: Any, tokens: array[int], length: int, final: bool) -> Prefix:
-        kept = Prefix(req.extra_key, pack_tokens(tokens[:length]))
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
-        # SGLang gives the row to another request while the forward stream is still busy.
-        slots = row.to(torch.int64, copy=True)
-        self.compute_stream.will_read(slots)
-        with self.compute_stream.entered():
-            self.tiers.capture.commit(serial_of(req), kept, slots, final=final)
-        return kept
-
     # -- upkeep ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -389,7 +340,3 @@ class HcRadixCache(RadixCache):
     def sanity_check(self) -> None:
         """Asked by SGLang's idle checks."""
         self.tiers.check_integrity()
-
-    def _keeps(self, req: Any) -> bool:
-        """Whether what the request leaves is kept below the device."""
-        return keeps_state(req) and not self.forgetter.covers(req.extra_key)

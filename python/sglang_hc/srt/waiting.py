@@ -120,6 +120,19 @@ class WaitingRequests:
         """Tokens that came from disk for the request of the last `ready`; asked once."""
         return 0 if self.last_asked is None else self._view.take_loaded(serial_of(self.last_asked))
 
+    def give_up(self, req: Any) -> None:
+        """Nothing is fetched or kept for a waiting request any more: it is admitted with what is
+        there."""
+        if serial_of(req) in self._view.requests:
+            self._end(serial_of(req))
+            self._queue, self._order = [], ()
+
+    def give_up_all(self, rid: str) -> None:
+        """As `give_up`, whatever waits under this name."""
+        for req in [*self._queue, *self._arrived]:
+            if req.rid == rid:
+                self.give_up(req)
+
     def answered(self, req: Any) -> None:
         """A request has its whole reply."""
         if dropped_of(req):
@@ -157,9 +170,12 @@ class WaitingRequests:
         for req in gone:
             request = serial_of(req)
             if request in self._view.requests and req.req_pool_idx is None:
-                for listener in self._on_left:
-                    listener(request)
-                self._view.left(request)
+                self._end(request)
+
+    def _end(self, request: Serial) -> None:
+        for listener in self._on_left:
+            listener(request)
+        self._view.left(request)
 
     def _look_at(self, req: Any) -> Waiting:
         key = RadixKey(req.full_untruncated_fill_ids, req.extra_key)

@@ -23,6 +23,7 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
 from sglang_hc.store.disk import Block
+from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
 from sglang_hc.store.layer_reads import LayerReads, layer_groups
@@ -122,7 +123,7 @@ class DiskTier:
         path = node.path()
         parent = node.parent
         assert parent is not None
-        label = "" if node.namespace is None else node.namespace
+        label = clip_label(node.namespace or "")  # as much of it as a header has room for
         block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
         ticket = next(self._tickets)
         if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
@@ -26,7 +26,8 @@ from sglang_hc.tree.identity import Prefix
 @dataclass(eq=False)
 class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
-    exactness: what was measured at start of what comes back. ranks: who decides with them."""
+    exactness: what was measured at start of what comes back. ranks: who decides
+    with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse."""
 
     host: HostTier
     disk: DiskTier | None
@@ -36,6 +37,7 @@ class Tiers:
     retention: Retention
     exactness: Exactness
     ranks: Ranks = ALONE
+    own_errors: Counter[str] = field(default_factory=Counter)
 
     @property
     def layout(self) -> BlockLayout:
@@ -137,6 +139,7 @@ class Tiers:
         total = Counter(expired_blocks=self.host.expired_blocks)
         for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
             total += part.counters if part is not None else Counter()
+        total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:
             total.update(self.restorer.planner.costs.counts())

@@ -197,9 +197,11 @@ class HostTier:
 
     def drop_branch(self, node: BlockNode) -> None:
         """Take a block and everything below it out of the tree, as `drop` does."""
-        for child in list(node.children or ()):
-            self.drop_branch(child)
-        self.drop(node)
+        branch = [node]
+        for above in branch:  # grows while it is read: a branch may have any number of blocks
+            branch.extend(above.children or ())
+        for last in reversed(branch):
+            self.drop(last)
 
     def forget(self, names: Callable[[str | None], bool]) -> list[bytes]:
         """Take every block out of the tree whose namespace `names` is true for, as `drop` does.

@@ -32,6 +32,7 @@ SLAB_HEADER_BYTES = CHUNK_ALIGN
 
 _SLAB = struct.Struct("<8sHHIQIIQ")
 _SLOT = struct.Struct(f"<8sHHHH16s16s16sQII{TOKENS_MAX}s{LABEL_MAX}sI44x")
+_START = struct.Struct("<8sHH")
 _ENTRY = struct.Struct("<II16s")
 _DIGEST_PREFIX = struct.Struct("<16s16sII")
 
@@ -221,7 +222,9 @@ class SlotHeader:
 
 def header_size(page: memoryview) -> int:
     """Length of the slot header that starts with `page`. Raises FormatError when it is none."""
-    magic, version, count = struct.unpack_from("<8sHH", page)
+    if len(page) < _START.size:
+        raise FormatError("slot header is cut off")
+    magic, version, count = _START.unpack_from(page)
     _check_head(magic, SLOT_MAGIC, version, "slot")
     if not count:
         raise FormatError("slot header has no length")

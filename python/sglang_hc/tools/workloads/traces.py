@@ -172,11 +172,23 @@ def sharegpt(path: Path) -> Iterator[TraceSession]:
         yield session
 
 
+def _of_text(reader: Reader) -> Reader:
+    """A reader that also refuses, with TraceError, a file that is no text or no table."""
+
+    def read(path: Path) -> Iterator[TraceSession]:
+        try:
+            yield from reader(path)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise TraceError(f"{path}: not a trace of this format ({error})") from None
+
+    return read
+
+
 READERS: dict[str, Reader] = {
-    "mooncake": mooncake,
-    "bailian": bailian,
-    "burstgpt": burstgpt,
-    "sharegpt": sharegpt,
+    "mooncake": _of_text(mooncake),
+    "bailian": _of_text(bailian),
+    "burstgpt": _of_text(burstgpt),
+    "sharegpt": _of_text(sharegpt),
 }
 
 
@@ -196,8 +208,8 @@ def json_object(text: str, where: str) -> dict[str, Any]:
 def _decoded(text: str, kind: type[T], where: str) -> T:
     try:
         values = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise TraceError(f"{where}: not JSON ({error})") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON ({str(error)[:200]})") from None
     return _converted(values, kind, where)
 
 

@@ -1,0 +1,131 @@
+"""An error of ours in any place that SGLang calls, through SGLang's real scheduler: the request is
+answered with the right tokens, so is the next one, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_hc.srt import guard, plugin
+from sglang_hc.srt.tree_backend import HcRadixCache
+from support.core import Core, run_in_child
+
+FLAGS = (
+    "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
+    "--hc-host-size-gb", "0.05", "--chunked-prefill-size", "128",
+)  # fmt: skip
+OWN = {"load_back", "promise", "continue_behind", "refuse", "allocate", "commit", "forget_saved",
+       "stats", "ongoing_load_back"}  # fmt: skip
+"""Public names of the tree that only our own code calls, whose callers are guarded."""
+
+OF_TOKENIZER = {name for name, place in guard.HOOKS.items() if isinstance(place, guard.Tokenizer)}
+ELSEWHERE = {"preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted"}
+"""Not reached without priorities or a draft model."""
+
+PLACES = sorted({*guard.METHODS, *guard.HOOKS} - OF_TOKENIZER - ELSEWHERE)
+
+
+class Planted(Exception):
+    """The error of a test."""
+
+
+class Faults:
+    """Raises in one place, before its own code or behind it."""
+
+    def __init__(self) -> None:
+        self.place = ""
+        self.late = False
+
+    def around(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == self.place and not self.late:
+                raise Planted(name)
+            result = own(*args, **kwargs)
+            if name == self.place:
+                raise Planted(name)
+            return result
+
+        call.__name__, call.__module__ = own.__name__, own.__module__
+        return call
+
+    def plant(self) -> None:
+        """In this process, which has no tree yet."""
+        for name in guard.METHODS:
+            setattr(HcRadixCache, name, self.around(name, getattr(HcRadixCache, name)))
+        for entries in HookRegistry._hooks.values():
+            for _, hook, _ in entries:
+                name = guard.name_of(hook)
+                if name in guard.HOOKS:
+                    cell = hook.__closure__[hook.__code__.co_freevars.index("hook")]
+                    cell.cell_contents = self.around(name, cell.cell_contents)
+
+
+def use_everything(core: Core, prompt: list[int]) -> list[list[int]]:
+    """Every place once: restored, chunked, aborted, asked for numbers. The replies of `prompt`."""
+    from sglang.srt.managers.io_struct import ClearHiCacheReqInput, GetInternalStateReq
+
+    core.evict()
+    first = core.submit(prompt, 6)
+    gone = core.submit(prompt[:50], 6)
+    core.abort(gone)
+    core.run()
+    core.scheduler.get_internal_state(GetInternalStateReq())
+    core.scheduler.clear_hicache_storage_wrapped(ClearHiCacheReqInput())
+    rng = random.Random(core.passes)
+    long = core.ask([rng.randrange(3, 900) for _ in range(500)], 2, salt="long")  # makes room
+    assert len(long.tokens) == 2
+    return [core.reply(first).tokens, core.ask(prompt, 6).tokens]
+
+
+def broken_in_turn(late: bool, folder: str) -> list[str]:
+    """What is wrong, one line for each place."""
+    faults = Faults()
+    faults.plant()
+    core = Core(*FLAGS, "--hc-disk", f"{folder}:0.1")
+    prompt = random.Random(3).choices(range(3, 900), k=300)
+    wanted = core.ask(prompt, 6).tokens
+    wrong = []
+    for place in PLACES:
+        before = guard.counters["guarded_errors"]
+        faults.place, faults.late = place, late
+        replies = use_everything(core, prompt)
+        faults.place = ""
+        if guard.counters["guarded_errors"] == before:
+            wrong.append(f"{place}: not reached")
+        if replies != [wanted, wanted]:
+            wrong.append(f"{place}: other tokens while it fails")
+        if use_everything(core, prompt) != [wanted, wanted]:
+            wrong.append(f"{place}: other tokens afterwards")
+        if core.ask(prompt, 6).cached < 256:
+            wrong.append(f"{place}: nothing is reused afterwards")
+        core.settle()
+        tiers = core.tree.tiers
+        if tiers.capture.staged_slots() or tiers.host.staged_slots:
+            wrong.append(f"{place}: slots are left")
+        if any(node.pins for node in tiers.host.tree.nodes()):
+            wrong.append(f"{place}: a pin is left")
+    assert core.tree.stats()["guarded_errors"] == guard.counters["guarded_errors"]
+    return wrong
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
+def test_an_error_of_ours_costs_no_answer(models: None, tmp_path: Path, late: bool) -> None:
+    assert run_in_child(broken_in_turn, late, str(tmp_path)) == []
+
+
+def test_every_hook_is_guarded_or_says_why_not() -> None:
+    hooks = {guard.name_of(hook) for _, _, hook in plugin.all_hooks()} | {"cpu_attention.extend"}
+    of_tree = set(guard.METHODS) | {name for name in guard.UNGUARDED if "." not in name}
+    assert hooks == set(guard.HOOKS) | {name for name in guard.UNGUARDED if "." in name}
+    public = {
+        name for name, value in vars(HcRadixCache).items() if not name.startswith("_")
+    }  # those of `__dict__`: what SGLang's own tree has is SGLang's
+    assert public - OWN - {"check_hicache_events"} <= of_tree
+    assert of_tree <= public
+    assert all(hasattr(RadixCache, name) for name, p in guard.METHODS.items() if p.answer is None)

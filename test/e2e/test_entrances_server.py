@@ -1,0 +1,71 @@
+"""Values that no server may fall over, sent to every HTTP entrance of a real one with two tokenizer
+workers: status 400 or an answer, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hc.tools.bench.server import ServerProcess
+from support import served
+from support.hostile import HOSTILE, Hostile
+from support.waiting import HANGS_S
+
+pytestmark = pytest.mark.server
+
+PROMPT = list(range(5, 85))
+ENTRANCES: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {}},
+    "/v1/completions": {"model": "m", "prompt": PROMPT, "logprobs": 1},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"model": "m", "input": "hi"},
+}
+
+
+def body_of(path: str, hostile: Hostile | None) -> dict[str, Any]:
+    """A sound request to an entrance, with one hostile value."""
+    body = json.loads(json.dumps(ENTRANCES[path]))
+    if path == "/generate":
+        body["sampling_params"] = {"max_new_tokens": 2, "temperature": 0}
+    else:
+        body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 2
+    if hostile is not None:
+        name, value = hostile.field, hostile.value
+        into = body["sampling_params"] if hostile.sampling and path == "/generate" else body
+        into["prompt" if name == "input_ids" and path == "/v1/completions" else name] = value
+    return body
+
+
+def status(server: ServerProcess, path: str, body: dict[str, Any]) -> int:
+    """json.dumps keeps lone surrogates as escapes, as a client may."""
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=HANGS_S) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_no_value_ends_the_server(models: None, tmp_path: Path) -> None:
+    assert len(HOSTILE) >= 60
+    flags = ("--hc-disk", f"{tmp_path / 'disk'}:0.1", "--tokenizer-worker-num", "2",
+             "--enable-priority-scheduling")  # fmt: skip
+    with served.start(tmp_path / "log", *flags) as server:
+        wanted, _ = served.generate(server, PROMPT, 4)
+        wrong = []
+        for path in ENTRANCES:
+            for hostile in HOSTILE:
+                found = status(server, path, body_of(path, hostile))
+                if found != 200 and not 400 <= found < 500:
+                    wrong.append(f"{path} {hostile.name}: {found}")
+            assert served.generate(server, PROMPT, 4)[0] == wanted
+        numbers = served.numbers(server)
+    assert wrong == []
+    assert "guarded_errors" not in numbers and "refused_requests" not in numbers
