@@ -252,6 +252,9 @@ def request_wrong(recv_req: Any, vocabulary: int) -> str | None:
         return "sampling_params is no object"
     if not isinstance(sampling.custom_params, dict | None):
         return "custom_params is no object"
+    for bias in (sampling.logit_bias or {}).values():
+        if not abs(bias) <= MOST_BIAS:
+            return f"logit_bias has a number beyond {MOST_BIAS:g}"
     priority = recv_req.priority
     if priority is not None and (not isinstance(priority, int) or abs(priority) >= 1 << 63):
         return "priority is no number of 64 bits"
