@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_hc.srt import guard, plugin
+from sglang_hc.srt.capturing_tree import CapturingTree
 from sglang_hc.srt.tree_backend import HcRadixCache
 from support.core import Core, run_in_child
 
@@ -25,8 +26,11 @@ OWN = {"load_back", "promise", "continue_behind", "refuse", "allocate", "commit"
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
 OF_TOKENIZER = {name for name, place in guard.HOOKS.items() if isinstance(place, guard.Tokenizer)}
-ELSEWHERE = {"preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted"}
-"""Not reached without priorities or a draft model."""
+ELSEWHERE = {
+    "preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted",
+    "hooks.adapter_fits",
+}  # fmt: skip
+"""Not reached without priorities, a draft model or adapters."""
 
 PLACES = sorted({*guard.METHODS, *guard.HOOKS} - OF_TOKENIZER - ELSEWHERE)
 
@@ -124,7 +128,7 @@ def test_every_hook_is_guarded_or_says_why_not() -> None:
     of_tree = set(guard.METHODS) | {name for name in guard.UNGUARDED if "." not in name}
     assert hooks == set(guard.HOOKS) | {name for name in guard.UNGUARDED if "." in name}
     public = {
-        name for name, value in vars(HcRadixCache).items() if not name.startswith("_")
+        name for name in [*vars(HcRadixCache), *vars(CapturingTree)] if not name.startswith("_")
     }  # those of `__dict__`: what SGLang's own tree has is SGLang's
     assert public - OWN - {"check_hicache_events"} <= of_tree
     assert of_tree <= public

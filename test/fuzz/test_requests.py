@@ -112,7 +112,7 @@ def test_the_scheduler_takes_or_refuses_a_hostile_value(hostile: Any) -> None:
     target = recv.sampling_params if hostile.sampling else recv
     if hostile.field in type(target).__struct_fields__:
         setattr(target, hostile.field, hostile.value)
-        wrong = entrance.request_wrong(recv, 1000)
+        wrong = entrance.request_wrong(recv, 1000, 64)
         assert wrong is None or wrong.encode()
 
 

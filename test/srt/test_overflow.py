@@ -97,7 +97,7 @@ LIMIT, STEP = 448, 192
 
 def manager(mode: str = "recompute") -> Any:
     """Stands for a TokenizerManager whose window is 512 tokens."""
-    config = {"overflow": mode, "overflow_reserve": 64}
+    config = {"overflow": mode} if mode == "off" else {"overflow": mode, "overflow_reserve": 64}
     return SimpleNamespace(
         server_args=SimpleNamespace(_hc_config=config), max_req_input_len=512 - 4
     )
@@ -180,5 +180,7 @@ class SmallWindow:
 
     def __init__(self, mode: str, reserve: int) -> None:
         self.server_args = SimpleNamespace(
-            _hc_config={"overflow": mode, "overflow_reserve": reserve}
+            _hc_config={"overflow": mode}
+            if mode == "off"
+            else {"overflow": mode, "overflow_reserve": reserve}
         )

@@ -145,7 +145,7 @@ def check_tokenized(original: Callable[..., Any], self: Any, *args: Any, **kwarg
             if hasattr(small, name):
                 setattr(small, name, value)
         msgspec.msgpack.decode(_encode(small), type=type(small), dec_hook=dec_hook)
-        wrong = request_wrong(small, self.model_config.vocab_size)
+        wrong = request_wrong(small, self.model_config.vocab_size, self.model_config.hidden_size)
         if wrong is not None:
             raise ValueError(wrong)
     except UnicodeError:
@@ -224,7 +224,7 @@ def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     what SGLang or the tiers could not use; a cut that is not the tokenizer's is taken out."""
     if getattr(self.tp_worker.model_runner, TREE, None) is None:
         return original(self, recv_req)
-    wrong = request_wrong(recv_req, self.model_config.vocab_size)
+    wrong = request_wrong(recv_req, self.model_config.vocab_size, self.model_config.hidden_size)
     if wrong is None:
         if not accept_cut(recv_req.sampling_params):
             counters["ignored_fields"] += 1
@@ -236,8 +236,8 @@ def admit(original: Callable[..., None], self: Any, recv_req: Any) -> None:
     return _abort(self, recv_req, wrong)
 
 
-def request_wrong(recv_req: Any, vocabulary: int) -> str | None:
-    """Why a tokenized request cannot be served; None if it can."""
+def request_wrong(recv_req: Any, vocabulary: int, width: int) -> str | None:
+    """Why a tokenized request cannot be served; None if it can. width: of an embedding."""
     for name in ("rid", "extra_key", "lora_id", "session_id"):
         most = MOST_NAMESPACE_BYTES if name == "extra_key" else MOST_NAME_BYTES
         wrong = name_wrong(getattr(recv_req, name, None), most)
@@ -265,19 +265,28 @@ def request_wrong(recv_req: Any, vocabulary: int) -> str | None:
     for token in recv_req.token_ids_logprob or ():
         if not _whole_from(token, 0) or token >= vocabulary:
             return f"token_ids_logprob has an id outside 0 to {vocabulary - 1}"
-    pictures = recv_req.mm_inputs is not None
-    return _tokens_wrong(
-        recv_req.input_ids, vocabulary, pictures or recv_req.input_embeds is not None
-    )
+    if recv_req.input_embeds is not None:
+        return _embeds_wrong(recv_req.input_embeds, width)
+    return _tokens_wrong(recv_req.input_ids, vocabulary, recv_req.mm_inputs is not None)
 
 
 def _whole_from(value: object, least: int) -> bool:
     return isinstance(value, int) and value >= least
 
 
-def _tokens_wrong(ids: object, vocabulary: int, others: bool) -> str | None:
-    """others: images or embeddings stand for some tokens, and their ids mean nothing."""
-    if others:
+def _embeds_wrong(embeds: object, width: int) -> str | None:
+    wrong = f"input_embeds is no list of rows of {width} numbers"
+    try:
+        rows = np.asarray(embeds, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError):
+        return wrong
+    good = rows.ndim == 2 and len(rows) and rows.shape[1] == width and np.isfinite(rows).all()
+    return None if good else wrong
+
+
+def _tokens_wrong(ids: object, vocabulary: int, pictures: bool) -> str | None:
+    """pictures: some ids stand for them and are in no vocabulary."""
+    if pictures:
         return None
     if not isinstance(ids, array) or ids.typecode != "q":
         return "input_ids is no list of token ids"

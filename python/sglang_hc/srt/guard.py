@@ -119,7 +119,7 @@ METHODS: dict[str, Place] = {
     "look_at_queue": Place(_forget_queue, lambda tree: None),
     "before_forward": Place(answer=lambda tree, *_: None),
     "after_forward": Place(_end_pass, lambda tree, *_: None),
-    "clear_storage_backend": Place(answer=lambda tree: False),
+    "clear_storage_backend": Place(answer=lambda tree, *_: False),
 }
 """Methods of the tree. Where SGLang's own tree has the method, its answer is given."""
 
@@ -127,7 +127,7 @@ HOOKS: dict[str, Place | Tokenizer] = {
     "hooks.run_batch": Place(),
     "hooks.arrange": Place(),
     "hooks.internal_state": Place(),
-    "hooks.clear_storage": Place(),
+    "hooks.adapter_fits": Place(),
     "meeting.add_one_req": Place(_give_up),
     "meeting.add_chunked_req": Place(_give_up),
     "preemption.preempt_to_schedule": Place(_give_up),
@@ -163,6 +163,8 @@ UNGUARDED: dict[str, str] = {
     "hooks.change_weights": _STALE,
     "hooks.forward": "its parts are guarded; what is around them is SGLang's pass",
     "entrance.check_tokenized": "its errors are the request's already",
+    "hooks.clear_storage": "an error is no answer that everything is gone",
+    "hooks.clear_everywhere": "an error is no answer that everything is gone",
     "overflow.tell": "it only adds to a reply",
     "pins.control": "its errors are answers to their client already",
     "reset": _STALE,

@@ -101,7 +101,8 @@ def keeps_state(req: Any) -> bool:
 
 def _digest_of(runner: Any, lora: str) -> str:
     """Digest of a loaded adapter's content, computed once. What is not loaded is like no other."""
-    adapter = runner.lora_manager.loras.get(lora)
+    manager = getattr(runner, "lora_manager", None)  # a server without adapters has none
+    adapter = None if manager is None else manager.loras.get(lora)
     if adapter is None:
         return secrets.token_hex(16)
     known: str | None = getattr(adapter, _DIGEST, None)

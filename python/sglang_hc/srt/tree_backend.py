@@ -31,6 +31,7 @@ from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
 from sglang_hc.srt.forgetting import Forgetter
 from sglang_hc.srt.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.intake import serial_of
 from sglang_hc.srt.scheduler import OwnScheduler
 from sglang_hc.srt.streamed import StreamedPass
 from sglang_hc.srt.streams import ComputeStream
