@@ -62,6 +62,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     overflow_reserve: int = 1024
     exact: bool = False
     open_routes: bool = False
+    audit: float = 0.001
 
     def __post_init__(self) -> None:
         for name, flag in FLAGS.items():
@@ -345,6 +346,11 @@ FLAGS: dict[str, Flag] = {
     ),
     "open_routes": Flag(
         "let everybody whom the server answers use /hc/* (default: only with --admin-api-key)"
+    ),
+    "audit": Flag(
+        "share of the restored blocks that an idle server computes again and compares; 0 is off",
+        "SHARE",
+        check=_between(0, 1, "a share from 0 (off) to 1"),
     ),
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""

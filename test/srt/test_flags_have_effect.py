@@ -32,6 +32,7 @@ ALONE = {
     "trace": "/tmp/sglang-hc-no-such-trace", "read_buffer_gb": "1", "remote": "file",
     "restore": "always", "ttl": "3", "io": "thread", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
+    "audit": "1",
     "profile": str(Path(__file__).parents[1] / "support" / "free_loading.json"),
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""

@@ -290,8 +290,14 @@ class QueueView:
         if record.needs is None:
             prompt, _, earlier = self.look_at(request)
             record.needs, record.path = self._host.tree.path(prompt)
+            if self._disk is not None:
+                record.path = self._disk.trusted(record.path)
             if earlier is not None and self._mover is not None:
-                record.earlier = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
+                ways = earlier.paths(self._host.tree.fingerprint, prompt.tokens)
+                if self._disk is not None:
+                    trusted = self._disk.trusted
+                    ways = tuple(way._replace(path=trusted(way.path)) for way in ways)
+                record.earlier = ways
                 moving = self._to_move(record.path.block_ids, record.earlier)
                 record.needs = [*record.needs, *moving]
         return record.needs

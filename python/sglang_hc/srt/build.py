@@ -32,6 +32,7 @@ from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
+from sglang_hc.srt.audit import audit_of
 from sglang_hc.srt.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
@@ -96,6 +97,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     tiers = _tiers(model, device, sizes, kinds, io, ranks)
     compute = ComputeStream.of(model.runner)
     tree = kinds.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
+    tree.audit = audit_of(tree, model.runner, model.config.audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
     setattr(model.runner, TREE, tree)

@@ -32,6 +32,7 @@ class CapturingTree(SglangTree):
     waiting: WaitingRequests
     streamed: StreamedPass
     forgetter: Forgetter
+    stopped: bool
 
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
@@ -58,7 +59,7 @@ class CapturingTree(SglangTree):
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
         """
-        if not self.disable and self._keeps(req):
+        if self._keeps(req):
             tokens = req.get_fill_ids()
             length = len(tokens) // self.page_size * self.page_size
             if chunked:
@@ -71,7 +72,7 @@ class CapturingTree(SglangTree):
     ) -> None:
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
-        if not self.disable and self._keeps(req):
+        if self._keeps(req):
             retracted = not is_insert and not req.finished()
             keeps_all = (is_insert or retracted) and not self.disable_finished_insert
             keep = kv_len_to_handle  # what lies behind has no slots in the request's row yet
@@ -110,4 +111,6 @@ class CapturingTree(SglangTree):
 
     def _keeps(self, req: Any) -> bool:
         """Whether what the request leaves is kept below the device."""
-        return keeps_state(req) and not self.forgetter.covers(req.extra_key)
+        if self.disable or self.stopped or not keeps_state(req):
+            return False
+        return not self.forgetter.covers(req.extra_key)

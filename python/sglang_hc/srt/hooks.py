@@ -133,6 +133,13 @@ def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     return result
 
 
+def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
+    """AROUND Scheduler.maybe_sleep_on_idle, the end of an idle pass: audits come before sleep."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None or tree.audit is None or not tree.audit.step():
+        original(self)
+
+
 def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND each weight update: nothing saved under the old weights may be served."""
     tree = tree_of(self.tp_worker.model_runner)

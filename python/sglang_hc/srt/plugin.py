@@ -87,6 +87,7 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         (f"{scheduler}.__init__", around, hooks.build_scheduler),
         (f"{scheduler}._can_schedule_lora_req", after, hooks.adapter_fits),
         (f"{scheduler}.run_batch", around, hooks.run_batch),
+        (f"{scheduler}.maybe_sleep_on_idle", around, hooks.sleep_on_idle),
         (f"{scheduler}.get_internal_state", after, hooks.internal_state),
         ("speculative.eagle_utils.eagle_sample", after, speculation.sampled),
         (f"{results}._resolve_spec_v2_tokens", after, speculation.accepted),

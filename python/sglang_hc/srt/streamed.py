@@ -16,7 +16,6 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.meeting import Action, Meeting
-from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.srt.early import Slots, gaps, standing_for, woven
 from sglang_hc.srt.intake import serial_of
@@ -30,7 +29,7 @@ class _Pass(NamedTuple):
     """Of a request whose first `head` tokens were on the device. slots: of its path, in host
     memory."""
 
-    request: Serial
+    req: Any
     head: int
     slots: list[int]
 
@@ -66,7 +65,7 @@ class StreamedPass:
         arrival = LayerArrival(reads, disk.poll, patience)
         promised = load_rest(tree, req, nodes, stop, there, arrival)
         if len(promised[0]):
-            self._pass = _Pass(serial_of(req), head, [node.slot for node in nodes])
+            self._pass = _Pass(req, head, [node.slot for node in nodes])
         return promised
 
     def over(self) -> None:
@@ -74,10 +73,13 @@ class StreamedPass:
         it joins the tree."""
         if self._pass is None:
             return
-        (request, head, slots), self._pass = self._pass, None
+        (req, head, slots), self._pass = self._pass, None
         meetings, restorer = self._tree.tiers.queue.meetings, self._tree.tiers.restorer
+        request = serial_of(req)
         nodes = (meetings.join(request, head) if meetings.of(request) is not None else None) or ()
         restorer.keep(nodes)
+        if self._tree.audit is not None and nodes:
+            self._tree.audit.restored(req, nodes, head, len(nodes) * BLOCK_TOKENS)
         if [node.slot for node in nodes] != slots:
             # Some of the slots are free, and nobody may write them before they are copied.
             restorer.path.copy_stream.record().wait()

@@ -26,6 +26,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.audit import Audit
 from sglang_hc.srt.capturing_tree import CapturingTree
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.early import EarlyBlocks
@@ -44,7 +45,8 @@ class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread. running: the requests of the batch that is being run.
-    preempted: those that made room in this pass (`srt/preemption.py`).
+    preempted: those that made room in this pass (`srt/preemption.py`). stopped: nothing is restored
+    or saved any more (`srt/audit.py`).
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -61,6 +63,8 @@ class HcRadixCache(CapturingTree):
         None for SGLang's order."""
         super().__init__(params)
         self.tiers = tiers
+        self.audit: Audit | None = None
+        self.stopped = False
         self.running: list[Any] = []
         self.preempted: list[Any] = []
         self.scheduler = scheduler
@@ -96,7 +100,7 @@ class HcRadixCache(CapturingTree):
         result = super().match_prefix(params)
         if params.req is not None:
             self.waiting.matched(params.req)
-        if params.req is None or self.disable or len(params.key) == 0:
+        if params.req is None or self.disable or self.stopped or len(params.key) == 0:
             return result
         key, on_device = params.key, result.device_indices.numel()
         if len(key) - on_device < self.page_size:
@@ -169,6 +173,8 @@ class HcRadixCache(CapturingTree):
             self._delete_leaf(node)
             self.token_to_kv_pool_allocator.free(slots)
             raise
+        if self.audit is not None and arrival is None:
+            self.audit.restored(req, blocks, len(before), len(before) + len(slots))
         if req.retracted_stain:
             restorer.counters["retracted_restored_tokens"] += len(slots)
         return slots, node
@@ -240,15 +246,20 @@ class HcRadixCache(CapturingTree):
 
     def evictable_size(self) -> int:
         """Device slots that can be had back."""
-        return self.early.tokens + int(self.evictable_size_)
+        held = self.early.tokens + (self.audit.tokens if self.audit is not None else 0)
+        return held + int(self.evictable_size_)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots: leaves of the tree, then those of early blocks."""
+        """Free device slots: an audit's, leaves of the tree, then those of early blocks."""
+        freed = self.audit.release() if self.audit is not None else 0
+        if freed >= params.num_tokens:
+            return EvictResult(num_tokens_evicted=freed)
         if self._device_order is None or self.disable:
-            result = super().evict(params)
+            result = super().evict(EvictParams(num_tokens=params.num_tokens - freed))
         else:
-            freed = self._device_order.evict(self, params.num_tokens)
-            result = EvictResult(num_tokens_evicted=freed)
+            left = self._device_order.evict(self, params.num_tokens - freed)
+            result = EvictResult(num_tokens_evicted=left)
+        result.num_tokens_evicted += freed
         if result.num_tokens_evicted < params.num_tokens:
             result.num_tokens_evicted += self.early.release()
         return result
@@ -294,7 +305,8 @@ class HcRadixCache(CapturingTree):
 
     def prefetch_from_storage(self, rid: str, *_: Any) -> None:
         """A request was queued, and matched just before."""
-        self.waiting.queued(rid)
+        if not self.stopped:
+            self.waiting.queued(rid)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass. SGLang asks in the order of the queue."""
@@ -322,17 +334,21 @@ class HcRadixCache(CapturingTree):
     def reset(self) -> None:
         """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
         if self._is_built:
-            with self.compute_stream.entered():
-                self.tiers.clear()
+            self._clear()
         super().reset()
 
     def forget_saved(self) -> None:
         """The weights changed: nothing saved is valid. Requests may be running, but not in a
         pipeline."""
-        with self.compute_stream.entered():
-            self.tiers.clear()
+        self._clear()
         if self.tiers.disk is not None:
             self.tiers.disk.disown()
+
+    def _clear(self) -> None:
+        if self.audit is not None:
+            self.audit.clear()
+        with self.compute_stream.entered():
+            self.tiers.clear()
 
     def stats(self) -> dict[str, object]:
         """Plain numbers for /server_info."""

@@ -33,6 +33,7 @@ from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
+from sglang_hc.tree.namespaces import Namespace
 from sglang_hc.tree.promotions import Promotion, Promotions
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class DiskTier:
         self._given_up: dict[int, int] = {}
         """Slots by the tickets of operations that were given up and not answered since."""
         self._erasures = Erasures(io)
+        self._distrusted: set[bytes] = set()
+        """Blocks from which on nothing is read or written until a restart."""
         self._unsaved: dict[bytes, None] = {}
         """Blocks whose writes failed, the oldest first."""
         self._can_write = True
@@ -121,6 +124,8 @@ class DiskTier:
         if not self._usable or not node.is_full or not self._io.wants(node.block_id):
             return
         path = node.path()
+        if not self._distrusted.isdisjoint(one.block_id for one in path):
+            return
         parent = node.parent
         assert parent is not None
         label = clip_label(node.namespace or "")  # as much of it as a header has room for
@@ -240,7 +245,33 @@ class DiskTier:
 
     def holds(self, block_id: bytes) -> bool:
         """Whether this block is below the host tier, as far as known. Asks nobody."""
-        return not self._io.wants(block_id)
+        return block_id not in self._distrusted and not self._io.wants(block_id)
+
+    def trusted(self, path: BlockPath) -> BlockPath:
+        """The part of a path that may be looked for: up to the first block that was dropped."""
+        for index, block_id in enumerate(path.block_ids if self._distrusted else ()):
+            if block_id in self._distrusted:
+                return BlockPath(path.prefix.up_to(index), path.block_ids[:index])
+        return path
+
+    def drop_branch(self, node: BlockNode) -> None:
+        """A block of the tree is not what its tokens give. Its path leaves the disk for good, with
+        all that continues it. Until a restart nothing from it on is looked for or written: a remote
+        store cannot remove, and may have more below it than is known here."""
+        self.drain()
+        self._distrusted.add(node.block_id)
+        client = Namespace.of(node.namespace).client.pack()
+        what = Forgetting(client, b"".join(one.tokens for one in node.path()))
+        self._erase_at_last(what, [one.block_id for one in node.branch()])
+
+    def _erase_at_last(self, what: Forgetting, block_ids: Sequence[bytes]) -> None:
+        """As `erase`, and again when the I/O process was lost meanwhile."""
+
+        def ended(done: Sequence[BlockDone]) -> None:
+            if any(one.outcome is Outcome.LOST for one in done):
+                self._erase_at_last(what, block_ids)
+
+        self.erase(what, block_ids, ended)
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """A prefix path was used, wherever it was served from; identities in path order."""
@@ -280,6 +311,7 @@ class DiskTier:
             self._watches[tier].came(outcome, done.at, now)
             if outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
+                promotion.source = tier
                 came.append(promotion)
             else:
                 self.counters[f"{done.tier}_read_{outcome.value}"] += 1

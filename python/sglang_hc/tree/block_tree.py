@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.tree.identity import (
     BLOCK_BYTES,
     TOKEN_BYTES,
@@ -51,6 +52,7 @@ class BlockNode:
     ready: the slot's bytes are complete; a block is not served before. Ends when the block leaves
         the tree.
     pins: users of the slot (restorations, copies); a pinned block is not evicted or reused.
+    source: the tier below that its bytes came from; HOST for a block that was computed here.
     moved: its state was taken over from another place; None for state computed on this path.
     hits: uses of the block, for eviction policies.
     """
@@ -65,6 +67,7 @@ class BlockNode:
         "pins",
         "ready",
         "slot",
+        "source",
         "tokens",
     )
 
@@ -77,6 +80,7 @@ class BlockNode:
         self.namespace = namespace
         self.children: list[BlockNode] | None = None
         self.slot = -1
+        self.source = SourceTier.HOST
         self.ready = False
         self.moved: Moved | None = None
         self.pins = 0
@@ -97,6 +101,13 @@ class BlockNode:
     @property
     def is_leaf(self) -> bool:
         return not self.children
+
+    def branch(self) -> list[BlockNode]:
+        """This block and all below it, each before its children."""
+        nodes = [self]
+        for node in nodes:  # which grows meanwhile
+            nodes += node.children or ()
+        return nodes
 
     def path(self) -> list[BlockNode]:
         """Blocks from below the root down to this one."""

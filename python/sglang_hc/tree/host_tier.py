@@ -197,11 +197,8 @@ class HostTier:
 
     def drop_branch(self, node: BlockNode) -> None:
         """Take a block and everything below it out of the tree, as `drop` does."""
-        branch = [node]
-        for above in branch:  # grows while it is read: a branch may have any number of blocks
-            branch.extend(above.children or ())
-        for last in reversed(branch):
-            self.drop(last)
+        for one in reversed(node.branch()):
+            self.drop(one)
 
     def forget(self, names: Callable[[str | None], bool]) -> list[bytes]:
         """Take every block out of the tree whose namespace `names` is true for, as `drop` does.

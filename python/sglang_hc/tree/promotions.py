@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.host_tier import HostTier
@@ -28,7 +29,7 @@ from sglang_hc.tree.identity import BlockPath
 class Promotion:
     """One block on its way. parent: the block of the tree that it continues, pinned meanwhile.
     waits_for: the identity of a parent that is not in the tree yet. Neither: the parent is the
-    namespace's root. `moved`: see `BlockNode`.
+    namespace's root. `moved`, `source`: see `BlockNode`.
 
     asked: when it began. is_tail: by `begin_tail`. here: the bytes have come, or will not. lost:
     the block cannot join the tree any more."""
@@ -44,6 +45,7 @@ class Promotion:
     here: bool = False
     lost: bool = False
     moved: Moved | None = None
+    source: SourceTier = SourceTier.HOST
 
     @property
     def is_good(self) -> bool:
@@ -217,7 +219,7 @@ class Promotions:
                 continue
             node, created, _ = host.publish(parent, item.tokens, item.slot, now, item.block_id)
             if created:
-                node.moved = item.moved
+                node.moved, node.source = item.moved, item.source
                 host.mark_ready(node)
             else:
                 host.unstage(item.slot)

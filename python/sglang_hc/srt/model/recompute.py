@@ -82,8 +82,11 @@ class _Enough(Exception):
 class LayerRecomputer:
     """Recomputes the first layers of a restoration. Implements `restore.path.Recomputer`.
 
-    Belongs to the scheduler thread, on the compute stream.
+    adapter: SGLang's id of the LoRA to run with. Belongs to the scheduler thread, on the compute
+    stream.
     """
+
+    adapter: str | None = None
 
     def __init__(self, runner: Any, taps: TapBuffer | None) -> None:
         self._runner = runner
@@ -91,12 +94,16 @@ class LayerRecomputer:
         self._table = runner.req_to_token_pool.req_to_token
         args = runner.server_args
         chunk = args.chunked_prefill_size or -1
-        self._chunk: int = chunk if chunk > 0 else args.max_prefill_tokens
+        self.chunk: int = chunk if chunk > 0 else args.max_prefill_tokens
         """Tokens per pass: what SGLang sized the activations of a prefill for."""
         self._attention: dict[int, list[RadixAttention]] = {}
         for module in runner.model.modules():
             if isinstance(module, RadixAttention):
                 self._attention.setdefault(module.layer_id, []).append(module)
+
+    def has_adapter(self, adapter: str | None) -> bool:
+        """Whether the model can run with this LoRA, or with none."""
+        return adapter is None or adapter in self._runner.lora_manager.loras
 
     def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         assert restoration.prefix_slots is not None, "layers cannot attend to what came before"
@@ -117,7 +124,7 @@ class LayerRecomputer:
         row = self._table[ROW, : slots.numel()]
         tokens = _on_device(tokens, slots.device)
         first, stop = slots.numel() - tokens.numel(), slots.numel()
-        chunk = chunk or self._chunk
+        chunk = chunk or self.chunk
         try:
             row.copy_(slots)
             with torch.no_grad(), self._taps_paused(), self._leaving_after(layers - 1):
@@ -138,6 +145,10 @@ class LayerRecomputer:
         batch = _batch(tokens, slots, start, runner.spec_algorithm)
         if decode:
             batch.forward_mode = ForwardMode.DECODE
+        if runner.server_args.enable_lora:
+            batch.lora_ids = [self.adapter]
+            runner.lora_manager.fetch_new_loras({self.adapter})
+            runner.lora_manager.prepare_lora_batch(batch)
         with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
             runner.attn_backend.init_forward_metadata(batch)
             try:

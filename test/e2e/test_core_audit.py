@@ -1,0 +1,451 @@
+"""Audits under SGLang's real scheduler: right blocks pass, wrong ones leave every tier."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_hc.config import HcConfig
+from sglang_hc.policy.audit import STOP_AFTER, bound
+from sglang_hc.srt.model.startup_checks import TOLERANCE
+from sglang_hc.store.process import supervisor as io_supervisor
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.adapters import pin_nothing, write_adapter
+from support.core import Core, Reply, run_in_child
+from support.waiting import until
+
+FLAGS = ("--hc-host-size-gb", "0.2", "--hc-restore", "always")
+MODEL = "llama-gqa"
+POOL = ("--max-total-tokens", "768")
+ALL = ("--hc-audit", "1")
+
+
+def prompt(seed: int, length: int = 200) -> list[int]:
+    return random.Random(seed).choices(range(3, 900), k=length)
+
+
+def server(form: str, *flags: str, dtype: str = "float32", **options: Any) -> Core:
+    return Core("--hc-forms", form, "--dtype", dtype, *FLAGS, *POOL, *flags, **options)
+
+
+def below(tier: str, folder: str) -> tuple[str, ...]:
+    """Flags of what is below host memory."""
+    if tier == "disk":
+        return ("--hc-disk", f"{folder}:1")
+    if tier == "remote":
+        return ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": folder}))
+    return ()
+
+
+def leave(core: Core, tier: str) -> None:
+    """All that is known leaves for this tier."""
+    core.settle()
+    if tier == "host":
+        core.evict()
+    else:
+        assert core.scheduler.flush_cache()
+
+
+def audit_all(core: Core) -> dict[str, int]:
+    """Idle passes until nothing waits for its audit. Returns what was counted."""
+    while core.tree.audit is not None and core.tree.audit.waiting:
+        core.run()
+    core.settle()
+    return core.tree.tiers.counts()
+
+
+def path_of(core: Core, tokens: list[int], salt: str | None = None) -> tuple[BlockNode, ...]:
+    return core.tree.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).nodes
+
+
+# -- what is right passes ----------------------------------------------------------------------
+
+
+def talks(core: Core, after_each: Callable[[], object]) -> list[list[int]]:
+    """Replies of two conversations, in turns."""
+    histories, replies = [prompt(1), prompt(2, 90)], []
+    for turn in range(3):
+        for number, history in enumerate(histories):
+            replies.append(core.ask(history, 24, salt=f"{number}").tokens)
+            history += [*replies[-1], *prompt(10 * turn + number, 17)]
+            after_each()
+    return replies
+
+
+def undisturbed(form: str, dtype: str) -> list[list[int]]:
+    return talks(server(form, "--hc-audit", "0", dtype=dtype), lambda: None)
+
+
+@pytest.fixture(scope="module")
+def stayed(models: None) -> dict[tuple[str, str], list[list[int]]]:
+    """Replies of a server that never evicts, by form and type."""
+    return {way: run_in_child(undisturbed, *way) for way in WAYS}
+
+
+WAYS = [("kv", "float32"), ("hidden", "float32"), ("hidden:2,kv:2", "bfloat16")]
+
+
+def soak(form: str, dtype: str, tier: str, folder: str, kills: bool) -> tuple:
+    io_supervisor.FIRST_BACKOFF_S = io_supervisor.LONGEST_BACKOFF_S = 0.1
+    flags = ("--hc-io", "process") if kills else ()
+    core, turns = server(form, *ALL, *below(tier, folder), *flags, dtype=dtype), itertools.count()
+
+    def between() -> None:
+        if not kills or next(turns) % 2:
+            leave(core, tier)
+        else:  # in the middle of whatever is being saved
+            supervisor = core.tree.tiers.capture.scatters.executor.supervisor
+            os.kill(supervisor.pid, signal.SIGKILL)
+            before = core.tree.stats().get("io_restarts", 0)
+            seen = core.tree.stats
+            until(lambda: seen().get("io_restarts", 0) > before, core.tree.tiers.poll, show=seen)
+            leave(core, "host")
+        audit_all(core)
+
+    return talks(core, between), core.tree.stats()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "remote"])
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_right_blocks_pass(
+    models: None, tmp_path: Path, way: tuple[str, str], tier: str, stayed: dict
+) -> None:
+    replies, stats = run_in_child(soak, *way, tier, str(tmp_path / "d"), False)
+    assert replies == stayed[way]
+    assert stats["audited_blocks"] >= 8
+    assert "audit_differences" not in stats
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
+def test_right_blocks_pass_while_the_io_process_is_killed(
+    models: None, tmp_path: Path, way: tuple[str, str], stayed: dict
+) -> None:
+    replies, stats = run_in_child(soak, *way, "disk", str(tmp_path / "d"), True)
+    assert replies == stayed[way]
+    assert stats["io_losses"] == 3 and stats["audited_blocks"] > 0
+    assert "audit_differences" not in stats
+
+
+# -- what is wrong is found --------------------------------------------------------------------
+
+PROMPT, OTHER = prompt(3), prompt(4)
+WRONG = 1
+"""The block of a path that is planted."""
+
+
+def plant(core: Core, tokens: list[int], place: int = WRONG) -> None:
+    """In host memory a block has the bytes of other tokens."""
+    core.settle()
+    pool = core.tree.tiers.restorer.path.pool
+    path = path_of(core, tokens)
+    pool.slot(path[place].slot)[:] = pool.slot(path[place - 1].slot)
+
+
+def plant_before_it_is_written(core: Core) -> None:
+    """Blocks at this place are written below with the bytes of the block before them, by the
+    server's own writer: with valid digests."""
+    capture, pool = core.tree.tiers.capture, core.tree.tiers.restorer.path.pool
+    write = capture._on_ready
+
+    def wrong(node: BlockNode) -> None:
+        if len(node.path()) - 1 == WRONG and node.namespace is None:
+            assert node.parent is not None
+            pool.slot(node.slot)[:] = pool.slot(node.parent.slot)
+        write(node)
+
+    capture._on_ready = wrong
+
+
+def found_and_dropped(form: str, tier: str, folder: str) -> tuple[Reply, dict[str, Any], dict]:
+    core = server(form, *ALL, *below(tier, folder))
+    if tier != "host":
+        plant_before_it_is_written(core)
+    core.ask(PROMPT, 1)
+    core.ask(OTHER, 1, salt="other")
+    if tier == "host":
+        plant(core, PROMPT)
+    else:
+        core.settle()
+        core.tree.tiers.capture._on_ready = core.tree.tiers.disk.spill
+    leave(core, tier)
+    restored = core.ask(PROMPT, 1)
+    assert restored.cached >= 128, "the wrong block was not restored"
+    counts = audit_all(core)
+    shown = {"device": len(core.slots(PROMPT)), "host": len(path_of(core, PROMPT))}
+    if tier != "host":
+        disk, ids = core.tree.tiers.disk, core.tree.tiers.host.tree.identities
+        shown["holds"] = [disk.holds(name) for name in ids(Prefix(None, pack_tokens(PROMPT)))]
+    after = core.ask(PROMPT, 16)
+    leave(core, tier)
+    again = core.ask(PROMPT, 16)
+    assert again.tokens == after.tokens
+    other = core.ask(OTHER, 1, salt="other")
+    assert other.cached >= 192 and audit_all(core)["audit_differences"] == 1
+    return after, counts, shown | {"again": again.storage}
+
+
+def right_reply(form: str, tokens: list[int]) -> list[int]:
+    return server(form, "--hc-audit", "0").ask(tokens, 16).tokens
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "remote"])
+@pytest.mark.parametrize("form", ["kv", "hidden", "hidden:2,kv:2"])
+def test_a_block_of_other_tokens_leaves_every_tier(
+    models: None, tmp_path: Path, form: str, tier: str
+) -> None:
+    after, counts, shown = run_in_child(found_and_dropped, form, tier, str(tmp_path / "d"))
+    assert counts["audit_differences"] == 1
+    assert (shown["device"], shown["host"]) == (64, 1), "its branch is still there"
+    if tier != "host":
+        assert shown["holds"] == [True, False, False]
+        assert shown["again"] == 64, "what is behind it is looked for"
+    assert after.tokens == run_in_child(right_reply, form, PROMPT)
+    assert after.cached == 64
+    if tier == "disk":
+        reply = run_in_child(restarted, form, str(tmp_path / "d"))
+        assert (reply.tokens, reply.storage) == (after.tokens, 64), "it came back"
+
+
+def restarted(form: str, folder: str) -> Reply:
+    return server(form, "--hc-audit", "0", *below("disk", folder)).ask(PROMPT, 16)
+
+
+def slightly_off(form: str, dtype: str, times: float) -> dict[str, int]:
+    """One element of the first layer of a block, off by so many bounds."""
+    core = server(form, *ALL, dtype=dtype)
+    core.ask(PROMPT, 1)
+    core.settle()
+    pool, slot = core.tree.tiers.restorer.path.pool, path_of(core, PROMPT)[1].slot
+    chunk = (pool.hidden if form == "hidden" else pool.kv[1])[slot, 0]
+    rows = torch.from_numpy(chunk).view(getattr(torch, dtype))
+    allowed = bound(TOLERANCE[rows.dtype], 0) * float(rows.float().abs().max())
+    rows[63, 0] += times * allowed
+    core.evict()
+    core.ask(PROMPT, 1)
+    return audit_all(core)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["kv", "hidden"])
+def test_one_number_off_by_more_than_the_bound_is_found(
+    models: None, form: str, dtype: str
+) -> None:
+    more = run_in_child(slightly_off, form, dtype, 2.5)
+    assert more["audit_differences"] == 1
+    less = run_in_child(slightly_off, form, dtype, 0.4)
+    assert "audit_differences" not in less and less["audited_blocks"] >= 3
+
+
+def wrong_often(form: str, times: int) -> tuple[list[int], dict[str, Any], int, int]:
+    core = server(form, *ALL)
+    for number in range(times):
+        tokens = prompt(20 + number)
+        core.ask(tokens, 1)
+        plant(core, tokens)
+        core.evict()
+        core.ask(tokens, 1)
+        audit_all(core)
+    saved = core.tree.tiers.host.published_blocks
+    core.ask(OTHER, 1)
+    core.settle()
+    new = core.tree.tiers.host.published_blocks - saved
+    core.evict()
+    reply = core.ask(OTHER, 16)
+    core.settle()
+    return reply.tokens, core.tree.stats(), new, reply.cached
+
+
+@pytest.mark.parametrize("form", ["kv", "hidden"])
+def test_a_form_that_is_wrong_too_often_is_not_used_any_more(models: None, form: str) -> None:
+    wanted = run_in_child(right_reply, form, OTHER)
+    tokens, stats, new, cached = run_in_child(wrong_often, form, STOP_AFTER - 1)
+    assert tokens == wanted and cached == 199 and new == 4
+    assert stats["audit_differences"] == STOP_AFTER - 1 and "audit_stops" not in stats
+    tokens, stats, new, cached = run_in_child(wrong_often, form, STOP_AFTER)
+    assert tokens == wanted and (cached, new) == (0, 0)
+    assert (stats["audit_differences"], stats["audit_stops"]) == (STOP_AFTER, 1)
+
+
+def deep_branch() -> tuple[int, int]:
+    """A wrong block at the front of the only path of this server."""
+    core = server("kv", *ALL)
+    core.ask(prompt(5, 600), 1)
+    plant(core, prompt(5, 600))
+    core.evict()
+    core.ask(prompt(5, 600), 1)
+    return audit_all(core)["audit_differences"], core.tree.tiers.host.published_blocks
+
+
+def test_all_behind_a_wrong_block_goes_too(models: None) -> None:
+    assert run_in_child(deep_branch) == (1, 1)
+
+
+# -- requests come first -----------------------------------------------------------------------
+
+
+def interrupted(pool: str) -> tuple[list[int], bool, dict[str, int]]:
+    """A request of a user while one chunk of an audit is computed. Its tokens, whether the audit
+    went on behind it, counts."""
+    core = server("kv", *ALL, "--max-total-tokens", pool)
+    core.ask(prompt(6, 300), 1)
+    core.settle()
+    core.evict()
+    audit = core.tree.audit
+    audit._chunk = 64  # so that the idle passes behind a request do not end it
+    core.ask(prompt(6, 300), 1)
+    assert audit.tokens > 0 and 0 < audit._pass.done < 300, "no audit is under way"
+    core.check_device()
+    under_way, step, seen = audit._pass, audit.step, []
+
+    def noted() -> bool:
+        seen.append((audit._pass, rid in core.requests and core.requests[rid].finished()))
+        return step()
+
+    audit.step = noted
+    rid = core.submit(OTHER, 16)
+    core.run()
+    assert all(finished for _, finished in seen), "an audit ran beside a request"
+    return core.reply(rid).tokens, seen[0][0] is under_way, audit_all(core)
+
+
+@pytest.mark.parametrize(("pool", "goes_on"), [("2048", True), ("768", False)])
+def test_a_request_comes_before_the_audit(models: None, pool: str, goes_on: bool) -> None:
+    """Where the device has room for both the audit waits, else it ends."""
+    tokens, waited, counts = run_in_child(interrupted, pool)
+    assert tokens == run_in_child(right_reply, "kv", OTHER)
+    assert waited == goes_on
+    assert "audit_differences" not in counts
+    assert (counts.get("audited_blocks", 0) >= 4) == goes_on
+
+
+def emptied(how: str) -> dict[str, int]:
+    core = server("kv", *ALL)
+    core.ask([*PROMPT, *OTHER], 1)
+    core.settle()
+    core.evict()
+    core.tree.audit._chunk = 64
+    core.ask([*PROMPT, *OTHER], 1)
+    assert core.tree.audit.tokens
+    if how == "flush":
+        assert core.scheduler.flush_cache()
+    else:
+        core.tree.forget_saved()
+    assert not core.tree.audit.waiting
+    core.settle()
+    core.ask(PROMPT, 1)
+    return audit_all(core)
+
+
+@pytest.mark.parametrize("how", ["flush", "weights"])
+def test_an_emptied_server_audits_nothing_of_before(models: None, how: str) -> None:
+    counts = run_in_child(emptied, how)
+    assert "audit_differences" not in counts and counts["audit_skipped_blocks"] >= 3
+
+
+def failing() -> tuple[dict[str, int], int, list[int]]:
+    core = server("kv", *ALL)
+    core.ask(PROMPT, 1)
+    core.settle()
+    core.evict()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    core.tree.audit._model.recompute = fail
+    core.ask(PROMPT, 1)
+    audit_all(core)
+    core.evict()
+    reply = core.ask(PROMPT, 16)
+    return audit_all(core), core.tree.audit.waiting, reply.tokens
+
+
+def test_an_audit_that_fails_costs_audits_only(models: None) -> None:
+    counts, waiting, tokens = run_in_child(failing)
+    assert "audited_blocks" not in counts and waiting == 0
+    assert tokens == run_in_child(right_reply, "kv", PROMPT)
+
+
+# -- what is audited ---------------------------------------------------------------------------
+
+
+def off(model: str, *flags: str) -> tuple[bool, int]:
+    core = server("kv", *flags, model=model)
+    core.ask(PROMPT, 4)
+    core.settle()
+    core.evict()
+    return core.tree.audit is None, core.ask(PROMPT, 4).cached
+
+
+def test_a_share_of_nothing_and_experts_are_not_audited(models: None) -> None:
+    assert run_in_child(off, "llama-mha", "--hc-audit", "0") == (True, 199)
+    assert run_in_child(off, "deepseek-v2", *ALL) == (True, 199)
+
+
+def test_the_default_is_small() -> None:
+    assert 0 < HcConfig().audit <= 0.01
+
+
+def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:
+    """With LoRA: what is right, then the blocks of one adapter under the tokens of the other."""
+    pin_nothing()
+    paths = [f"{Path(folder).name}={folder}" for folder in folders]
+    flags = ("--lora-backend", "torch_native", "--max-loras-per-batch", "1")
+    core = server("kv", *ALL, "--lora-paths", *paths, *flags, model=MODEL)
+    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
+    ids = sorted(refs, key=lambda one: refs[one].lora_name)
+
+    keys = {}
+
+    def ask() -> dict[str, int]:
+        for lora in ids:  # an adapter is replaced by the other one on the device
+            rid = core.submit(PROMPT, 1, lora=lora)
+            core.run()
+            keys[lora] = core.requests[rid].extra_key
+        return audit_all(core)
+
+    ask()
+    core.evict()
+    right = ask()
+    pool = core.tree.tiers.restorer.path.pool
+    (one, two) = (path_of(core, PROMPT, keys[lora]) for lora in ids)
+    for mine, others in zip(one, two, strict=True):
+        pool.slot(mine.slot)[:] = pool.slot(others.slot)
+    core.evict()
+    return right, ask()
+
+
+def test_the_state_of_another_adapter_is_found(models: None, tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / name, seed, MODEL) for seed, name in enumerate("ab")]
+    right, wrong = run_in_child(adapters, *folders)
+    assert right["audited_blocks"] >= 6 and "audit_differences" not in right
+    assert wrong["audit_differences"] == 1, "its first block"
+
+
+def after_cuts() -> dict[str, int]:
+    overflow = ("--hc-overflow", "reembed", "--context-length", "512")
+    more = ("--hc-overflow-drop", "0.34", "--hc-overflow-reserve", "64")
+    core = server("kv", *ALL, *overflow, *more, "--max-total-tokens", "2048", model=MODEL)
+    history = prompt(9, 380)
+    for turn in range(5):
+        history += prompt(30 + turn, 70)
+        core.settle()
+        core.evict()
+        core.ask(history, 12)
+        counts = audit_all(core)
+    return counts
+
+
+def test_state_that_moved_is_skipped(models: None) -> None:
+    counts = run_in_child(after_cuts)
+    assert counts["overflow_moved_tokens"] > 0 and counts["audit_skipped_blocks"] > 0
+    assert "audited_blocks" not in counts
