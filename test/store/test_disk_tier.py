@@ -12,6 +12,7 @@ from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.read_watch import ReadWatch
 from sglang_hc.store.remote import Chain
+from sglang_hc.tree.block_tree import BlockNode
 from support.clock import Clock
 from support.fake_io import FakeIo
 from support.host import host_tier, keep, path_of, tokens_of
@@ -261,3 +262,34 @@ def test_a_block_is_sent_with_a_label_that_fits(salt: str | None) -> None:
     disk.spill(node)
     (block,) = sent
     assert len(block.namespace.encode()) <= LABEL_MAX
+
+
+def saved(words: tuple[str, ...]) -> tuple[DiskTier, FakeIo, dict[str, BlockNode]]:
+    """Paths in host memory and below; the last block of each."""
+    host, io = host_tier(16), FakeIo()
+    disk, last = DiskTier(io, host), {}
+    for word in words:
+        keep(host, tokens_of(word))
+        path = host.tree.match(path_of(word).prefix).nodes
+        for node in path:
+            disk.spill(node)
+        last[word] = path[-1]
+    disk.drain()
+    return disk, io, last
+
+
+def test_a_dropped_branch_is_removed_and_nothing_behind_it_is_looked_for_or_written() -> None:
+    disk, io, last = saved(("ab", "abc", "abd", "xy"))
+    b = last["ab"]
+    disk.drop_branch(b)
+    while disk.busy:
+        disk.poll()
+    assert [io.contains([path_of(word).block_ids[-1]]) for word in ("a", "ab", "abc", "xy")] == [
+        1, 0, 0, 1,
+    ]  # fmt: skip
+    io.hold(path_of("abz").block_ids)  # a store that others write too
+    assert disk.trusted(path_of("abz")) == path_of("a")
+    assert disk.trusted(path_of("xyz")) == path_of("xyz")
+    assert not disk.holds(b.block_id)
+    disk.spill(last["abc"])
+    assert not io.contains([last["abc"].block_id]), "it was written again"
