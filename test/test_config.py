@@ -106,7 +106,7 @@ def test_a_wrong_flag_is_named_with_status_2(
     [
         ("{", "SGLANG_HC_CONFIG: not valid JSON"),
         ("[]", "SGLANG_HC_CONFIG: Expected `object`, got `array`"),
-        ('{"host_size": 1}', "unknown host_size; known are disable"),
+        ('{"host_size": 1}', "unknown host_size; known are audit"),
         ('{"host_size_gb": true}', r"got `bool` - at `\$.host_size_gb`"),
         ('{"host_size_gb": "1"}', r"Expected `float \| null`, got `str` - at `\$.host_size_gb`"),
         (
