@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from sglang_hc.config import HcConfig
-from sglang_hc.policy.audit import STOP_AFTER, bound
+from sglang_hc.policy.audit import MOST_SAMPLES, STOP_AFTER, bound
+from sglang_hc.srt import audit
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 from sglang_hc.store.process import supervisor as io_supervisor
 from sglang_hc.tree.block_tree import BlockNode
@@ -300,18 +301,18 @@ def interrupted(pool: str) -> tuple[list[int], bool, dict[str, int]]:
     core.ask(prompt(6, 300), 1)
     core.settle()
     core.evict()
-    audit = core.tree.audit
-    audit._chunk = 64  # so that the idle passes behind a request do not end it
+    own = core.tree.audit
+    own._chunk = 64  # so that the idle passes behind a request do not end it
     core.ask(prompt(6, 300), 1)
-    assert audit.tokens > 0 and 0 < audit._pass.done < 300, "no audit is under way"
+    assert own.tokens > 0 and 0 < own._pass.done < 300, "no audit is under way"
     core.check_device()
-    under_way, step, seen = audit._pass, audit.step, []
+    under_way, step, seen = own._pass, own.step, []
 
     def noted() -> bool:
-        seen.append((audit._pass, rid in core.requests and core.requests[rid].finished()))
+        seen.append((own._pass, rid in core.requests and core.requests[rid].finished()))
         return step()
 
-    audit.step = noted
+    own.step = noted
     rid = core.submit(OTHER, 16)
     core.run()
     assert all(finished for _, finished in seen), "an audit ran beside a request"
@@ -393,6 +394,47 @@ def test_a_share_of_nothing_and_experts_are_not_audited(models: None) -> None:
 
 def test_the_default_is_small() -> None:
     assert 0 < HcConfig().audit <= 0.01
+
+
+def limits() -> list[tuple[int, int]]:
+    """Samples that wait, and blocks skipped, at each limit and beyond it."""
+    core = server("kv", *ALL)
+    rid = core.submit(PROMPT, 1)
+    core.run()
+    core.settle()
+    tree, req, path = core.tree, core.requests[rid], path_of(core, PROMPT)
+    found = []
+
+    def sample(times: int, **settings: float) -> None:
+        before = {name: getattr(audit, name) for name in settings}
+        for name, value in settings.items():
+            setattr(audit, name, value)
+        tree.tiers.restorer.counters.clear()
+        for _ in range(times):
+            tree.audit.restored(req, path, 0, 200)
+        counts = tree.tiers.counts()
+        found.append((tree.audit.waiting, counts.get("audit_skipped_blocks", 0)))
+        tree.audit.clear()
+        for name, value in before.items():
+            setattr(audit, name, value)
+
+    sample(MOST_SAMPLES, PINNED_SHARE=1)
+    sample(MOST_SAMPLES + 1, PINNED_SHARE=1)
+    sample(1, MOST_TOKENS=256)
+    sample(1, MOST_TOKENS=255)
+    sample(1, PINNED_SHARE=4 / tree.tiers.host.num_slots)
+    sample(1, PINNED_SHARE=3 / tree.tiers.host.num_slots)
+    sample(2, PINNED_SHARE=8 / tree.tiers.host.num_slots)
+    sample(2, PINNED_SHARE=7 / tree.tiers.host.num_slots)
+    core.settle()
+    return found
+
+
+def test_samples_are_bounded(models: None) -> None:
+    """The newest ones stay."""
+    assert run_in_child(limits) == [
+        (MOST_SAMPLES, 0), (MOST_SAMPLES, 4), (1, 0), (1, 1), (1, 0), (1, 1), (2, 0), (1, 4),
+    ]  # fmt: skip
 
 
 def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:

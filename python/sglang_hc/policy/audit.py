@@ -23,8 +23,8 @@ MOST_TOKENS = 8192
 MOST_SAMPLES = 16
 """Restorations that may wait for their audit."""
 
-PINNED_SHARE = 1 / 16
-"""Share of the host tier's slots that they may hold."""
+PINNED_SHARE = 1 / 32
+"""Share of the host tier's slots that they may hold; one that is being audited as much again."""
 
 WIDEST = 0.5
 """No bound is wider: states of other tokens differ by about the largest magnitude."""

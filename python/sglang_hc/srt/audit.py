@@ -187,6 +187,7 @@ class Audit:
             if slots is None:
                 self._give_up(sample)
             else:
+                tree.compute_stream.will_read(slots)
                 self._pass = _Pass(sample, torch.from_numpy(tokens), slots)
 
     def _advance(self, audit: _Pass) -> None:
