@@ -128,6 +128,7 @@ HOOKS: dict[str, Place | Tokenizer] = {
     "hooks.arrange": Place(),
     "hooks.internal_state": Place(),
     "hooks.adapter_fits": Place(),
+    "hooks.sleep_on_idle": Place(),
     "meeting.add_one_req": Place(_give_up),
     "meeting.add_chunked_req": Place(_give_up),
     "preemption.preempt_to_schedule": Place(_give_up),

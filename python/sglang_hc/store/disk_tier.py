@@ -262,16 +262,13 @@ class DiskTier:
         self._distrusted.add(node.block_id)
         client = Namespace.of(node.namespace).client.pack()
         what = Forgetting(client, b"".join(one.tokens for one in node.path()))
-        self._erase_at_last(what, [one.block_id for one in node.branch()])
-
-    def _erase_at_last(self, what: Forgetting, block_ids: Sequence[bytes]) -> None:
-        """As `erase`, and again when the I/O process was lost meanwhile."""
+        names = [one.block_id for one in node.branch()]
 
         def ended(done: Sequence[BlockDone]) -> None:
-            if any(one.outcome is Outcome.LOST for one in done):
-                self._erase_at_last(what, block_ids)
+            if any(one.outcome is Outcome.LOST for one in done):  # with the I/O process: again
+                self.erase(what, names, ended)
 
-        self.erase(what, block_ids, ended)
+        self.erase(what, names, ended)
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """A prefix path was used, wherever it was served from; identities in path order."""

@@ -151,23 +151,6 @@ def test_clear_is_at_once(io: Io) -> None:
     assert io.blocks.contains(names(blocks)) == 1
 
 
-def test_removed_blocks_stay_away_after_a_loss_and_after_a_restart(tmp_path: Path) -> None:
-    """The process is lost before it has removed them; the next one is told again."""
-    io = open_io("process", MEMORY, disk_spec(tmp_path))
-    blocks = make_path(4)
-    save(io, blocks)
-    os.kill(pid_of(io), signal.SIGSTOP)
-    io.blocks.remove(names(blocks)[2:])
-    assert io.blocks.contains(names(blocks)) == 2, "at once"
-    os.kill(pid_of(io), signal.SIGKILL)
-    until(lambda: io.counts["io_restarts"] == 1, io)
-    save(io, make_path(1, seed=9))  # which is taken after the removal
-    close(io)
-    io = open_io("process", MEMORY, disk_spec(tmp_path))
-    assert [io.blocks.contains([name]) for name in names(blocks)] == [1, 1, 0, 0]
-    close(io)
-
-
 def test_a_new_process_knows_what_the_last_one_wrote(tmp_path: Path) -> None:
     blocks = make_path(5)
     for _ in range(2):
