@@ -28,6 +28,7 @@ class Pass:
         self.waited = False
         tree: Any = SimpleNamespace(
             tiers=SimpleNamespace(queue=SimpleNamespace(meetings=self), restorer=self, disk=self),
+            audit=None,
             early=SimpleNamespace(drop_before=lambda head: None, hand_over=dict),
             allocate=torch.arange,
             promise=lambda req, nodes, slots, *_: (slots, None),
