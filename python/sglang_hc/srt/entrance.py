@@ -35,12 +35,12 @@ from sglang_hc.srt.namespaces import ClientKey
 from sglang_hc.srt.overflow import accept_cut
 from sglang_hc.srt.scheduler import TREE
 from sglang_hc.srt.server_args import config_of
-from sglang_hc.tree.namespaces import Namespace
+from sglang_hc.tree.namespaces import MAX_KEY_BYTES, Namespace
 
 logger = logging.getLogger(__name__)
 
-MOST_NAME_BYTES = 1024
-"""UTF-8 bytes of a key, a salt or a name that a client chooses."""
+MOST_NAME_BYTES = MAX_KEY_BYTES
+"""UTF-8 bytes of a name that a client chooses: as many as of a key or a salt."""
 
 MOST_NAMESPACE_BYTES = 8 * MOST_NAME_BYTES
 """UTF-8 bytes of a namespace in the scheduler: salt, key, adapter and cut, and how they are packed.
