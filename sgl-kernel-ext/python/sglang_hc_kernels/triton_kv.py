@@ -235,7 +235,8 @@ def epilogue_arguments(
     rotary, norm, bias = epilogue.rotary, epilogue.k_norm, epilogue.bias
     pairs = (rotary.dim if rotary else dk) // 2
     rest = dk - 2 * pairs
-    # An absent tensor still needs a pointer; any will do, the kernel does not read it.
+    # An absent tensor still needs a pointer; any will do, the kernel does not read it. Its sizes
+    # are always the same, because Triton compiles a kernel for each kind of number.
     cache = rotary.cos_sin_cache if rotary else like
 
     def block(size: int) -> int:
@@ -247,8 +248,8 @@ def epilogue_arguments(
         "norm_weight": like if norm is None else norm.weight.contiguous(),
         "eps": 0.0 if norm is None else float(norm.eps),
         "cache": cache,
-        "cache_rows": cache.shape[0],
-        "cache_stride": cache.stride(0),
+        "cache_rows": cache.shape[0] if rotary else 0,
+        "cache_stride": cache.stride(0) if rotary else 0,
         "positions": positions,
         "slots": slots,
         "k_pool": k_pool,
