@@ -55,7 +55,10 @@ class Erasures:
         ended: Ended,
     ) -> None:
         """See `DiskTier.erase`. writes: tickets that must have ended before."""
-        self._asked[ticket] = _Erasure(what, block_ids, ended, writes, now + ERASE_S)
+        erasure = _Erasure(what, block_ids, ended, writes, now + ERASE_S)
+        self._asked[ticket] = erasure
+        if not writes:
+            self._begin(ticket, erasure)
 
     def take(self, done: BlockDone) -> bool:
         """Whether this is the answer of a tier that erased."""
@@ -80,8 +83,11 @@ class Erasures:
             if erasure.left is None:
                 erasure.writes.intersection_update(writing)
                 if not erasure.writes:
-                    erasure.left = self._io.erase(ticket, erasure.what, erasure.block_ids)
-                    self._io.flush()
+                    self._begin(ticket, erasure)
             elif not erasure.left:
                 del self._asked[ticket]
                 erasure.ended(erasure.answers)
+
+    def _begin(self, ticket: int, erasure: _Erasure) -> None:
+        erasure.left = self._io.erase(ticket, erasure.what, erasure.block_ids)
+        self._io.flush()
