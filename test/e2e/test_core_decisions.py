@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.tree.namespaces import client_namespace
 from support.core import Core, Reply, run_in_child
 from support.profiles import cost_model, write
 
@@ -151,7 +152,7 @@ def tree_changes(form: str, profile: str) -> tuple[list[int], Reply, dict, int]:
         parts = [b[i] for i in range(pool.layer_num) for b in (pool.k_buffer, pool.v_buffer)]
         for part, saved in zip(parts, rows, strict=True):
             part[others] = saved
-        key = RadixKey(array("q", prompt[:64]), "evicted")
+        key = RadixKey(array("q", prompt[:64]), client_namespace(None, "evicted"))
         tree.insert(InsertParams(key=key, value=others))
         tree.allocate = allocate
         return slots

@@ -185,6 +185,8 @@ def orphaned() -> tuple[int, float]:
         extra_key=None,
         last_node=tree.root_node,
         host_hit_length=200,
+        retracted_stain=False,
+        lora_id=None,
     )
     key = RadixKey(req.full_untruncated_fill_ids, None)
     tree.match_prefix(MatchPrefixParams(key=key, req=req))  # as SGLang does before it admits

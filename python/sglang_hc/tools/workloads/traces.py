@@ -178,7 +178,9 @@ def _of_text(reader: Reader) -> Reader:
     def read(path: Path) -> Iterator[TraceSession]:
         try:
             yield from reader(path)
-        except (UnicodeDecodeError, csv.Error) as error:
+        except UnicodeDecodeError:
+            raise TraceError(f"{path}: not a UTF-8 text file") from None
+        except csv.Error as error:
             raise TraceError(f"{path}: not a trace of this format ({error})") from None
 
     return read
