@@ -140,6 +140,8 @@ def check_tokenized(original: Callable[..., Any], self: Any, *args: Any, **kwarg
         return original(self, *args, **kwargs)
     try:
         made = original(self, *args, **kwargs)
+        if isinstance(getattr(made, "extra_key", None), ClientKey):
+            made.extra_key = str(made.extra_key)  # SGLang's wire knows plain strings
         small = copy.copy(made)
         for name, value in _BULK.items():
             if hasattr(small, name):
