@@ -57,7 +57,7 @@ test: lint models
 	$(PYTEST) -m "server and not slow" $(TWO) test
 
 test-fast: setup
-	$(PYTEST) -m "not slow and not server" $(TWO) --ignore test/e2e test
+	$(PYTEST) -m "not slow and not server" $(TWO) --ignore test/e2e --ignore test/fuzz test
 
 lint: setup
 	$(BIN)/ruff check $(CODE)
