@@ -22,11 +22,10 @@ def adapter(seed: int) -> SimpleNamespace:
     )
 
 
-def scheduler(smg: bool = False, **adapters: SimpleNamespace) -> Any:
+def scheduler(**adapters: SimpleNamespace) -> Any:
     manager = SimpleNamespace(loras=adapters)
     runner = SimpleNamespace(lora_manager=manager, **{TREE: object()})
-    args = SimpleNamespace(smg_grpc_mode=smg)
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), server_args=args)
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
 
 
 def completed(key: str | None, lora: str | None = None, self: Any = None) -> Namespace:
@@ -51,8 +50,6 @@ def test_what_the_tokenizer_packed_stays() -> None:
 
 def test_what_no_hook_packed_is_a_key() -> None:
     assert completed("acme") == Namespace(key="acme")
-    packed = client_namespace("acme", None)
-    assert completed(packed, self=scheduler(smg=True)) == Namespace(key=packed)
     assert completed("\ud800").hashed is not None and completed("x" * 5000).hashed is not None
 
 

@@ -69,7 +69,7 @@ def pack_key(self: Any, obj: Any, input_ids: list[int] | None) -> None:
 def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE Scheduler._add_request_to_queue, where no prefix has been looked for yet.
 
-    A key that came past the tokenizer's hooks is the client's `extra_key`, whatever it says.
+    A key that no hook has packed is the client's `extra_key`, whatever it says.
     """
     runner = self.tp_worker.model_runner
     if getattr(runner, TREE, None) is None or hasattr(req, _NAMED):
@@ -78,10 +78,8 @@ def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     key, lora = req.extra_key, req.lora_id
     if lora is not None and key is not None:  # SGLang appended it
         key = key.removesuffix(lora) or None
-    unchecked = self.server_args.smg_grpc_mode and key is not None
-    client = Namespace.of_key(key) if unchecked else Namespace.of(key)
     adapter = None if lora is None else _digest_of(runner, lora)
-    req.extra_key = client._replace(adapter=adapter).pack()
+    req.extra_key = Namespace.of(key)._replace(adapter=adapter).pack()
     keeps_state(req)  # while the request still has its inputs
 
 

@@ -28,6 +28,8 @@ class OwnScheduler:
         """All requests that were queued, with whose last pass is being looked at."""
         scheduler: Any = self._scheduler()
         batches = [scheduler.running_batch, scheduler.last_batch]
+        if scheduler.ps.pp_size > 1:
+            batches = [*scheduler.running_mbs, *scheduler.mbs]
         batches += [batch for batch, *_ in getattr(scheduler, "result_queue", ())]
         found = [*scheduler.waiting_queue]
         found += [req for batch in batches if batch is not None for req in batch.reqs]
@@ -50,13 +52,9 @@ class OwnScheduler:
 
     def has_another(self, req: Any) -> bool:
         """Whether another request with the `rid` of this one waits or runs."""
-        scheduler: Any = self._scheduler()
-        batches = [scheduler.running_batch, scheduler.last_batch]
-        if scheduler.ps.pp_size > 1:
-            batches = [*scheduler.running_mbs, *scheduler.mbs]
-        alive = [one for batch in batches if batch is not None for one in batch.reqs]
-        alive += [*scheduler.waiting_queue, *filter(None, [scheduler.chunked_req])]
-        return any(one is not req and one.rid == req.rid and not one.finished() for one in alive)
+        return any(
+            one is not req and one.rid == req.rid and not one.finished() for one in self.requests
+        )
 
     @property
     def draft_runner(self) -> Any:
