@@ -49,6 +49,7 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk_tier import DiskTier, LayerDisk
 from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
 from sglang_hc.store.process.messages import DiskSpec
@@ -164,9 +165,10 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
     disk = None
     if config.disk:
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        scrub = int(config.scrub_mb_s * 1e6)
-        folders = directories(config, place_of(runner))
-        disk = DiskSpec(folders, sizes.fingerprint, label, scrub, config.ttl or None)
+        place = place_of(runner)
+        part = fingerprint_of_part(sizes.fingerprint, place.part) if place.part else WHOLE
+        folders = directories(config, place)
+        disk = DiskSpec(folders, sizes.fingerprint, label, part, config.ttl or None)
     try:
         io = open_io(config.io, memory, disk)
     except DirectoryError as error:

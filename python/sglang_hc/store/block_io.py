@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk.format import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 

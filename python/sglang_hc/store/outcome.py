@@ -9,7 +9,7 @@ class Outcome(enum.Enum):
     """The answer to a read or a write of one block. The value is the end of the metric's name.
 
     Only after OK does a read's slot hold the block; after any other answer the slot holds nothing
-    that may be used. Only after OK does a written block survive a crash.
+    that may be used. Only after OK does a written block survive the end of the process.
     """
 
     STUCK = "stuck"  # it was given up, and may touch its slot at any later time

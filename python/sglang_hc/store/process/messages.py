@@ -32,13 +32,13 @@ class DiskSpec:
     directories: tuple[DirectorySpec, ...]
     fingerprint: bytes
     label: str
-    scrub_bytes_per_s: int
+    part: bytes
     ttl_s: float | None = None
 
     def open(self, layout: BlockLayout) -> DiskStore:
         """Raises DirectoryError with a message for users."""
-        model = StoredModel.of(layout.chunks(), self.fingerprint, self.label)
-        upkeep = Upkeep(self.ttl_s, self.scrub_bytes_per_s)
+        model = StoredModel.of(layout.chunks(), self.fingerprint, self.label, self.part)
+        upkeep = Upkeep(self.ttl_s)
         return DiskStore.open(self.directories, model, upkeep)
 
 

@@ -1,0 +1,91 @@
+"""Where the files of blocks lie in a directory, and what a look at their names tells.
+
+    FOLDER/format                         version of all that lies here
+    FOLDER/PART-SIZE/label                of the model, for people
+    FOLDER/PART-SIZE/a/b/IDENTITY         one block; a and b: the first digits of its identity
+    FOLDER/gone-N/                        what was cleared and is being removed
+
+PART names model, weights, plan and part of a block; SIZE is that of each of its files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from sglang_hc.store.disk.format import ID_BYTES, WHOLE, StoredModel
+
+FOLDER = "sglang-hc"
+FORMAT_NAME = "format"
+LABEL_NAME = "label"
+GONE = "gone-"
+_DIGITS = "0123456789abcdef"
+_BLOCK = re.compile(rf"[{_DIGITS}]{{{2 * ID_BYTES}}}")
+_MODEL = re.compile(rf"[{_DIGITS}]{{{4 * ID_BYTES}}}-([0-9]{{1,18}})")
+
+
+class ModelFolder(NamedTuple):
+    """Where the blocks of one model, or of one part of them, lie. file_bytes: of each."""
+
+    path: str
+    file_bytes: int
+
+    def block_path(self, block_id: bytes) -> str:
+        """Of a block's file, whether it is there or not."""
+        name = block_id.hex()
+        return f"{self.path}/{name[0]}/{name[1]}/{name}"
+
+    def leaves(self) -> Iterator[str]:
+        """The folders with files in them."""
+        for first in _DIGITS:
+            for second in _DIGITS:
+                yield f"{self.path}/{first}/{second}"
+
+    def block_ids(self) -> Iterator[bytes]:
+        """All that are here by their names. Reads no file."""
+        for leaf in self.leaves():
+            with suppress(FileNotFoundError):
+                yield from map(bytes.fromhex, filter(_BLOCK.fullmatch, os.listdir(leaf)))
+
+    def uses(self) -> Iterator[tuple[bytes, int]]:
+        """All that are here, and when each was used last, in ns since 1970."""
+        for leaf in self.leaves():
+            with suppress(FileNotFoundError), os.scandir(leaf) as entries:
+                for entry in filter(_is_block, entries):
+                    with suppress(FileNotFoundError):
+                        yield bytes.fromhex(entry.name), entry.stat().st_mtime_ns
+
+
+def _is_block(entry: os.DirEntry[str]) -> bool:
+    return _BLOCK.fullmatch(entry.name) is not None
+
+
+def store_root(path: str) -> str:
+    """The folder of the store in a directory that a user names."""
+    return os.path.join(path, FOLDER)
+
+
+def folder_of(root: str, model: StoredModel) -> ModelFolder:
+    """Where a model's blocks lie, whether any are there or not."""
+    part = (model.fingerprint + model.part).hex()
+    return ModelFolder(os.path.join(root, f"{part}-{model.file_bytes}"), model.file_bytes)
+
+
+def model_folders(root: str) -> list[ModelFolder]:
+    """Those of all models in a directory. Raises OSError."""
+    found = ((name, _MODEL.fullmatch(name)) for name in sorted(os.listdir(root)))
+    return [ModelFolder(os.path.join(root, name), int(match[1])) for name, match in found if match]
+
+
+def fingerprint_of(folder: ModelFolder) -> tuple[bytes, bytes]:
+    """(fingerprint, part) that the name of a folder says."""
+    raw = bytes.fromhex(os.path.basename(folder.path).partition("-")[0])
+    return raw[:ID_BYTES], raw[ID_BYTES:] or WHOLE
+
+
+def cleared_folders(root: str) -> list[str]:
+    """What was cleared and is not removed yet. Raises OSError."""
+    return [os.path.join(root, name) for name in os.listdir(root) if name.startswith(GONE)]

@@ -1,0 +1,166 @@
+"""What servers share that have one directory open: the bytes that its files take, and who they are.
+
+    lock            held for microseconds by whoever makes room or takes it; text: bytes taken
+    servers/NAME    locked by a server as long as it lives
+    new/NAME-N-SIZE a block that a server is writing, and the bytes that it counts for
+
+A lock belongs to a process and ends with it, so that nobody has to find out who is dead: what a
+server was writing when it ended is removed, and counted no more, by the next that looks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from sglang_hc.store.disk.backend import DIRECTORY_MODE, FILE_MODE
+
+LOCK_NAME = "lock"
+SERVERS = "servers"
+NEW = "new"
+_NUMBER_BYTES = 20
+
+
+class Ledger:
+    """Bytes that the files of a directory take, those being written included. Thread-safe.
+
+    What is removed by hand stays in the number until somebody counts; what is wrong in it costs
+    room, or a count of all files, and never a block.
+    """
+
+    def __init__(self, root: str) -> None:
+        """Raises OSError."""
+        path = os.path.join(root, LOCK_NAME)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._mine = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other thread and no other server is in here. Raises OSError."""
+        with self._mine:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @property
+    def used(self) -> int | None:
+        """Bytes taken; None where that has to be counted. Only while held. Raises OSError."""
+        text = os.pread(self._file, _NUMBER_BYTES + 1, 0)
+        return int(text) if text.isdigit() and len(text) == _NUMBER_BYTES else None
+
+    @used.setter
+    def used(self, size: int) -> None:
+        os.pwrite(self._file, b"%0*d" % (_NUMBER_BYTES, max(0, size)), 0)
+
+    def give_back(self, size: int) -> None:
+        """So many bytes are free again. Raises OSError."""
+        with self.held():
+            used = self.used
+            if used is not None:
+                self.used = used - size
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Membership:
+    """This server among those that have a directory open.
+
+    name: in this directory, of no other server. alone: whether there was no other when it was last
+    looked.
+    """
+
+    def __init__(self, root: str, ledger: Ledger) -> None:
+        """Raises OSError."""
+        self._root = root
+        self._ledger = ledger
+        self.alone = True
+        for folder in (SERVERS, NEW):
+            with suppress(FileExistsError):
+                os.mkdir(os.path.join(root, folder), DIRECTORY_MODE)
+        with ledger.held():  # nobody may find the file before it is locked
+            self.name = f"{os.getpid()}-{os.urandom(4).hex()}"
+            self._path = os.path.join(root, SERVERS, self.name)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._file = os.open(self._path, flags, FILE_MODE)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def look(self) -> None:
+        """See who is there, and remove what those left behind that are not. Raises OSError."""
+        with self._ledger.held():
+            self.alone = True
+            living = {self.name}
+            for name in os.listdir(os.path.join(self._root, SERVERS)):
+                if name != self.name and _lives(os.path.join(self._root, SERVERS, name)):
+                    living.add(name)
+                    self.alone = False
+            self._remove_unfinished(living)
+
+    def _remove_unfinished(self, living: set[str]) -> None:
+        folder, freed = os.path.join(self._root, NEW), 0
+        for name in os.listdir(folder):
+            server, _, size = _parts(name)
+            if server not in living:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+                    freed += size
+        used = self._ledger.used
+        if freed and used is not None:
+            self._ledger.used = used - freed
+
+    def path_of(self, number: int, size: int) -> str:
+        """Of a file that this server is writing."""
+        return os.path.join(self._root, NEW, f"{self.name}-{number}-{size}")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.unlink(self._path)
+        os.close(self._file)
+
+
+def living_servers(root: str) -> list[str]:
+    """Process ids, as their hosts know them, of the servers that have a directory open."""
+    folder = os.path.join(root, SERVERS)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [name.partition("-")[0] for name in names if _is_locked(os.path.join(folder, name))]
+
+
+def unfinished_bytes(root: str) -> int:
+    """That blocks count for that are being written."""
+    return sum(_parts(name)[2] for name in os.listdir(os.path.join(root, NEW)))
+
+
+def _parts(name: str) -> tuple[str, int, int]:
+    """(server, number, size) of a file in `new`; zeros for a name that no server gave."""
+    server, _, rest = name.rpartition("-")[0].rpartition("-")
+    size = name.rpartition("-")[2]
+    whole = rest.isdecimal() and size.isdecimal()
+    return (server, int(rest), int(size)) if whole else ("", 0, 0)
+
+
+def _lives(path: str) -> bool:
+    """Whether a server's file is locked; removed where it is not. While the ledger is held."""
+    if _is_locked(path):
+        return True
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return False
+
+
+def _is_locked(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
