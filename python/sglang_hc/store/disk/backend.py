@@ -60,6 +60,10 @@ class DirectBackend:
         """Make a new file, for reading and writing; fails if it is there."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
+    def reuse(self, path: str) -> File:
+        """Open a file that is there for writing over it."""
+        return self._open(path, os.O_RDWR)
+
     def _open(self, path: str, flags: int) -> File:
         flags |= os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
         return DirectFile(os.open(path, flags, FILE_MODE))

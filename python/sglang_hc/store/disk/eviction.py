@@ -1,54 +1,43 @@
-"""Making room in a directory: old blocks go, of whichever model and whichever server stored them.
+"""Room for one more file in a directory, and what goes for it.
 
-Blocks that no waiting request needs are evicted first, the least recently used before others. When
-every block is needed, the one that is needed last goes first (AttentionStore section 3.3.2). Other
+Where a block has to go, its file stays: it gets another name and is written over. File systems are
+slow at making and removing files, and slower at making some where others have just gone. Other
 servers may have used a block: its file says so, and is asked before it goes.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.folders import ModelFolder, model_folders
+from sglang_hc.store.disk.folders import model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
+from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
 logger = logging.getLogger(__name__)
 
-BATCH_SHARE = 64
-"""Part of the budget that is evicted at once, or one block where that is more."""
 
-BATCH_BLOCKS = 64
-"""Most blocks that are evicted at once: other servers wait for the lock meanwhile."""
+class Room(enum.Enum):
+    """Where there is room for one more file."""
 
-_PAGE = 1024
-"""Of the longest unused blocks, how many are put in the order of their uses."""
-
-
-class _Victim(NamedTuple):
-    """used: in ns since 1970, as far as known here."""
-
-    used: int
-    folder: ModelFolder
-    block_id: bytes
+    NEW = "new"  # on the disk: the file is to be made
+    REUSED = "reused"  # in the file of a block that was evicted, which is to be written over
+    NONE = "none"  # nowhere: nothing can go
 
 
 class Evictor:
-    """Frees bytes of one directory.
+    """Makes room in one directory.
 
-    uses: when waiting requests will use blocks, see `DiskStore.expect`; changed by its owner.
     limit: bytes that the files may take: the budget, or less where the disk has no room for it.
     """
 
-    def __init__(self, directory: Directory, uses: Mapping[bytes, float]) -> None:
+    def __init__(self, directory: Directory, uses: dict[bytes, float]) -> None:
+        """uses: see `Victims`."""
         self._directory = directory
-        self._uses = uses
-        self._foreign: deque[_Victim] | None = None
-        """Blocks of other models and other parts, the oldest first; None before they are needed."""
+        self._size = directory.folder.file_bytes
+        self._victims = Victims(directory, uses)
         self._doubts = False
         """Files are gone that this server alone would have removed: the ledger counts them."""
         self.limit = directory.budget
@@ -67,38 +56,39 @@ class Evictor:
                 directory.root, self.limit / 1e9, directory.budget / 1e9,
             )  # fmt: skip
 
-    def reserve(self, size: int) -> bool:
-        """Take room for a file of so many bytes, and evict what must go for it. False when nothing
-        can go. Raises OSError."""
-        ledger = self._directory.ledger
-        with self._directory.making_room, ledger.held():
+    def take(self, path: str) -> Room:
+        """Take room for a file; `path` is where that of an evicted block is then. Raises
+        OSError."""
+        directory = self._directory
+        with directory.making_room, directory.ledger.held():
             used = self._used()
-            if used + size > self.limit:
-                batch = min(self.limit // BATCH_SHARE, BATCH_BLOCKS * size)
-                used -= self._evict(max(used + size - self.limit, batch))
-                if used + size > self.limit or self._doubts:
-                    used = self._count_files()
-            fits = used + size <= self.limit
-            ledger.used = used + size * fits
-            return fits
+            while used + self._size > self.limit:
+                victim = self._victims.next()
+                if victim is None:
+                    directory.ledger.used = self._count_files()
+                    return Room.NONE
+                fits = victim.folder.file_bytes == self._size and used <= self.limit
+                if fits and self._take_file(victim, path):
+                    directory.ledger.used = used
+                    return Room.REUSED
+                if not fits:
+                    used -= self._remove(victim)
+            directory.ledger.used = used + self._size
+            return Room.NEW
 
-    def disk_is_full(self, size: int) -> bool:
-        """The disk has no room for a file although the limit has: take less from now on, and evict.
-        Whether that gave room. The file's own room is given back. Raises OSError."""
-        ledger = self._directory.ledger
-        with self._directory.making_room, ledger.held():
-            used = self._used() - size
-            if self.limit == self._directory.budget:
-                logger.warning("%s: the disk is full; older blocks go", self._directory.root)
+    def disk_is_full(self) -> None:
+        """The disk had no room for a file although the limit has. The room that was taken is given
+        back, and less is taken from now on. Raises OSError."""
+        directory = self._directory
+        with directory.making_room, directory.ledger.held():
+            directory.ledger.used = used = self._used() - self._size
+            if self.limit == directory.budget:
+                logger.warning("%s: the disk is full; older blocks go", directory.root)
             self.limit = min(self.limit, used)
-            freed = self._evict(min(max(size, used // BATCH_SHARE), BATCH_BLOCKS * size))
-            ledger.used = used - freed
-            return freed > 0
 
     def look_for_room(self) -> None:
         """The disk may have got more room, or less. Raises OSError."""
-        ledger = self._directory.ledger
-        with ledger.held():
+        with self._directory.ledger.held():
             used = self._used()
         self.limit = self._room(used)
 
@@ -108,20 +98,20 @@ class Evictor:
         directory = self._directory
         directory.learn_uses()
         directory.note_touches()
-        freed = directory.folder.file_bytes
+        freed = self._size
         while freed:
-            oldest = (_Victim(u, directory.folder, name) for name, u in directory.oldest(_PAGE))
+            oldest = [Victim(u, directory.folder, name) for name, u in directory.oldest(PAGE)]
             with directory.making_room, directory.ledger.held():
                 used = self._used()
                 freed = sum(self._remove(victim) for victim in oldest if victim.used < before)
                 directory.ledger.used = used - freed
-            directory.count("expired_blocks", freed // directory.folder.file_bytes)
+            directory.count("expired_blocks", freed // self._size)
 
     # -- while the ledger is held ----------------------------------------------------------------
 
     def _used(self) -> int:
         used = self._directory.ledger.used
-        return self._count_files() if used is None else used
+        return self._count_files() if used is None or self._doubts else used
 
     def _count_files(self) -> int:
         """Bytes that all files take, by a look at their names."""
@@ -135,76 +125,50 @@ class Evictor:
         disk = os.statvfs(self._directory.root)
         return min(self._directory.budget, used + disk.f_bavail * disk.f_frsize)
 
-    def _evict(self, wanted: int) -> int:
-        """Evict until so many bytes are free. Returns how many are; fewer when nothing more can
-        go."""
-        directory = self._directory
-        directory.learn_uses()
-        directory.note_touches()
-        freed = 0
-        needed: list[_Victim] = []
-        for victim in self._oldest():
-            if victim.block_id in self._uses:
-                needed.append(victim)
-            else:
-                freed += self._remove(victim)
-            if freed >= wanted:
-                break
-        for victim in sorted(needed, key=self._use, reverse=True):
-            if freed >= wanted:
-                break
-            freed += self._remove(victim)
-        directory.count("evicted_blocks", -(-freed // directory.folder.file_bytes))
-        return freed
-
-    def _oldest(self) -> Iterator[_Victim]:
-        """All blocks that are known here, about the longest unused first."""
-        if self._foreign is None:
-            self._foreign = self._find_foreign()
-        for victim in self._own():
-            while self._foreign and self._foreign[0] < victim:
-                yield self._foreign.popleft()
-            yield victim
-        while self._foreign:
-            yield self._foreign.popleft()
-        self._foreign = None  # others may have stored more; looked for when they are needed
-
-    def _own(self) -> Iterator[_Victim]:
-        directory, count = self._directory, _PAGE
-        given: set[bytes] = set()
-        while True:
-            page = [one for one in directory.oldest(count) if one[0] not in given]
-            if not page:
-                return
-            yield from sorted(_Victim(used, directory.folder, name) for name, used in page)
-            given.update(name for name, _ in page)
-            count *= 8
-
-    def _remove(self, victim: _Victim) -> int:
-        """Remove a block, unless somebody else used it since. Returns the bytes that are free."""
-        directory = self._directory
-        path = victim.folder.block_path(victim.block_id)
-        mine = victim.folder == directory.folder
+    def _take_file(self, victim: Victim, path: str) -> bool:
+        """Evict a block and leave its file at `path`. False when it is not there to go."""
+        if not self._may_go(victim):
+            return False
         try:
-            if not directory.membership.alone and mine:
-                used = directory.backend.last_use(path)
-                if used > victim.used:
-                    directory.used_elsewhere(victim.block_id, used)
-                    return 0
-            directory.backend.unlink(path)
+            self._directory.backend.rename(victim.path, path)
         except FileNotFoundError:
-            self._doubts = self._doubts or directory.membership.alone
-            freed = 0
-        else:
-            freed = victim.folder.file_bytes
-        if mine:
-            directory.forget(victim.block_id)
-        return freed
+            return self._is_gone(victim)
+        return self._has_gone(victim)
 
-    def _find_foreign(self) -> deque[_Victim]:
+    def _remove(self, victim: Victim) -> int:
+        """Evict a block and remove its file. Returns the bytes that are free."""
+        if not self._may_go(victim):
+            return 0
+        try:
+            self._directory.backend.unlink(victim.path)
+        except FileNotFoundError:
+            self._is_gone(victim)
+            return 0
+        self._has_gone(victim)
+        return victim.folder.file_bytes
+
+    def _may_go(self, victim: Victim) -> bool:
+        """Whether no other server has used a block since."""
         directory = self._directory
-        folders = [one for one in model_folders(directory.root) if one != directory.folder]
-        return deque(sorted(_Victim(used, f, name) for f in folders for name, used in f.uses()))
+        if directory.membership.alone or victim.folder != directory.folder:
+            return True
+        try:
+            used = directory.backend.last_use(victim.path)
+        except FileNotFoundError:
+            return self._is_gone(victim)
+        if used > victim.used:
+            directory.used_elsewhere(victim.block_id, used)
+        return used <= victim.used
 
-    def _use(self, victim: _Victim) -> float:
-        return self._uses.get(victim.block_id, 0.0)
+    def _has_gone(self, victim: Victim) -> bool:
+        if victim.folder == self._directory.folder:
+            self._directory.forget(victim.block_id)
+        self._directory.count("evicted_blocks")
+        return True
+
+    def _is_gone(self, victim: Victim) -> bool:
+        """Somebody else has removed a block: False."""
+        self._doubts = self._doubts or self._directory.membership.alone
+        if victim.folder == self._directory.folder:
+            self._directory.forget(victim.block_id)
+        return False

@@ -66,8 +66,8 @@ class BlockReader:
         except _TimedOut:
             return Outcome.TIMED_OUT
         except Damaged as problem:
-            self._drop(block_id, problem)
-            return Outcome.DAMAGED
+            # The file of a block that is evicted while it is read gets other bytes.
+            return Outcome.DAMAGED if self._drop(block_id, problem) else Outcome.MISSING
         except OSError as problem:
             self._drop(block_id, problem)
             directory.io_failed()
@@ -124,15 +124,17 @@ class BlockReader:
             if file.read(buffers, offset) < sum(map(len, buffers)):
                 raise Damaged("the file ends inside the block")
 
-    def _drop(self, block_id: bytes, problem: Exception) -> None:
-        """Remove a block that cannot be served."""
+    def _drop(self, block_id: bytes, problem: Exception) -> bool:
+        """Remove a block that cannot be served. False when it was not there any more."""
         directory = self._directory
-        if directory.forget(block_id):
-            logger.warning("block %s dropped: %r", block_id.hex(), problem)
         try:
-            directory.remove([block_id])
+            there = directory.remove([block_id]) > 0
         except OSError as error:
             logger.warning("block %s cannot be removed: %s", block_id.hex(), error)
+            there = True
+        if there:
+            logger.warning("block %s dropped: %r", block_id.hex(), problem)
+        return there
 
 
 def _pieces(

@@ -16,7 +16,7 @@ import xxhash
 
 from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.eviction import Evictor
+from sglang_hc.store.disk.eviction import Evictor, Room
 from sglang_hc.store.disk.format import Block, BlockHeader
 from sglang_hc.store.outcome import GOOD, Outcome
 
@@ -100,24 +100,15 @@ class BlockWriter:
     def _write_to(
         self, directory: Directory, block: Block, data: memoryview, clearings: int
     ) -> Outcome:
-        evictor, size = self._evictors[directory], directory.model.file_bytes
         used = directory.use_time(block.position)
         try:
             if not directory.membership.alone and directory.find(block.block_id):
                 return Outcome.DUPLICATE
-            if not evictor.reserve(size):
-                return Outcome.NO_SPACE
+            outcome = self._write_file(directory, block, data, used)
         except OSError as error:
             return _failed(directory, error)
-        try:
-            self._write_file(directory, block, data, used)
-        except OSError as error:
-            with suppress(OSError):
-                if error.errno in FULL:
-                    evictor.disk_is_full(size)
-                else:
-                    directory.ledger.give_back(size)
-            return _failed(directory, error)
+        if outcome is not Outcome.OK:
+            return outcome
         directory.io_succeeded()
         with self._lock:
             cleared = clearings != self.clearings
@@ -129,22 +120,42 @@ class BlockWriter:
             return Outcome.DROPPED
         return Outcome.OK
 
-    def _write_file(self, directory: Directory, block: Block, data: memoryview, used: int) -> None:
+    def _write_file(
+        self, directory: Directory, block: Block, data: memoryview, used: int
+    ) -> Outcome:
         """A file with the block in it. Raises OSError, and leaves none then."""
-        model, backend = directory.model, directory.backend
+        model, evictor = directory.model, self._evictors[directory]
         header = BlockHeader.of(block, model, int(directory.clock() * 1e6), data)
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
+        room = evictor.take(path)
+        if room is Room.NONE:
+            return Outcome.NO_SPACE
+        backend = directory.backend
         try:
-            with closing(backend.create(path)) as file:
+            make = backend.create if room is Room.NEW else backend.reuse
+            with closing(make(path)) as file:
                 file.write([page, data[: model.block_bytes]], 0)
             backend.note_use(path, used)
             backend.rename(path, directory.path(block.block_id))
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
-                backend.unlink(path)
+                _give_up(directory, evictor, path, is_full=error.errno in FULL)
             raise
+        return Outcome.OK
+
+
+def _give_up(directory: Directory, evictor: Evictor, path: str, *, is_full: bool) -> None:
+    """Remove what was written of a file, and give its room back. Raises OSError."""
+    try:
+        with suppress(FileNotFoundError):
+            directory.backend.unlink(path)
+    finally:
+        if is_full:
+            evictor.disk_is_full()
+        else:
+            directory.ledger.give_back(directory.model.file_bytes)
 
 
 def _failed(directory: Directory, error: OSError) -> Outcome:
