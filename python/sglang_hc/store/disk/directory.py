@@ -240,13 +240,16 @@ class Directory:
                 self.forget(block_id)
         names = list(found)
         times = np.fromiter(found.values(), dtype=np.int64, count=len(found))
-        for index in np.argsort(-times, kind="stable"):  # the newest first
-            block_id = names[index]
+        newest_first = np.argsort(-times, kind="stable")
+        for block_id in map(names.__getitem__, newest_first.tolist()):
             if self.blocks.get(block_id) == 0:
-                with suppress(KeyError):  # it was removed meanwhile
-                    self.blocks.move_to_end(block_id, last=False)
-                    self.blocks[block_id] = found[block_id]
+                self._put_first(block_id, found[block_id])
         self.knows_uses = True
+
+    def _put_first(self, block_id: bytes, used: int) -> None:
+        with suppress(KeyError):  # it was removed meanwhile
+            self.blocks.move_to_end(block_id, last=False)
+            self.blocks[block_id] = used
 
     def use_time(self, position: int) -> int:
         """When a block is used that is stored now, in ns since 1970: coarse on purpose, and less by

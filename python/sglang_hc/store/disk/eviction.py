@@ -12,7 +12,7 @@ import logging
 import os
 
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.folders import model_folders
+from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
 from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
@@ -47,7 +47,8 @@ class Evictor:
         OSError."""
         directory = self._directory
         with directory.ledger.held():
-            directory.ledger.used = used = self._count_files()
+            own = len(directory.blocks) * self._size
+            directory.ledger.used = used = own + self._count_files(besides=directory.folder)
         self.limit = self._room(used)
         if self.limit < directory.budget:
             logger.warning(
@@ -113,11 +114,12 @@ class Evictor:
         used = self._directory.ledger.used
         return self._count_files() if used is None or self._doubts else used
 
-    def _count_files(self) -> int:
-        """Bytes that all files take, by a look at their names."""
+    def _count_files(self, besides: ModelFolder | None = None) -> int:
+        """Bytes that all files take, by a look at their names. besides: a folder that is counted
+        already."""
         root = self._directory.root
         unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
-        folders = model_folders(root)
+        folders = [one for one in model_folders(root) if one != besides]
         self._doubts = False
         return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
 

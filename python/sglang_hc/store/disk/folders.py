@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from sglang_hc.store.disk.format import ID_BYTES, WHOLE, StoredModel
@@ -48,19 +48,37 @@ class ModelFolder(NamedTuple):
         """All that are here by their names. Reads no file."""
         for leaf in self.leaves():
             with suppress(FileNotFoundError):
-                yield from map(bytes.fromhex, filter(_BLOCK.fullmatch, os.listdir(leaf)))
+                yield from _identities(os.listdir(leaf))
 
     def uses(self) -> Iterator[tuple[bytes, int]]:
         """All that are here, and when each was used last, in ns since 1970."""
         for leaf in self.leaves():
-            with suppress(FileNotFoundError), os.scandir(leaf) as entries:
-                for entry in filter(_is_block, entries):
+            with suppress(FileNotFoundError), _opened(leaf) as place:
+                for block_id in _identities(os.listdir(place)):
                     with suppress(FileNotFoundError):
-                        yield bytes.fromhex(entry.name), entry.stat().st_mtime_ns
+                        found = os.stat(block_id.hex(), dir_fd=place)
+                        yield block_id, found.st_mtime_ns
 
 
-def _is_block(entry: os.DirEntry[str]) -> bool:
-    return _BLOCK.fullmatch(entry.name) is not None
+def _identities(names: list[str]) -> list[bytes]:
+    """Those of the names that are a block's. All at once where all are, as a rule: there may be a
+    million."""
+    digits = "".join(names)
+    if {*map(len, names)} <= {2 * ID_BYTES}:
+        with suppress(ValueError):
+            raw = bytes.fromhex(digits)
+            if raw.hex() == digits:
+                return [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
+    return [bytes.fromhex(name) for name in names if _BLOCK.fullmatch(name)]
+
+
+@contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def store_root(path: str) -> str:
