@@ -4,15 +4,15 @@ scheduler thread.
 Named workloads (all by default, or `--only NAME`):
   write      blocks into a new directory; fio: as many new files
   read       the same blocks, verified; fio: its files again
-  replace    as many blocks again, so that nearly each makes room first; fio: over the same files
+  replace    as many blocks again, most in the place of old ones; fio: over the same files
   scheduler  microseconds on the calling thread of contains, touch and take_changes
 
 The store works as in a server: `DiskThreads` with its readers and writers in each directory and
 O_DIRECT. fio runs psync with O_DIRECT and as many jobs in each directory as the store has threads.
 Both have one file for each block, of the same length, which is written and read by one call (the
 store's calls end at 4 MiB), and neither syncs. What the store does besides: it computes a digest of
-every byte, gives each file its name when it is whole, notes its time, and removes old files where
-there is no room; fio opens and closes its files, and in `replace` overwrites them where they lie.
+every byte, gives each file its name when it is whole, and notes its time; in `replace` it chooses
+what goes and renames its file before it writes over it. fio opens and closes its files.
 
 `store_under_way` and `fio_under_way` tell how many reads or writes each directory had on average
 over the time: what is missing to the number of threads is time in which the disk waited. The arms
@@ -54,8 +54,8 @@ from sglang_hc.tools.bench.machine import command
 AGAINST_FIO = ("write", "read", "replace")
 WORKLOADS = (*AGAINST_FIO, "scheduler")
 NO_UPKEEP = Upkeep(background=False)
-SLOTS = 32
-"""Blocks of host memory that pass through each store."""
+SLOTS = 64
+"""Blocks under way: enough that no thread waits while nobody polls."""
 
 
 def layout_of(kib: int) -> BlockLayout:
@@ -81,11 +81,8 @@ class Timed(DirectBackend):
         super().__init__(direct=True)
         self.times: deque[float] = deque()
 
-    def open(self, path: str) -> File:
-        return _TimedFile(super().open(path), self.times)
-
-    def create(self, path: str) -> File:
-        return _TimedFile(super().create(path), self.times)
+    def _open(self, path: str, flags: int) -> File:
+        return _TimedFile(super()._open(path, flags), self.times)
 
 
 class _TimedFile:
@@ -124,12 +121,11 @@ class Served:
         self._layout = layout
         self._pool = HostPool(layout, SLOTS)
         self._pool.bytes[:] = 7
-        self._bell = threading.Event()
         self._directories = len(folders)
         self.counts: Counter[str] = Counter()
         specs = [DirectorySpec(str(folder), files * model.file_bytes) for folder in folders]
         store = DiskStore.open(specs, model, NO_UPKEEP, self._timed)
-        self._io = DiskThreads(store, self._pool, self.counts, self._bell.set)
+        self._io = DiskThreads(store, self._pool, self.counts)
 
     def write(self, blocks: Sequence[Block]) -> Speed:
         end = time.monotonic() + 3600
@@ -158,8 +154,7 @@ class Served:
         while left or taken:
             while left and free and begin(*left[0], free[0]):
                 taken[left.popleft()[0]] = free.popleft()
-            self._bell.wait(1.0)
-            self._bell.clear()
+            time.sleep(0.001)
             for done in self._io.poll():
                 if done.outcome is not Outcome.OK:
                     raise RuntimeError(f"a block was not written or read: {done.outcome}")
