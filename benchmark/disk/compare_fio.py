@@ -39,6 +39,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
@@ -68,9 +70,8 @@ def model_of(layout: BlockLayout) -> StoredModel:
 
 
 def make_blocks(count: int, seed: int) -> list[Block]:
-    """Blocks with random identities; the bytes on disk do not depend on them."""
-    root = seed.to_bytes(8, "big")
-    names = [root + number.to_bytes(8, "big") for number in range(count)]
+    """Blocks whose identities, as those of a server, spread over all folders."""
+    names = [xxhash.xxh3_128_digest(b"%d %d" % (seed, number)) for number in range(count)]
     return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
 
 
