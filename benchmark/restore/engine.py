@@ -21,6 +21,7 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk import DirectorySpec
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.process.messages import DiskSpec
@@ -114,7 +115,7 @@ class Stored:
     def _directory(self, path: str) -> DiskSpec:
         size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
         directory = DirectorySpec(path, size)
-        return DiskSpec((directory,), self.layout.fingerprint(), "restore", 0)
+        return DiskSpec((directory,), self.layout.fingerprint(), "restore", WHOLE)
 
     def history(self, slots: str) -> History:
         """slots: `adjacent`, or `scattered` for neighbours of the path anywhere in the pool."""

@@ -88,8 +88,8 @@ class MeteredBackend(DirectBackend):
         super().__init__()
         self._bucket = bucket
 
-    def open(self, path: str, create: bool = False) -> File:
-        return MeteredFile(super().open(path, create), self._bucket)
+    def open(self, path: str) -> File:
+        return MeteredFile(super().open(path), self._bucket)
 
 
 class MeteredStore:
@@ -149,7 +149,7 @@ class SourceServer:
         shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         self.bucket = Bucket(rate)
-        below = ["--hc-disk", f"{folder}/disk:8", "--hc-scrub-mb-s", "0"]
+        below = ["--hc-disk", f"{folder}/disk:8"]
         if store == "file":
             Path(folder, "file").mkdir(exist_ok=True)
             below = [
