@@ -46,6 +46,14 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
+def make_folders(path: str) -> None:
+    """Make a folder, and those above it, where they are missing. Raises OSError."""
+    if not os.path.isdir(path):
+        make_folders(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(path, DIRECTORY_MODE)
+
+
 class DirectBackend:
     """Files in the operating system's file systems, read and written with O_DIRECT if `direct`."""
 
@@ -74,7 +82,7 @@ class DirectBackend:
         try:
             os.rename(path, target)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(target), DIRECTORY_MODE, exist_ok=True)
+            make_folders(os.path.dirname(target))
             os.rename(path, target)
 
     def unlink(self, path: str) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.backend import FILE_MODE, DirectBackend
 from sglang_hc.store.disk.folders import ModelFolder, folder_of
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.sharing import Ledger, Membership
@@ -90,6 +90,7 @@ class Directory:
         self,
         root: str,
         model: StoredModel,
+        spec: DirectorySpec,
         budget: int,
         backend: DirectBackend,
         sharing: tuple[Ledger, Membership],
@@ -99,6 +100,8 @@ class Directory:
         self.model = model
         self.folder: ModelFolder = folder_of(root, model)
         self.budget = budget
+        self.capacity = budget // self.folder.file_bytes // spec.users
+        """Blocks that fit, where all users have as many."""
         self.backend = backend
         self.ledger, self.membership = sharing
         self.clock = clock
@@ -291,7 +294,8 @@ class Directory:
 
 def write_small(path: str, text: str) -> None:
     """Replace a small file for people, whole or not at all. Raises OSError."""
-    fresh = f"{path}.{os.getpid()}"
-    with open(fresh, "w", encoding="utf-8") as file:
+    fresh = f"{path}.{os.urandom(8).hex()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(fresh, flags, FILE_MODE), "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(fresh, path)

@@ -7,24 +7,17 @@ servers may have used a block: its file says so, and is asked before it goes.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
+from contextlib import suppress
 
+from sglang_hc.store.disk.backend import FULL, File
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.folders import ModelFolder, model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
 from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
 logger = logging.getLogger(__name__)
-
-
-class Room(enum.Enum):
-    """Where there is room for one more file."""
-
-    NEW = "new"  # on the disk: the file is to be made
-    REUSED = "reused"  # in the file of a block that was evicted, which is to be written over
-    NONE = "none"  # nowhere: nothing can go
 
 
 class Evictor:
@@ -57,25 +50,27 @@ class Evictor:
                 directory.root, self.limit / 1e9, directory.budget / 1e9,
             )  # fmt: skip
 
-    def take(self, path: str) -> Room:
-        """Take room for a file; `path` is where that of an evicted block is then. Raises
-        OSError."""
+    def take(self, path: str) -> File | None:
+        """Take room for one more block: the file at `path`, open and to be written over. None where
+        nothing can go for it. Raises OSError, and has taken nothing then."""
         directory = self._directory
         with directory.making_room, directory.ledger.held():
             used = self._used()
-            while used + self._size > self.limit:
+            while True:
+                if used + self._size <= self.limit:
+                    file = self._make_file(path, used)
+                    if file is not None:
+                        return file
+                    continue  # less may be taken now
                 victim = self._victims.next()
                 if victim is None:
                     directory.ledger.used = self._count_files()
-                    return Room.NONE
-                fits = victim.folder.file_bytes == self._size and used <= self.limit
-                if fits and self._take_file(victim, path):
-                    directory.ledger.used = used
-                    return Room.REUSED
-                if not fits:
+                    return None
+                if victim.folder.file_bytes != self._size or used > self.limit:
                     used -= self._remove(victim)
-            directory.ledger.used = used + self._size
-            return Room.NEW
+                    directory.ledger.used = used
+                elif self._take_file(victim, path):
+                    return self._open_again(path, used)
 
     def disk_is_full(self) -> None:
         """The disk had no room for a file although the limit has. The room that was taken is given
@@ -83,9 +78,7 @@ class Evictor:
         directory = self._directory
         with directory.making_room, directory.ledger.held():
             directory.ledger.used = used = self._used() - self._size
-            if self.limit == directory.budget:
-                logger.warning("%s: the disk is full; older blocks go", directory.root)
-            self.limit = min(self.limit, used)
+            self._limit_to(used)
 
     def look_for_room(self) -> None:
         """The disk may have got more room, or less. Raises OSError."""
@@ -127,6 +120,34 @@ class Evictor:
         disk = os.statvfs(self._directory.root)
         return min(self._directory.budget, used + disk.f_bavail * disk.f_frsize)
 
+    def _limit_to(self, used: int) -> None:
+        if self.limit == self._directory.budget:
+            logger.warning("%s: the disk is full; older blocks go", self._directory.root)
+        self.limit = min(self.limit, used)
+
+    def _make_file(self, path: str, used: int) -> File | None:
+        """A new file; None where the disk has no room for it, which lowers the limit."""
+        try:
+            file = self._directory.backend.create(path)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._limit_to(used)
+            return None
+        self._directory.ledger.used = used + self._size
+        return file
+
+    def _open_again(self, path: str, used: int) -> File:
+        """The file of a block that was evicted."""
+        directory = self._directory
+        try:
+            return directory.backend.reuse(path)
+        except OSError:
+            with suppress(OSError):
+                directory.backend.unlink(path)
+            directory.ledger.used = used - self._size
+            raise
+
     def _take_file(self, victim: Victim, path: str) -> bool:
         """Evict a block and leave its file at `path`. False when it is not there to go."""
         if not self._may_go(victim):
@@ -150,15 +171,15 @@ class Evictor:
         return victim.folder.file_bytes
 
     def _may_go(self, victim: Victim) -> bool:
-        """Whether no other server has used a block since."""
+        """Whether no other server, and no other rank, has used a block since."""
         directory = self._directory
-        if directory.membership.alone or victim.folder != directory.folder:
+        if directory.membership.alone and victim.folder == directory.folder:
             return True
         try:
             used = directory.backend.last_use(victim.path)
         except FileNotFoundError:
             return self._is_gone(victim)
-        if used > victim.used:
+        if used > victim.used and victim.folder == directory.folder:
             directory.used_elsewhere(victim.block_id, used)
         return used <= victim.used
 

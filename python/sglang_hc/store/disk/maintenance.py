@@ -53,11 +53,14 @@ class Maintenance:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            try:
-                self.tick()
-            except Exception:
-                self._directory.count("maintenance_errors")
-                logger.exception("disk maintenance failed; trying again")
+            self._tick_or_log()
+
+    def _tick_or_log(self) -> None:
+        try:
+            self.tick()
+        except Exception:
+            self._directory.count("maintenance_errors")
+            logger.exception("disk maintenance failed; trying again")
 
     def tick(self) -> None:
         """One round of everything that is due."""

@@ -65,7 +65,13 @@ def open_directory(opening: Opening) -> Directory:
         os.makedirs(folder.path, DIRECTORY_MODE, exist_ok=True)
         write_small(os.path.join(folder.path, LABEL_NAME), opening.model.label)
         directory = Directory(
-            root, opening.model, budget, backend, (ledger, membership), opening.clock
+            root,
+            opening.model,
+            opening.spec,
+            budget,
+            backend,
+            (ledger, membership),
+            opening.clock,
         )
         held.pop_all()
         return directory

@@ -64,6 +64,11 @@ class Ledger:
             if used is not None:
                 self.used = used - size
 
+    def recount(self) -> None:
+        """The number is wrong: whoever needs it counts. Raises OSError."""
+        with self.held():
+            os.ftruncate(self._file, 0)
+
     def close(self) -> None:
         os.close(self._file)
 
@@ -127,7 +132,8 @@ def living_servers(root: str) -> list[str]:
     """Process ids, as their hosts know them, of the servers that have a directory open."""
     folder = os.path.join(root, SERVERS)
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [name.partition("-")[0] for name in names if _is_locked(os.path.join(folder, name))]
+    living = {name.partition("-")[0] for name in names if _is_locked(os.path.join(folder, name))}
+    return sorted(living, key=int)
 
 
 def unfinished_bytes(root: str) -> int:

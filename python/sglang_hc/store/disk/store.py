@@ -96,8 +96,7 @@ class DiskStore:
     @property
     def capacity(self) -> int:
         """Blocks that fit into all directories."""
-        size = self.model.file_bytes
-        return sum(directory.budget // size for directory in self.directories)
+        return sum(directory.capacity for directory in self.directories)
 
     def in_use(self) -> list[Directory]:
         """The directories that may be asked now: neither hanging nor paused because of failures."""
@@ -193,13 +192,7 @@ class DiskStore:
 
     def find(self, block_id: bytes) -> bool:
         """Whether another server has stored a block that is not known here. Asks the disk."""
-        for directory in self.shared_with:
-            try:
-                if directory.find(block_id):
-                    return True
-            except OSError:
-                directory.io_failed()
-        return False
+        return any(_find(directory, block_id) for directory in self.shared_with)
 
     def write(
         self,
@@ -267,6 +260,14 @@ class DiskStore:
             raise ValueError(f"{data.nbytes} bytes for a block of {self.model.block_bytes}")
         if np.frombuffer(data, dtype=np.uint8).ctypes.data % CHUNK_ALIGN:
             raise ValueError("a block's memory must start at a page")
+
+
+def _find(directory: Directory, block_id: bytes) -> bool:
+    try:
+        return directory.find(block_id)
+    except OSError:
+        directory.io_failed()
+        return False
 
 
 def _open_unless_lost(opening: Opening, last: bool) -> list[Directory]:

@@ -16,7 +16,7 @@ import xxhash
 
 from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.eviction import Evictor, Room
+from sglang_hc.store.disk.eviction import Evictor
 from sglang_hc.store.disk.format import Block, BlockHeader
 from sglang_hc.store.outcome import GOOD, Outcome
 
@@ -129,13 +129,12 @@ class BlockWriter:
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
-        room = evictor.take(path)
-        if room is Room.NONE:
+        file = evictor.take(path)
+        if file is None:
             return Outcome.NO_SPACE
         backend = directory.backend
         try:
-            make = backend.create if room is Room.NEW else backend.reuse
-            with closing(make(path)) as file:
+            with closing(file):
                 file.write([page, data[: model.block_bytes]], 0)
             backend.note_use(path, used)
             backend.rename(path, directory.path(block.block_id))

@@ -51,7 +51,8 @@ class Chain:
         ]
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return self._far.ask(block_ids[self.contains(block_ids) :])
+        unknown = block_ids[self.contains(block_ids) :]
+        return self._near.ask(unknown) or self._far.ask(unknown)
 
     def wants(self, block_id: bytes) -> bool:
         return self._near.wants(block_id) or self._far.wants(block_id)

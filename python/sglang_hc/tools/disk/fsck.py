@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from sglang_hc.store.disk.backend import DirectBackend
@@ -46,17 +46,23 @@ def _check(path: str, repair: bool) -> DirectoryReport:
     root, report = find_root(path), DirectoryReport(path)
     for folder in model_folders(root):
         for block_id in folder.block_ids():
-            try:
-                _verify(folder, block_id)
+            problem = _problem(folder, block_id)
+            found = folder.block_path(block_id)
+            if problem is None:
                 report.blocks += 1
                 report.bytes_verified += folder.file_bytes
-            except FileNotFoundError:
-                continue  # evicted meanwhile
-            except (Damaged, OSError) as problem:
-                found = folder.block_path(block_id)
+            elif os.path.lexists(found):  # else it was evicted meanwhile
                 done = repair and _remove(root, folder, found)
                 report.findings.append(Finding(found, str(problem), done))
     return report
+
+
+def _problem(folder: ModelFolder, block_id: bytes) -> Exception | None:
+    try:
+        _verify(folder, block_id)
+    except (Damaged, OSError) as problem:
+        return problem
+    return None
 
 
 def _verify(folder: ModelFolder, block_id: bytes) -> None:
@@ -74,8 +80,9 @@ def _verify(folder: ModelFolder, block_id: bytes) -> None:
 def _remove(root: str, folder: ModelFolder, path: str) -> bool:
     ledger = Ledger(root)
     try:
-        os.unlink(path)
-        ledger.give_back(folder.file_bytes)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+            ledger.give_back(folder.file_bytes)
     finally:
         ledger.close()
     return True

@@ -107,9 +107,11 @@ def _headers(folder: ModelFolder) -> Iterator[tuple[BlockHeader | None, float]]:
     backend = DirectBackend(direct=False)
     for block_id, used in folder.uses():
         header: BlockHeader | None = None
-        with suppress(Damaged, FileNotFoundError):
-            with closing(backend.open(folder.block_path(block_id))) as file:
-                header = read_header(file.read)
+        with (
+            suppress(Damaged, OSError),
+            closing(backend.open(folder.block_path(block_id))) as file,
+        ):
+            header = read_header(file.read)
         yield header, used / 1e9
 
 
