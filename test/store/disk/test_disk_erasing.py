@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang_hc.store.disk.index_file import Row
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.format import LABEL_MAX
-from sglang_hc.store.disk.index_file import Row
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.tree.cuts import cut_namespace
 from sglang_hc.tree.forgetting import Forgetting

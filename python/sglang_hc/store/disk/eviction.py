@@ -55,7 +55,7 @@ class Evictor:
         nothing can go for it. Raises OSError, and has taken nothing then."""
         directory = self._directory
         with directory.making_room, directory.ledger.held():
-            used = self._used()
+            used, counted = self._used(), False
             while True:
                 if used + self._size <= self.limit:
                     file = self._make_file(path, used)
@@ -63,10 +63,13 @@ class Evictor:
                         return file
                     continue  # less may be taken now
                 victim = self._victims.next()
-                if victim is None:
-                    directory.ledger.used = self._count_files()
+                if victim is None and counted:
                     return None
-                if victim.folder.file_bytes != self._size or used > self.limit:
+                if victim is None:  # what others stored can go, what somebody removed is free
+                    directory.find_others()
+                    directory.ledger.used = used = self._count_files()
+                    counted = True
+                elif victim.folder.file_bytes != self._size or used > self.limit:
                     used -= self._remove(victim)
                     directory.ledger.used = used
                 elif self._take_file(victim, path):

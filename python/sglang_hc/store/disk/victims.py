@@ -47,6 +47,7 @@ class Victims:
     def next(self) -> Victim | None:
         """The block that goes next; None when none is known. It is not given again."""
         directory = self._directory
+        directory.note_touches()
         while self._queue or self._fill():
             victim = self._queue.popleft()
             if victim.folder != directory.folder:
@@ -61,7 +62,6 @@ class Victims:
         """Queue some of the longest unused. False when there is nothing."""
         directory = self._directory
         directory.learn_uses()
-        directory.note_touches()
         if self._foreign is None:
             self._foreign = self._find_foreign()
         own = self._unneeded()
