@@ -65,8 +65,7 @@ class BlockWriter:
         with self._lock:
             self.clearings += 1
             for directory in self._evictors:
-                directory.clearing += 1
-                directory.blocks.clear()
+                directory.forget_all()
 
     @property
     def is_behind(self) -> bool:
@@ -100,24 +99,16 @@ class BlockWriter:
     def _write_to(
         self, directory: Directory, block: Block, data: memoryview, clearings: int
     ) -> Outcome:
-        evictor, size = self._evictors[directory], directory.model.file_bytes
         used = directory.use_time(block.position)
         try:
+            if directory.is_clearing:  # its files would be removed with those that are cleared
+                return Outcome.DROPPED
             if not directory.membership.alone and directory.find(block.block_id):
                 return Outcome.DUPLICATE
-            if not evictor.reserve(size):
+            if not self._write_file(directory, block, data, used):
                 return Outcome.NO_SPACE
         except OSError as error:
-            return _failed(directory, error)
-        try:
-            self._write_file(directory, block, data, used)
-        except OSError as error:
-            with suppress(OSError):
-                if error.errno in FULL:
-                    evictor.disk_is_full(size)
-                else:
-                    directory.ledger.give_back(size)
-            return _failed(directory, error)
+            return self._failed(directory, error)
         directory.io_succeeded()
         with self._lock:
             cleared = clearings != self.clearings
@@ -129,28 +120,34 @@ class BlockWriter:
             return Outcome.DROPPED
         return Outcome.OK
 
-    def _write_file(self, directory: Directory, block: Block, data: memoryview, used: int) -> None:
-        """A file with the block in it. Raises OSError, and leaves none then."""
-        model, backend = directory.model, directory.backend
+    def _write_file(self, directory: Directory, block: Block, data: memoryview, used: int) -> bool:
+        """A file with the block in it; False when there is no room. Raises OSError, and leaves none
+        then."""
+        model, backend, evictor = directory.model, directory.backend, self._evictors[directory]
         header = BlockHeader.of(block, model, int(directory.clock() * 1e6), data)
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
+        file = evictor.make_file(path, model.file_bytes)
+        if file is None:
+            return False
         try:
-            with closing(backend.create(path)) as file:
+            with closing(file):
                 file.write([page, data[: model.block_bytes]], 0)
             backend.note_use(path, used)
-            backend.rename(path, directory.path(block.block_id))
-        except OSError:
+            evictor.publish(path, block.block_id, model.file_bytes)
+        except BaseException:
             with suppress(OSError):
-                backend.unlink(path)
+                evictor.drop_file(path, model.file_bytes)
             raise
+        return True
 
-
-def _failed(directory: Directory, error: OSError) -> Outcome:
-    """The answer to a write that failed so; counted and logged."""
-    if error.errno in FULL:
-        return Outcome.NO_SPACE
-    logger.warning("%s: a block could not be written: %s", directory.root, error)
-    directory.io_failed()
-    return Outcome.IO_ERROR
+    def _failed(self, directory: Directory, error: OSError) -> Outcome:
+        """The answer to a write that failed so; counted and logged."""
+        if error.errno in FULL:
+            with suppress(OSError):
+                self._evictors[directory].disk_is_full(directory.model.file_bytes)
+            return Outcome.NO_SPACE
+        logger.warning("%s: a block could not be written: %s", directory.root, error)
+        directory.io_failed()
+        return Outcome.IO_ERROR
