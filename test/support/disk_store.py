@@ -1,5 +1,5 @@
-"""What the tests of the disk store share: a small model, blocks with known bytes, and a backend that
-fails, cuts reads short or is slow."""
+"""What the tests of the disk store share: a small model, blocks with known bytes, and a backend
+that fails, cuts reads short, is slow or has little room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,21 @@ import numpy as np
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.folders import cleared_folders, model_folders
 from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk.reader import Read
+from sglang_hc.store.disk.sharing import NEW
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 LAYOUT = BlockLayout(LayerPlan(1, 3, 2), StateShape(6, 64, (64, 64), "float16"))
 """3 HIDDEN chunks of 4 KiB (layers 1 to 3), 2 KV chunks of 8 KiB (layers 4 and 5)."""
 FINGERPRINT = LAYOUT.fingerprint("tiny")
-MODEL = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny")
-FILE = MODEL.file_bytes
-SMALL = 60 * FILE
-"""Budget that leaves room for a few dozen blocks."""
+FILE = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny").file_bytes
+"""Bytes of a block's file: one page of header, and the chunks."""
+SMALL = 183 * FILE
+"""Budget of most tests."""
+BUFFERED = DirectBackend(direct=False)
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where tests that need no real disk have their folders; None for the usual place."""
@@ -65,21 +69,22 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
 def open_store(
     *paths: Path, size: int | None = SMALL, backend: DirectBackend | None = None,
     layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT, part: bytes = WHOLE,
-    clock: Callable[[], float] = time.time, **upkeep: object,
+    clock: Callable[[], float] = time.time, users: int = 1, **upkeep: object,
 ) -> DiskStore:  # fmt: skip
     """Store without a background thread unless asked for. upkeep: fields of `Upkeep`."""
     return DiskStore.open(
-        [DirectorySpec(str(path), size) for path in paths],
+        [DirectorySpec(str(path), size, users) for path in paths],
         StoredModel.of(layout.chunks(), fingerprint, "tiny", part),
-        Upkeep(**{"background": False, **upkeep}),
+        Upkeep(**{"background": False, **upkeep}),  # type: ignore[arg-type]
         backend,
         clock,
     )
 
 
 def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
-    """Write blocks with their bytes."""
-    return [store.write(block, memoryview(data_of(block))) for block in blocks]
+    """Write blocks with their bytes, one after the other."""
+    size = store.model.block_bytes
+    return [store.write(block, memoryview(data_of(block, size))) for block in blocks]
 
 
 def remove(store: DiskStore, names: Sequence[bytes]) -> int:
@@ -100,65 +105,95 @@ def read_block(
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[Outcome, np.ndarray]:
     """(outcome, bytes read)."""
-    into = empty_slot()
+    into = empty_slot(store.model.block_bytes)
     return read_block(store, name, into), into
 
 
-def is_served(store: DiskStore, block: Block) -> bool:
-    """Whether a block is read. Fails where other bytes are read than its own."""
-    outcome, got = read_bytes(store, block.block_id)
-    assert outcome is not Outcome.OK or np.array_equal(got, data_of(block))
+def is_served(store: DiskStore, block: Block | bytes) -> bool:
+    """Whether a block is served; with its own bytes, or the test fails."""
+    name = block if isinstance(block, bytes) else block.block_id
+    outcome, got = read_bytes(store, name)
+    right = np.array_equal(got, data_of(name, store.model.block_bytes))
+    assert outcome is not Outcome.OK or right, "wrong bytes were served"
     return outcome is Outcome.OK
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Of blocks, those included that are being written."""
+def block_files(folder: Path) -> Iterator[Path]:
+    """Files of blocks in a directory: stored, being written and being removed."""
     root = folder / "sglang-hc"
-    return [path for path in root.rglob("*") if path.is_file() and path.stat().st_size >= FILE]
+    for where in [Path(f.path) for f in [*model_folders(str(root)), *cleared_folders(str(root))]]:
+        yield from (path for path in where.glob("?/?/*") if path.is_file())
+    yield from (root / NEW).iterdir()
 
 
-def path_of(store: DiskStore, block: Block) -> Path:
-    """Of a block's file in the directory that has it."""
-    directory = store.directory_of(block.block_id)
-    assert directory is not None
-    return Path(directory.path(block.block_id))
+def file_bytes(folder: Path) -> int:
+    """What the files of blocks in a directory really take."""
+    total = 0
+    for path in block_files(folder):
+        with suppress(FileNotFoundError):  # evicted meanwhile
+            total += path.stat().st_size
+    return total
 
 
-def check_account(store: DiskStore) -> None:
-    """For a quiet moment: what the ledger says is what the files take, and what is known is there.
-    Every file is a block of the model."""
+def path_of_block(store: DiskStore, block: Block | bytes) -> Path:
+    """Of a block's file in the first directory that knows it."""
+    name = block if isinstance(block, bytes) else block.block_id
+    return Path(next(one for one in store.directories if name in one.blocks).path(name))
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    """Change a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= mask
+    path.write_bytes(content)
+
+
+def check_ledgers(store: DiskStore) -> None:
+    """What servers believe that files take is what they take, when nobody is at work."""
     for directory in store.directories:
-        files = files_in(Path(directory.root).parent)
         with directory.ledger.held():
-            assert directory.ledger.used in (None, len(files) * FILE)
-        assert all(os.path.exists(directory.path(name)) for name in directory.blocks)
+            used = directory.ledger.used
+        assert used == file_bytes(Path(directory.root).parent)
 
 
 # -- faults ---------------------------------------------------------------------------------------
+
+Hook = Callable[[str], None]
+
+
+def nothing(path: str) -> None:
+    """A hook that lets everything through."""
 
 
 @dataclass
 class Faults:
     """What goes wrong, changed while the store runs. Each hook gets a path, and may raise or sleep.
 
-    on_range: as on_read, for reads of bytes [begin, end) of a file. short: bytes a read loses at
-    its end. bytes_per_second: for each reader and writer.
+    on_range: as on_read, for reads of bytes [begin, end) of a file. on_stat, on_note: a use is
+    asked for, or noted. on_sync: of a folder. short: bytes a read loses at its end.
+    bytes_per_second: for each reader and writer. free: bytes that the file system has; None for
+    those that it really has.
     """
 
-    on_open: Callable[[str], None] = lambda path: None
-    on_read: Callable[[str], None] = lambda path: None
+    on_read: Hook = nothing
     on_range: Callable[[str, int, int], None] = lambda path, begin, end: None
-    on_create: Callable[[str], None] = lambda path: None
-    on_write: Callable[[str], None] = lambda path: None
-    on_rename: Callable[[str], None] = lambda path: None
-    on_unlink: Callable[[str], None] = lambda path: None
-    on_use: Callable[[str], None] = lambda path: None
-    on_sync: Callable[[str], None] = lambda path: None
+    on_write: Hook = nothing
+    on_sync: Hook = nothing
+    on_open: Hook = nothing
+    on_create: Hook = nothing
+    on_rename: Hook = nothing
+    on_unlink: Hook = nothing
+    on_stat: Hook = nothing
+    on_note: Hook = nothing
     short: int = 0
     bytes_per_second: float = float("inf")
+    free: int | None = None
 
 
-def failing(code: int) -> Callable[[str], None]:
+HOOKS = ("read", "write", "sync", "open", "create", "rename", "unlink", "stat", "note")
+
+
+def failing(code: int) -> Hook:
     """Hook that raises OSError with this errno."""
 
     def raise_it(path: str) -> None:
@@ -169,6 +204,11 @@ def failing(code: int) -> Callable[[str], None]:
 
 EIO = failing(errno.EIO)
 ENOSPC = failing(errno.ENOSPC)
+
+
+def only_in(where: str, hook: Hook) -> Hook:
+    """The hook for paths with this in them."""
+    return lambda path: hook(path) if where in path else None
 
 
 class FaultyBackend(DirectBackend):
@@ -187,7 +227,7 @@ class FaultyBackend(DirectBackend):
         return _FaultyFile(super().create(path), path, self.faults)
 
     def reuse(self, path: str) -> File:
-        self.faults.on_open(path)
+        self.faults.on_create(path)
         return _FaultyFile(super().reuse(path), path, self.faults)
 
     def rename(self, path: str, target: str) -> None:
@@ -199,12 +239,15 @@ class FaultyBackend(DirectBackend):
         super().unlink(path)
 
     def last_use(self, path: str) -> int:
-        self.faults.on_use(path)
+        self.faults.on_stat(path)
         return super().last_use(path)
 
     def note_use(self, path: str, when: int) -> None:
-        self.faults.on_use(path)
+        self.faults.on_note(path)
         super().note_use(path, when)
+
+    def free_bytes(self, path: str) -> int:
+        return super().free_bytes(path) if self.faults.free is None else self.faults.free
 
     def sync_directory(self, path: str) -> None:
         self.faults.on_sync(path)

@@ -21,7 +21,7 @@ from support.disk_store import (
     empty_slot,
     make_path,
     open_store,
-    path_of,
+    path_of_block,
     put,
     read_block,
     read_bytes,
@@ -83,7 +83,7 @@ def test_a_ranks_part_of_a_block_is_not_served_to_another_rank(tmp_path: Path) -
     put(first, [block])
     assert first.contains([block.block_id]) == 1
     assert second.contains([block.block_id]) == 0 and not second.find(block.block_id)
-    theirs = path_of(first, block)
+    theirs = path_of_block(first, block)
     second.directories[0].backend.rename(str(theirs), second.directories[0].path(block.block_id))
     assert second.directories[0].find(block.block_id)
     assert read_bytes(second, block.block_id)[0] is Outcome.DAMAGED

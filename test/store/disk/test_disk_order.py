@@ -18,8 +18,8 @@ from sglang_hc.store.disk.writer import Dealer
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     FILE,
-    check_account,
-    files_in,
+    block_files,
+    check_ledgers,
     is_served,
     make_path,
     open_store,
@@ -62,8 +62,8 @@ def test_files_never_take_more_than_the_budget(scratch: Path, spare: int) -> Non
     store = open_store(scratch, size=8 * FILE + spare, clock=clock)
     for count in range(1, 20):
         put_apart(store, clock, 1, seed=count)
-        assert len(files_in(scratch)) == min(count, 8)
-        check_account(store)
+        assert len([*block_files(scratch)]) == min(count, 8)
+        check_ledgers(store)
     assert store.capacity == 8 and store.counters()["evicted_blocks"] == 11
     store.close()
 
@@ -82,7 +82,7 @@ def test_the_longest_unused_goes_first_and_a_use_survives_a_restart(scratch: Pat
     put_apart(store, clock, 3, seed=2)
     assert here(store, blocks) == [0, 2], "both were used after the others"
     assert here(store, more) == [0]
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 
@@ -120,7 +120,7 @@ def test_what_is_needed_goes_last_and_what_is_needed_last_first(scratch: Path) -
     store.expect({blocks[0].block_id: None})
     put_apart(store, clock, 1, seed=3)
     assert here(store, blocks) == [1, 2]
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 
@@ -154,8 +154,8 @@ def test_blocks_of_other_models_go_by_their_age(scratch: Path) -> None:
     assert here(store, blocks) == [0, 1, 2, 3, 4]
     put_apart(store, clock, 1, seed=1)
     assert here(store, blocks) == [1, 2, 3, 4], "the other model's last one is younger"
-    assert len(files_in(scratch)) == 6
-    check_account(store)
+    assert len([*block_files(scratch)]) == 6
+    check_ledgers(store)
     store.close()
 
 
@@ -172,8 +172,8 @@ def test_age_removes_and_a_use_keeps(scratch: Path) -> None:
     assert store.counters()["expired_blocks"] == 2
     clock.now += 3000
     store.tick()
-    assert len(store) == 0 and files_in(scratch) == []
-    check_account(store)
+    assert len(store) == 0 and [*block_files(scratch)] == []
+    check_ledgers(store)
     store.close()
 
 
@@ -184,8 +184,8 @@ def test_a_budget_that_became_smaller_is_kept_from_the_next_write_on(scratch: Pa
     store.close()
     store = open_store(scratch, size=5 * FILE, clock=clock)
     put_apart(store, clock, 1, seed=1)
-    assert here(store, blocks) == [8, 9, 10, 11] and len(files_in(scratch)) == 5
-    check_account(store)
+    assert here(store, blocks) == [8, 9, 10, 11] and len([*block_files(scratch)]) == 5
+    check_ledgers(store)
     store.close()
 
 
@@ -205,7 +205,7 @@ def test_files_removed_by_hand_are_missed_and_their_room_is_used(scratch: Path) 
     clock = Clock()
     store = open_store(scratch, size=8 * FILE, clock=clock)
     blocks = put_apart(store, clock, 8)
-    for path in files_in(scratch):
+    for path in [*block_files(scratch)]:
         path.unlink()
     assert read_bytes(store, blocks[0].block_id)[0] is Outcome.MISSING
     assert store.contains([blocks[0].block_id]) == 0
@@ -257,6 +257,6 @@ def test_blocks_of_one_prefix_lie_in_all_directories(tmp_path: Path) -> None:
     store = open_store(*folders)
     blocks = make_path(60)
     put(store, blocks)
-    assert sorted(len(files_in(folder)) for folder in folders)[0] > 8
+    assert sorted(len([*block_files(folder)]) for folder in folders)[0] > 8
     assert all(is_served(store, block) for block in blocks)
     store.close()

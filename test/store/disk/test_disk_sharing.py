@@ -24,9 +24,9 @@ from support.disk_store import (
     FILE,
     LAYOUT,
     MEMORY,
-    check_account,
+    block_files,
+    check_ledgers,
     data_of,
-    files_in,
     is_served,
     make_path,
     open_store,
@@ -67,7 +67,7 @@ def test_what_one_stores_the_other_finds(pair: list[DiskStore]) -> None:
     for store in pair:
         store.directories[0].find_others()
         assert store.contains([block.block_id for block in blocks]) == 5
-        check_account(store)
+        check_ledgers(store)
 
 
 def test_a_request_asks_for_what_another_server_stored(pair: list[DiskStore]) -> None:
@@ -121,7 +121,7 @@ def test_what_another_server_evicted_is_missing_and_known_to_be(pair: list[DiskS
     put(one, old)
     assert all(other.find(block.block_id) for block in old)
     put(other, make_path(12, seed=2))
-    assert len(files_in(Path(one.directories[0].root).parent)) == 12
+    assert len([*block_files(Path(one.directories[0].root).parent)]) == 12
     served = [is_served(one, block) for block in old]
     assert not all(served)
     one.directories[0].find_others()
@@ -143,7 +143,7 @@ def test_who_ended_is_noticed_and_what_it_was_writing_is_removed(scratch: Path) 
     assert living_servers(str(root)) == [str(os.getpid())]
     look(store)
     assert directory.membership.alone and os.listdir(root / NEW) == []
-    check_account(store)
+    check_ledgers(store)
     store.close()
     assert living_servers(str(root)) == [] and os.listdir(root / SERVERS) == []
 
@@ -154,7 +154,7 @@ def test_an_account_that_is_no_number_is_counted_again(scratch: Path, text: str)
     put(store, make_path(3))
     (scratch / "sglang-hc" / "lock").write_text(text)
     put(store, make_path(3, seed=1))
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 
@@ -168,7 +168,7 @@ def test_cleared_by_one_is_cleared_for_all(pair: list[DiskStore]) -> None:
     assert other.erase_all() == (5, True)
     assert read_bytes(one, blocks[0].block_id)[0] is Outcome.MISSING
     assert put(one, blocks[:1]) == [Outcome.OK] and other.find(blocks[0].block_id)
-    check_account(other)
+    check_ledgers(other)
 
 
 class Sharing(RuleBasedStateMachine):
@@ -220,11 +220,11 @@ class Sharing(RuleBasedStateMachine):
         store = self.stores[which % len(self.stores)]
         store.forget_all()
         assert store.erase_all().complete
-        assert len(store) == 0 and files_in(self.folder) == []
+        assert len(store) == 0 and [*block_files(self.folder)] == []
 
     @rule(seed=seeds)
     def rm(self, seed: int) -> None:
-        for path in files_in(self.folder)[seed : seed + 2]:
+        for path in [*block_files(self.folder)][seed : seed + 2]:
             path.unlink()
 
     @rule(which=which)
@@ -234,7 +234,7 @@ class Sharing(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_is_kept(self) -> None:
-        assert len(files_in(self.folder)) <= 10
+        assert len([*block_files(self.folder)]) <= 10
         for store in self.stores:
             assert store.counters()["maintenance_errors"] == 0
 
@@ -242,8 +242,8 @@ class Sharing(RuleBasedStateMachine):
         for store in self.stores:
             store.close()
         again = open_store(self.folder, size=10 * FILE, backend=BUFFERED)
-        check_account(again)
-        assert len(again) == len(files_in(self.folder))
+        check_ledgers(again)
+        assert len(again) == len([*block_files(self.folder)])
         again.close()
         shutil.rmtree(self.folder)
 

@@ -17,13 +17,13 @@ from support.disk_store import (
     FILE,
     FINGERPRINT,
     LAYOUT,
-    check_account,
+    check_ledgers,
     data_of,
     empty_slot,
     is_served,
     make_path,
     open_store,
-    path_of,
+    path_of_block,
     put,
     read_block,
     read_bytes,
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back_whole_and_by_layer(tmp_path: Path, directo
         offset, length = LAYOUT.chunk(layer)
         expected[offset : offset + length] = data_of(blocks[2])[offset : offset + length]
     assert np.array_equal(into, expected), "only the wanted layers are touched"
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 
@@ -91,7 +91,7 @@ def test_a_restart_finds_everything_by_identity(tmp_path: Path, directories: int
     for block in blocks:
         status, got = read_bytes(again, block.block_id)
         assert status is Outcome.OK and np.array_equal(got, data_of(block))
-    check_account(again)
+    check_ledgers(again)
     again.close()
 
 
@@ -106,7 +106,7 @@ def test_a_second_disk_does_not_lose_what_the_first_holds(tmp_path: Path) -> Non
     for block in old + new:
         status, got = read_bytes(store, block.block_id)
         assert status is Outcome.OK and np.array_equal(got, data_of(block))
-    check_account(store)
+    check_ledgers(store)
     store.close()
     alone = open_store(first)
     assert alone.contains([block.block_id for block in old]) == 6
@@ -120,7 +120,7 @@ def test_a_chunk_lies_where_the_format_says(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     (block,) = make_path(1)
     put(store, [block])
-    content = path_of(store, block).read_bytes()
+    content = path_of_block(store, block).read_bytes()
     store.close()
     assert len(content) == 4096 + LAYOUT.slot_bytes
     for layer, offset, length in LAYOUT.chunks():
@@ -134,7 +134,7 @@ def test_a_duplicate_is_not_written_twice(tmp_path: Path) -> None:
     assert put(store, [blocks[0], blocks[0]]) == [Outcome.OK, Outcome.DUPLICATE]
     assert put(store, blocks) == [Outcome.DUPLICATE, Outcome.OK]
     assert len(store) == 2
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 
@@ -160,7 +160,7 @@ def test_what_is_removed_is_reported_and_gone(tmp_path: Path) -> None:
     assert remove(store, [names[1], b"x" * 16]) == 1
     assert store.contains(names) == 1
     assert store.take_changes() == [names[1]] and store.take_changes() == []
-    check_account(store)
+    check_ledgers(store)
     store.close()
     store = open_store(tmp_path)
     assert store.contains(names) == 1
@@ -243,7 +243,7 @@ def test_threads_write_read_and_delete_at_once(tmp_path: Path) -> None:
         thread.join()
     assert wrong == []
     assert store.counters()["evicted_blocks"] > 0
-    check_account(store)
+    check_ledgers(store)
     store.close()
 
 

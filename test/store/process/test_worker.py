@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sglang_hc.store.disk.index import Index
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.store.block_io import Erase
 from sglang_hc.store.disk import Block, DirectoryError
-from sglang_hc.store.disk.index import Index
 from sglang_hc.store.executor import Completion, CopyRows, Point, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import memory_file
 from sglang_hc.store.outcome import Outcome

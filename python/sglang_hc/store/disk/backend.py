@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -82,11 +83,16 @@ class DirectBackend:
         try:
             os.rename(path, target)
         except FileNotFoundError:
+            os.stat(path)
             make_folders(os.path.dirname(target))
             os.rename(path, target)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        """Remove a file, or what somebody put in its place."""
+        try:
+            os.unlink(path)
+        except IsADirectoryError:
+            shutil.rmtree(path)
 
     def last_use(self, path: str) -> int:
         """When a block was used last: the time of change of its file, in ns since 1970."""
@@ -95,6 +101,11 @@ class DirectBackend:
     def note_use(self, path: str, when: int) -> None:
         """Change what `last_use` says."""
         os.utime(path, ns=(when, when))
+
+    def free_bytes(self, path: str) -> int:
+        """Room that the file system has for this user."""
+        disk = os.statvfs(path)
+        return disk.f_bavail * disk.f_frsize
 
     def sync_directory(self, path: str) -> None:
         """Make creations, renames and removals in a directory durable."""
@@ -137,7 +148,7 @@ class DirectFile:
 def probe_direct(path: str) -> bool:
     """Whether a file of this name can be written and read with O_DIRECT; says so when not.
 
-    Raises OSError when it cannot be written at all.
+    Raises OSError when it cannot be written at all, but not where there is no room.
     """
     page = aligned_buffer(CHUNK_ALIGN)
     try:
@@ -145,6 +156,8 @@ def probe_direct(path: str) -> bool:
             file.write([page], 0)
             return file.read([page], 0) == CHUNK_ALIGN
     except OSError as error:
+        if error.errno in FULL:  # by blocks as a rule, which will make room
+            return True
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         folder = os.path.dirname(path)

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -16,8 +16,8 @@ from itertools import islice
 import numpy as np
 
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk.backend import FILE_MODE, DirectBackend
-from sglang_hc.store.disk.folders import ModelFolder, folder_of
+from sglang_hc.store.disk.backend import FILE_MODE, DirectBackend, make_folders
+from sglang_hc.store.disk.folders import LABEL_NAME, ModelFolder, folder_of
 from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.sharing import Ledger, Membership
 
@@ -27,6 +27,8 @@ GIGABYTE = 10**9
 TOUCHES_KEPT = 1 << 16
 NOTED_NS = 10 * 10**9
 """A use is noted on the disk where the last one noted is so much older."""
+AHEAD_NS = 60 * 10**9
+"""How far clocks of servers may differ."""
 _STARTED = time.time() - time.monotonic()
 
 
@@ -81,9 +83,10 @@ class Directory:
     blocks: identities of this model's blocks that are here as far as this server knows, the longest
     unused first, with the time of their last use in ns since 1970; 0 before `learn_uses`. Looking
     into it needs no lock. It is only changed by the store. breaker: gives the directory a pause
-    when its I/O keeps failing. hangs: a thread has not come back from it. clearing: how often it is
-    being cleared, or could not be; nothing that is not known is found then. making_room: held by
-    the thread that evicts.
+    when its I/O keeps failing. hangs: a thread has not come back from it. making_room: held by the
+    thread that evicts. clearings: how often it was to be cleared. cleared: how many of these are
+    done; as long as some are not, nothing that is not known is found, and nothing is written.
+    owes_clearing: one of them failed.
     """
 
     def __init__(
@@ -109,7 +112,10 @@ class Directory:
         self.blocks: OrderedDict[bytes, int] = OrderedDict.fromkeys(self.folder.block_ids(), 0)
         self.knows_uses = False
         self.hangs = False
-        self.clearing = 0
+        self.clearings = self.cleared = 0
+        self.owes_clearing = False
+        self._changing = threading.Lock()
+        """Held over memory alone, while `blocks` or `clearings` change."""
         self.making_room = threading.Lock()
         self._changed: deque[bytes] | None = None
         """None until somebody asks: most servers mirror no disk."""
@@ -117,6 +123,11 @@ class Directory:
         """Uses that were not noted yet: (ns since 1970, identities in path order)."""
         self._counting = threading.Lock()
         self._counted: Counter[str] = Counter()
+
+    def write_label(self) -> None:
+        """Make this model's folder, and say in it whose it is. Raises OSError."""
+        make_folders(self.folder.path)
+        write_small(os.path.join(self.folder.path, LABEL_NAME), self.model.label)
 
     # -- health -------------------------------------------------------------------------------
 
@@ -164,14 +175,27 @@ class Directory:
 
     def add(self, block_id: bytes, used: int) -> None:
         """A block is here now. used: when it was used last."""
-        self.blocks[block_id] = used
+        with self._changing:
+            self.blocks[block_id] = used
 
     def forget(self, block_id: bytes) -> bool:
         """A block is not here any more. False when that was known."""
-        if self.blocks.pop(block_id, None) is None:
-            return False
+        with self._changing:
+            if self.blocks.pop(block_id, None) is None:
+                return False
         self._note(block_id)
         return True
+
+    def forget_all(self) -> None:
+        """Nothing that is here is found from now on. Waits for no disk."""
+        with self._changing:
+            self.clearings += 1
+            self.blocks.clear()
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether files are here that must not be found."""
+        return self.cleared < self.clearings
 
     def _note(self, block_id: bytes) -> None:
         if self._changed is not None:
@@ -179,15 +203,18 @@ class Directory:
 
     def oldest(self, count: int) -> list[tuple[bytes, int]]:
         """The longest unused blocks, at most so many, and their last uses."""
-        while True:
-            with suppress(RuntimeError):  # another thread changed the order meanwhile
-                return list(islice(self.blocks.items(), count))
+        with self._changing:
+            return list(islice(self.blocks.items(), count))
+
+    def _place(self, block_id: bytes, used: int, last: bool) -> None:
+        """Put a block that is here at the end of the order, or at its beginning."""
+        with self._changing, suppress(KeyError):  # it was removed meanwhile
+            self.blocks.move_to_end(block_id, last)
+            self.blocks[block_id] = used
 
     def used_elsewhere(self, block_id: bytes, used: int) -> None:
         """Another server used a block."""
-        with suppress(KeyError):  # it was removed meanwhile
-            self.blocks.move_to_end(block_id)
-            self.blocks[block_id] = used
+        self._place(block_id, used, last=True)
 
     def find_others(self) -> None:
         """Take in what other servers stored and removed. Raises OSError."""
@@ -201,27 +228,34 @@ class Directory:
 
     def find(self, block_id: bytes) -> bool:
         """Ask the disk for a block that is not known to be here. Raises OSError."""
-        if self.clearing:
-            return False
+        clearings = self.clearings
         try:
             used = self.backend.last_use(self.path(block_id))
         except FileNotFoundError:
             return False
-        self.add(block_id, used)
+        with self._changing:
+            if self.is_clearing or clearings != self.clearings:
+                return False
+            self.blocks.setdefault(block_id, used)
         self._note(block_id)
         return True
 
     def remove(self, block_ids: Iterable[bytes]) -> int:
         """Remove blocks of this model. Returns how many files there were. Raises OSError."""
-        count = 0
-        for block_id in block_ids:
-            self.forget(block_id)
-            with suppress(FileNotFoundError):
-                self.backend.unlink(self.path(block_id))
-                count += 1
-        if count:
-            self.ledger.give_back(count * self.folder.file_bytes)
-        return count
+        return sum(self.unlink(self.folder, block_id) for block_id in block_ids)
+
+    def unlink(self, folder: ModelFolder, block_id: bytes) -> bool:
+        """Remove a block of any model. False when there is none. Raises OSError."""
+        try:
+            with self.ledger.held():
+                self.backend.unlink(folder.block_path(block_id))
+                self.ledger.freed(folder.file_bytes)
+        except FileNotFoundError:
+            return False
+        finally:
+            if folder == self.folder:
+                self.forget(block_id)
+        return True
 
     def take_changes(self) -> list[bytes]:
         """Identities of blocks that came or left by themselves since the last call; nothing is
@@ -237,22 +271,27 @@ class Directory:
         into that order. Once; raises OSError."""
         if self.knows_uses:
             return
-        found = dict(self.folder.uses())
+        found = dict(self.uses_in(self.folder))
         for block_id in [name for name, used in self.blocks.copy().items() if not used]:
             if block_id not in found:
                 self.forget(block_id)
         names = list(found)
         times = np.fromiter(found.values(), dtype=np.int64, count=len(found))
-        newest_first = np.argsort(-times, kind="stable")
-        for block_id in map(names.__getitem__, newest_first.tolist()):
+        newest_first = np.argsort(-times, kind="stable").tolist()
+        for block_id in map(names.__getitem__, newest_first):
             if self.blocks.get(block_id) == 0:
-                self._put_first(block_id, found[block_id])
+                self._place(block_id, found[block_id], last=False)
         self.knows_uses = True
 
-    def _put_first(self, block_id: bytes, used: int) -> None:
-        with suppress(KeyError):  # it was removed meanwhile
-            self.blocks.move_to_end(block_id, last=False)
-            self.blocks[block_id] = used
+    def uses_in(self, folder: ModelFolder) -> Iterator[tuple[bytes, int]]:
+        """As `ModelFolder.uses`. A use that is still to come, from a clock that was ahead, becomes
+        one of now, on the disk too. Raises OSError."""
+        now = int(self.clock() * 1e9)
+        for block_id, used in folder.uses():
+            if used > now + AHEAD_NS:
+                with suppress(FileNotFoundError):
+                    self.backend.note_use(folder.block_path(block_id), now)
+            yield block_id, min(used, now)
 
     def use_time(self, position: int) -> int:
         """When a block is used that is stored now, in ns since 1970: coarse on purpose, and less by
@@ -276,11 +315,9 @@ class Directory:
         before = self.blocks.get(block_id)
         if before is None or before > when:
             return
-        with suppress(KeyError):  # it was removed meanwhile
-            self.blocks.move_to_end(block_id)
-            if before + NOTED_NS > when:
-                return
-            self.blocks[block_id] = when
+        is_noted = before + NOTED_NS > when
+        self._place(block_id, before if is_noted else when, last=True)
+        if not is_noted:
             try:
                 self.backend.note_use(self.path(block_id), when)
             except FileNotFoundError:
@@ -293,9 +330,18 @@ class Directory:
 
 
 def write_small(path: str, text: str) -> None:
-    """Replace a small file for people, whole or not at all. Raises OSError."""
-    fresh = f"{path}.{os.urandom(8).hex()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(fresh, flags, FILE_MODE), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(fresh, path)
+    """Make a small file for people say this, whole or not at all. Raises OSError."""
+    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        if file.read() == text:  # there may be no room to write it again
+            return
+    fresh = f"{path}.{os.urandom(4).hex()}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(fresh, flags, FILE_MODE)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(fresh)
+        raise

@@ -8,193 +8,247 @@ servers may have used a block: its file says so, and is asked before it goes.
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import suppress
+from itertools import islice
 
-from sglang_hc.store.disk.backend import FULL, File
+from sglang_hc.store.disk.backend import File
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.folders import ModelFolder, model_folders
+from sglang_hc.store.disk.folders import ModelFolder, cleared_folders, model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
 from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
 logger = logging.getLogger(__name__)
 
+BATCH_BLOCKS = 64
+"""Most blocks that are removed at once: other servers wait for the lock meanwhile."""
+
+NEARLY_FULL = 0.9
+"""Of the limit: from then on it is known what other models and parts have here."""
+
 
 class Evictor:
-    """Makes room in one directory.
+    """Keeps the files of one directory within bounds: those of blocks are made and removed here.
 
     limit: bytes that the files may take: the budget, or less where the disk has no room for it.
     """
 
     def __init__(self, directory: Directory, uses: dict[bytes, float]) -> None:
         """uses: see `Victims`."""
-        self._directory = directory
-        self._size = directory.folder.file_bytes
+        self.directory = directory
         self._victims = Victims(directory, uses)
         self._doubts = False
         """Files are gone that this server alone would have removed: the ledger counts them."""
+        self._is_full = False
         self.limit = directory.budget
 
     def open(self) -> None:
         """Count what is there, and take less than the budget where the disk has less room. Raises
         OSError."""
-        directory = self._directory
+        directory = self.directory
         with directory.ledger.held():
-            own = len(directory.blocks) * self._size
+            own = len(directory.blocks) * directory.folder.file_bytes
             directory.ledger.used = used = own + self._count_files(besides=directory.folder)
         self.limit = self._room(used)
         if self.limit < directory.budget:
+            self._is_full = True
             logger.warning(
                 "%s: the disk has room for %.1f of the %.1f GB of the budget; blocks are evicted "
                 "when that is full",
                 directory.root, self.limit / 1e9, directory.budget / 1e9,
             )  # fmt: skip
 
-    def take(self, path: str) -> File | None:
-        """Take room for one more block: the file at `path`, open and to be written over. None where
-        nothing can go for it. Raises OSError, and has taken nothing then."""
-        directory = self._directory
+    def make_file(self, path: str, size: int) -> File | None:
+        """A file of so many bytes at `path`, to be written over: a new one, or that of a block that
+        goes for it. None when nothing can go. Raises OSError."""
+        directory = self.directory
         with directory.making_room, directory.ledger.held():
-            used, counted = self._used(), False
-            while True:
-                if used + self._size <= self.limit:
-                    file = self._make_file(path, used)
-                    if file is not None:
-                        return file
-                    continue  # less may be taken now
+            counted = False
+            while (used := self._used()) + size > self.limit:
                 victim = self._victims.next()
                 if victim is None and counted:
                     return None
                 if victim is None:  # what others stored can go, what somebody removed is free
                     directory.find_others()
-                    directory.ledger.used = used = self._count_files()
+                    directory.ledger.used = self._count_files()
                     counted = True
-                elif victim.folder.file_bytes != self._size or used > self.limit:
-                    used -= self._remove(victim)
-                    directory.ledger.used = used
+                elif victim.folder.file_bytes != size or used > self.limit:
+                    self._evict_one(victim)
                 elif self._take_file(victim, path):
-                    return self._open_again(path, used)
+                    return self._open_again(path, size)
+            directory.ledger.used = used + size
+            try:
+                return directory.backend.create(path)
+            except OSError:
+                directory.ledger.freed(size)
+                raise
 
-    def disk_is_full(self) -> None:
-        """The disk had no room for a file although the limit has. The room that was taken is given
-        back, and less is taken from now on. Raises OSError."""
-        directory = self._directory
+    def drop_file(self, path: str, size: int) -> None:
+        """Remove a file of `make_file` again. Raises OSError."""
+        directory = self.directory
+        with directory.ledger.held(), suppress(FileNotFoundError):
+            directory.backend.unlink(path)
+            directory.ledger.freed(size)
+
+    def publish(self, path: str, block_id: bytes, size: int) -> None:
+        """Give a file of `make_file` the name of its block, in place of what has it: another server
+        may have written the block meanwhile. Raises OSError."""
+        directory = self.directory
+        target = directory.path(block_id)
+        with directory.ledger.held():
+            with suppress(FileNotFoundError):
+                directory.backend.last_use(target)
+                directory.backend.unlink(target)
+                directory.ledger.freed(size)
+            directory.backend.rename(path, target)
+
+    def disk_is_full(self, size: int) -> None:
+        """The disk has no room for a file of that size although the limit has: take less from now
+        on. Raises OSError."""
+        directory = self.directory
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("%s: the disk is full; older blocks go", directory.root)
         with directory.making_room, directory.ledger.held():
-            directory.ledger.used = used = self._used() - self._size
-            self._limit_to(used)
-
-    def look_for_room(self) -> None:
-        """The disk may have got more room, or less. Raises OSError."""
-        with self._directory.ledger.held():
-            used = self._used()
-        self.limit = self._room(used)
+            self.limit = min(self.limit, self._used())
+            self._evict(size)  # what fills the disk may be in it by now
 
     def expire(self, before: int) -> None:
         """Remove every block of this model last used before that time, in ns since 1970. Raises
         OSError."""
-        directory = self._directory
+        directory = self.directory
         directory.learn_uses()
         directory.note_touches()
-        freed = self._size
-        while freed:
-            oldest = [Victim(u, directory.folder, name) for name, u in directory.oldest(PAGE)]
+        while old := self._older(before):
             with directory.making_room, directory.ledger.held():
-                used = self._used()
-                freed = sum(self._remove(victim) for victim in oldest if victim.used < before)
-                directory.ledger.used = used - freed
-            directory.count("expired_blocks", freed // self._size)
+                freed = sum(map(self._remove, old))
+            directory.count("expired_blocks", freed // directory.folder.file_bytes)
+
+    def _older(self, than: int) -> list[Victim]:
+        folder, known = self.directory.folder, self.directory.oldest(PAGE)
+        old = (Victim(used, folder, name) for name, used in known if used < than)
+        return list(islice(old, BATCH_BLOCKS))
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def count(self) -> None:
+        """Put the ledger right: files may have been removed by hand. Raises OSError."""
+        with self.directory.ledger.held():
+            self.directory.ledger.used = self._count_files()
+
+    def look_for_room(self) -> None:
+        """The disk may have got more room, or less. Raises OSError."""
+        with self.directory.ledger.held():
+            used = self._used()
+        self.limit = self._room(used)
+
+    def trim(self) -> bool:
+        """Evict some of what is above the limit, as after a start with a smaller budget. False when
+        nothing is, or nothing can go. Raises OSError."""
+        directory = self.directory
+        with directory.making_room, directory.ledger.held():
+            above = self._used() - self.limit
+            most = BATCH_BLOCKS * directory.folder.file_bytes
+            return above > 0 and self._evict(min(above, most)) > 0
+
+    def look_for_foreign(self) -> None:
+        """Other models and parts may have stored more since all that was known of them went. Raises
+        OSError."""
+        directory = self.directory
+        with directory.ledger.held():
+            nearly_full = self._used() > NEARLY_FULL * self.limit
+        if nearly_full:
+            self._victims.look_for_foreign()
 
     # -- while the ledger is held ----------------------------------------------------------------
 
     def _used(self) -> int:
-        used = self._directory.ledger.used
+        used = self.directory.ledger.used
         return self._count_files() if used is None or self._doubts else used
 
     def _count_files(self, besides: ModelFolder | None = None) -> int:
         """Bytes that all files take, by a look at their names. besides: a folder that is counted
         already."""
-        root = self._directory.root
-        unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
-        folders = [one for one in model_folders(root) if one != besides]
+        root = self.directory.root
         self._doubts = False
-        return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
+        folders = [one for one in model_folders(root) if one != besides] + cleared_folders(root)
+        blocks = sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
+        return unfinished_bytes(root) + blocks
 
     def _room(self, used: int) -> int:
-        disk = os.statvfs(self._directory.root)
-        return min(self._directory.budget, used + disk.f_bavail * disk.f_frsize)
+        directory = self.directory
+        return min(directory.budget, used + directory.backend.free_bytes(directory.root))
 
-    def _limit_to(self, used: int) -> None:
-        if self.limit == self._directory.budget:
-            logger.warning("%s: the disk is full; older blocks go", self._directory.root)
-        self.limit = min(self.limit, used)
+    def _evict(self, wanted: int) -> int:
+        """Evict until so many bytes are free. Returns how many are; fewer when nothing more can
+        go."""
+        freed = 0
+        while freed < wanted and (victim := self._victims.next()) is not None:
+            freed += self._evict_one(victim)
+        return freed
 
-    def _make_file(self, path: str, used: int) -> File | None:
-        """A new file; None where the disk has no room for it, which lowers the limit."""
+    def _evict_one(self, victim: Victim) -> int:
+        freed = self._remove(victim)
+        self.directory.count("evicted_blocks", freed > 0)
+        return freed
+
+    def _remove(self, victim: Victim) -> int:
+        """Remove a block, unless somebody else used it since. Returns the bytes that are free.
+        Raises OSError; the block is not known any more then, or it would be the first to go again
+        and again."""
+        directory = self.directory
+        if not self._may_go(victim):
+            return 0
         try:
-            file = self._directory.backend.create(path)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._limit_to(used)
-            return None
-        self._directory.ledger.used = used + self._size
-        return file
-
-    def _open_again(self, path: str, used: int) -> File:
-        """The file of a block that was evicted."""
-        directory = self._directory
-        try:
-            return directory.backend.reuse(path)
-        except OSError:
-            with suppress(OSError):
-                directory.backend.unlink(path)
-            directory.ledger.used = used - self._size
-            raise
+            directory.backend.unlink(victim.path)
+        except FileNotFoundError:
+            self._doubts = self._doubts or directory.membership.alone
+            return 0
+        finally:
+            self._forget(victim)
+        directory.ledger.freed(victim.folder.file_bytes)
+        return victim.folder.file_bytes
 
     def _take_file(self, victim: Victim, path: str) -> bool:
-        """Evict a block and leave its file at `path`. False when it is not there to go."""
+        """Evict a block and leave its file at `path`. False when it is not there to go. Raises as
+        `_remove`."""
+        directory = self.directory
         if not self._may_go(victim):
             return False
         try:
-            self._directory.backend.rename(victim.path, path)
+            directory.backend.rename(victim.path, path)
         except FileNotFoundError:
-            return self._is_gone(victim)
-        return self._has_gone(victim)
+            self._doubts = self._doubts or directory.membership.alone
+            return False
+        finally:
+            self._forget(victim)
+        directory.count("evicted_blocks")
+        return True
 
-    def _remove(self, victim: Victim) -> int:
-        """Evict a block and remove its file. Returns the bytes that are free."""
-        if not self._may_go(victim):
-            return 0
+    def _open_again(self, path: str, size: int) -> File:
+        """The file of a block that was evicted."""
+        directory = self.directory
         try:
-            self._directory.backend.unlink(victim.path)
-        except FileNotFoundError:
-            self._is_gone(victim)
-            return 0
-        self._has_gone(victim)
-        return victim.folder.file_bytes
+            return directory.backend.reuse(path)
+        except OSError:
+            directory.backend.unlink(path)
+            directory.ledger.freed(size)
+            raise
 
     def _may_go(self, victim: Victim) -> bool:
-        """Whether no other server, and no other rank, has used a block since."""
-        directory = self._directory
-        if directory.membership.alone and victim.folder == directory.folder:
+        """Whether no other server, and no other rank, has used a block since it was looked at."""
+        directory = self.directory
+        mine = victim.folder == directory.folder
+        if directory.membership.alone and mine:
             return True
         try:
             used = directory.backend.last_use(victim.path)
         except FileNotFoundError:
-            return self._is_gone(victim)
-        if used > victim.used and victim.folder == directory.folder:
+            self._forget(victim)
+            return False
+        if used > victim.used and mine:
             directory.used_elsewhere(victim.block_id, used)
         return used <= victim.used
 
-    def _has_gone(self, victim: Victim) -> bool:
-        if victim.folder == self._directory.folder:
-            self._directory.forget(victim.block_id)
-        self._directory.count("evicted_blocks")
-        return True
-
-    def _is_gone(self, victim: Victim) -> bool:
-        """Somebody else has removed a block: False."""
-        self._doubts = self._doubts or self._directory.membership.alone
-        if victim.folder == self._directory.folder:
-            self._directory.forget(victim.block_id)
-        return False
+    def _forget(self, victim: Victim) -> None:
+        if victim.folder == self.directory.folder:
+            self.directory.forget(victim.block_id)

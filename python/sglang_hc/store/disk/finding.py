@@ -22,8 +22,14 @@ MOST_ABSENT = 1 << 14
 class Finder:
     """Asks for what is not known. Methods belong to the scheduler thread."""
 
-    def __init__(self, store: DiskStore, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: DiskStore,
+        on_done: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """on_done: called on a thread of this class after each answer."""
+        self._clock = clock
         self._store = store
         self._on_done = on_done
         self._asked: dict[bytes, float] = {}
@@ -36,7 +42,7 @@ class Finder:
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
         """See `BlockIo.ask`. block_ids: the first is not known to be here."""
-        now = time.monotonic()
+        now = self._clock()
         while self._ended:
             first, missing = self._ended.popleft()
             self._asked.pop(first, None)

@@ -3,7 +3,7 @@
     FOLDER/format                         version of all that lies here
     FOLDER/PART-SIZE/label                of the model, for people
     FOLDER/PART-SIZE/a/b/IDENTITY         one block; a and b: the first digits of its identity
-    FOLDER/gone-N/                        what was cleared and is being removed
+    FOLDER/gone-N-SIZE/                   what was cleared and is being removed
 
 PART names model, weights, plan and part of a block; SIZE is that of each of its files.
 """
@@ -25,6 +25,7 @@ GONE = "gone-"
 _DIGITS = "0123456789abcdef"
 _BLOCK = re.compile(rf"[{_DIGITS}]{{{2 * ID_BYTES}}}")
 _MODEL = re.compile(rf"[{_DIGITS}]{{{4 * ID_BYTES}}}-([0-9]{{1,18}})")
+_GONE = re.compile(rf"{GONE}[{_DIGITS}]+-([0-9]{{1,18}})")
 
 
 class ModelFolder(NamedTuple):
@@ -94,7 +95,11 @@ def folder_of(root: str, model: StoredModel) -> ModelFolder:
 
 def model_folders(root: str) -> list[ModelFolder]:
     """Those of all models in a directory. Raises OSError."""
-    found = ((name, _MODEL.fullmatch(name)) for name in sorted(os.listdir(root)))
+    return _folders(root, _MODEL)
+
+
+def _folders(root: str, pattern: re.Pattern[str]) -> list[ModelFolder]:
+    found = ((name, pattern.fullmatch(name)) for name in sorted(os.listdir(root)))
     return [ModelFolder(os.path.join(root, name), int(match[1])) for name, match in found if match]
 
 
@@ -104,6 +109,12 @@ def fingerprint_of(folder: ModelFolder) -> tuple[bytes, bytes]:
     return raw[:ID_BYTES], raw[ID_BYTES:] or WHOLE
 
 
-def cleared_folders(root: str) -> list[str]:
+def cleared_name(folder: ModelFolder) -> ModelFolder:
+    """Where a folder is moved to that is cleared."""
+    name = f"{GONE}{os.urandom(8).hex()}-{folder.file_bytes}"
+    return ModelFolder(os.path.join(os.path.dirname(folder.path), name), folder.file_bytes)
+
+
+def cleared_folders(root: str) -> list[ModelFolder]:
     """What was cleared and is not removed yet. Raises OSError."""
-    return [os.path.join(root, name) for name in os.listdir(root) if name.startswith(GONE)]
+    return _folders(root, _GONE)

@@ -7,7 +7,6 @@ import threading
 from dataclasses import dataclass
 
 from sglang_hc.store.disk import erasing
-from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
 
 logger = logging.getLogger(__name__)
@@ -15,6 +14,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 LOOK_S = 10.0
 """How often it is found out who else has a directory open, and what they stored."""
+COUNT_S = 600.0
+"""How often all files are counted: some may have been removed by hand."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Maintenance:
     """Tends one directory, on a thread of its own once `start` was called: a directory that hangs
     holds up no other. The thread never dies of an error: it says so, counts it and goes on."""
 
-    def __init__(self, directory: Directory, evictor: Evictor, upkeep: Upkeep) -> None:
-        self._directory = directory
+    def __init__(self, evictor: Evictor, upkeep: Upkeep) -> None:
+        self._directory = evictor.directory
         self._evictor = evictor
         self._ttl = upkeep.ttl_s
         self._next_look = self._next_expiry = 0.0
+        self._next_count = self._directory.clock() + COUNT_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hc-disk-maintenance", daemon=True)
 
@@ -53,9 +55,9 @@ class Maintenance:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            self._tick_or_log()
+            self._tick_unless_broken()
 
-    def _tick_or_log(self) -> None:
+    def _tick_unless_broken(self) -> None:
         try:
             self.tick()
         except Exception:
@@ -83,10 +85,18 @@ class Maintenance:
             return
         self._next_look = now + LOOK_S
         directory.membership.look()
+        if directory.owes_clearing:
+            erasing.clear_late(directory)
         erasing.remove_cleared(directory)
+        if now >= self._next_count:
+            self._next_count = now + COUNT_S
+            self._evictor.count()
         self._evictor.look_for_room()
+        self._evictor.look_for_foreign()
         if not directory.membership.alone:
             directory.find_others()
+        while not self._stop.is_set() and self._evictor.trim():
+            pass
 
     def _expire(self) -> None:
         now = self._directory.clock()

@@ -18,13 +18,8 @@ from sglang_hc.store.disk.directory import (
     steady_time,
     write_small,
 )
-from sglang_hc.store.disk.folders import (
-    FORMAT_NAME,
-    LABEL_NAME,
-    folder_of,
-    model_folders,
-    store_root,
-)
+from sglang_hc.store.disk.eviction import Evictor
+from sglang_hc.store.disk.folders import FORMAT_NAME, model_folders, store_root
 from sglang_hc.store.disk.format import VERSION, StoredModel
 from sglang_hc.store.disk.sharing import Ledger, Membership
 from sglang_hc.store.ownership import distrusted
@@ -37,17 +32,18 @@ _DEVICE_ERRORS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO)
 
 @dataclass(frozen=True)
 class Opening:
-    """What a directory is opened for. backend: None for the real disk."""
+    """What a directory is opened for. uses: see `Evictor`. backend: None for the real disk."""
 
     spec: DirectorySpec
     model: StoredModel
+    uses: dict[bytes, float]
     backend: DirectBackend | None = None
     clock: Callable[[], float] = steady_time
 
 
-def open_directory(opening: Opening) -> Directory:
-    """Check one directory, made where missing, and find this model's blocks in it. Raises
-    DirectoryError, and DirectoryLost when the device fails."""
+def open_directory(opening: Opening) -> Evictor:
+    """Check one directory, made where missing, find this model's blocks in it, and count what all
+    take. Raises DirectoryError, and DirectoryLost when the device fails."""
     with ExitStack() as held, _errors_for_users(opening.spec.path):
         root = make_root(opening.spec.path)
         check_version(opening.spec.path)
@@ -61,9 +57,6 @@ def open_directory(opening: Opening) -> Directory:
         backend = opening.backend
         if backend is None:
             backend = DirectBackend(probe_direct(membership.path_of(0, 0)))
-        folder = folder_of(root, opening.model)
-        os.makedirs(folder.path, DIRECTORY_MODE, exist_ok=True)
-        write_small(os.path.join(folder.path, LABEL_NAME), opening.model.label)
         directory = Directory(
             root,
             opening.model,
@@ -73,8 +66,11 @@ def open_directory(opening: Opening) -> Directory:
             (ledger, membership),
             opening.clock,
         )
+        directory.write_label()
+        evictor = Evictor(directory, opening.uses)
+        evictor.open()
         held.pop_all()
-        return directory
+        return evictor
 
 
 @contextmanager
@@ -123,7 +119,7 @@ def check_version(path: str) -> None:
     found = ""
     if os.path.exists(file):
         with open(file, encoding="utf-8", errors="replace") as text:
-            found = text.read(20).strip()
+            found = text.read(20).strip("\0 \n")  # zeros: a power cut left no more of it
     elif os.path.exists(os.path.join(root, "index.sqlite")):
         found = "2"
     if found not in ("", str(VERSION)):
@@ -140,9 +136,9 @@ def _budget(opening: Opening, root: str) -> int:
     spec, file_bytes = opening.spec, opening.model.file_bytes
     budget = spec.size_bytes
     if budget is None:
-        disk = os.statvfs(root)
+        free = (opening.backend or DirectBackend()).free_bytes(root)
         used = sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in model_folders(root))
-        budget = int(_DEFAULT_SHARE * (disk.f_bavail * disk.f_frsize + used))
+        budget = int(_DEFAULT_SHARE * (free + used))
     least = _LEAST_BLOCKS * file_bytes * spec.users
     if budget < least:
         raise DirectoryError(

@@ -27,15 +27,19 @@ _NUMBER_BYTES = 20
 class Ledger:
     """Bytes that the files of a directory take, those being written included. Thread-safe.
 
-    What is removed by hand stays in the number until somebody counts; what is wrong in it costs
-    room, or a count of all files, and never a block.
+    Files are counted before they are made and until they are removed, both while the ledger is
+    held, so that whoever is killed in between leaves the number too large, never too small. What is
+    wrong in it costs room, or a count of all files, and never a block.
     """
 
     def __init__(self, root: str) -> None:
         """Raises OSError."""
-        path = os.path.join(root, LOCK_NAME)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._path = os.path.join(root, LOCK_NAME)
+        self._file = self._open()
         self._mine = threading.Lock()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -43,26 +47,36 @@ class Ledger:
         with self._mine:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
+                while not os.fstat(self._file).st_nlink:  # removed: others have another one
+                    self._open_again()
                 yield
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _open_again(self) -> None:
+        fresh, old = self._open(), self._file
+        self._file = fresh
+        os.close(old)
+        fcntl.flock(fresh, fcntl.LOCK_EX)
 
     @property
     def used(self) -> int | None:
         """Bytes taken; None where that has to be counted. Only while held. Raises OSError."""
         text = os.pread(self._file, _NUMBER_BYTES + 1, 0)
-        return int(text) if text.isdigit() and len(text) == _NUMBER_BYTES else None
+        if text.isdigit() and len(text) == _NUMBER_BYTES:
+            return int(text)
+        os.ftruncate(self._file, 0)
+        return None
 
     @used.setter
     def used(self, size: int) -> None:
         os.pwrite(self._file, b"%0*d" % (_NUMBER_BYTES, max(0, size)), 0)
 
-    def give_back(self, size: int) -> None:
-        """So many bytes are free again. Raises OSError."""
-        with self.held():
-            used = self.used
-            if used is not None:
-                self.used = used - size
+    def freed(self, size: int) -> None:
+        """A file of so many bytes was removed. Only while held. Raises OSError."""
+        used = self.used
+        if used is not None:
+            self.used = used - size
 
     def recount(self) -> None:
         """The number is wrong: whoever needs it counts. Raises OSError."""
@@ -85,19 +99,34 @@ class Membership:
         self._root = root
         self._ledger = ledger
         self.alone = True
+        self.name = f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._path = os.path.join(root, SERVERS, self.name)
+        with ledger.held():  # nobody may find the file before it is locked
+            self._file = self._enter()
+
+    def _make_folders(self) -> None:
         for folder in (SERVERS, NEW):
             with suppress(FileExistsError):
-                os.mkdir(os.path.join(root, folder), DIRECTORY_MODE)
-        with ledger.held():  # nobody may find the file before it is locked
-            self.name = f"{os.getpid()}-{os.urandom(4).hex()}"
-            self._path = os.path.join(root, SERVERS, self.name)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._file = os.open(self._path, flags, FILE_MODE)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+                os.mkdir(os.path.join(self._root, folder), DIRECTORY_MODE)
+
+    def _enter(self) -> int:
+        self._make_folders()
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = os.open(self._path, flags, FILE_MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def look(self) -> None:
         """See who is there, and remove what those left behind that are not. Raises OSError."""
         with self._ledger.held():
+            self._make_folders()
+            if not os.fstat(self._file).st_nlink:  # removed by hand: others take this one for dead
+                old, self._file = self._file, self._enter()
+                os.close(old)
             self.alone = True
             living = {self.name}
             for name in os.listdir(os.path.join(self._root, SERVERS)):
@@ -107,16 +136,13 @@ class Membership:
             self._remove_unfinished(living)
 
     def _remove_unfinished(self, living: set[str]) -> None:
-        folder, freed = os.path.join(self._root, NEW), 0
+        folder = os.path.join(self._root, NEW)
         for name in os.listdir(folder):
             server, _, size = _parts(name)
             if server not in living:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(os.path.join(folder, name))
-                    freed += size
-        used = self._ledger.used
-        if freed and used is not None:
-            self._ledger.used = used - freed
+                    self._ledger.freed(size)
 
     def path_of(self, number: int, size: int) -> str:
         """Of a file that this server is writing."""
@@ -153,14 +179,14 @@ def _lives(path: str) -> bool:
     """Whether a server's file is locked; removed where it is not. While the ledger is held."""
     if _is_locked(path):
         return True
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)
     return False
 
 
 def _is_locked(path: str) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

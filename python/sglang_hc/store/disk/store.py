@@ -45,23 +45,22 @@ class DiskStore:
 
     def __init__(
         self,
-        directories: Sequence[Directory],
+        evictors: Sequence[Evictor],
         model: StoredModel,
+        uses: dict[bytes, float],
         upkeep: Upkeep,
         left_out: int = 0,
     ) -> None:
-        """left_out: further directories whose devices fail. Raises OSError."""
-        self.directories = tuple(directories)
+        """evictors: of the open directories. uses: that they look at. left_out: further directories
+        whose devices fail."""
+        self.directories = tuple(one.directory for one in evictors)
         self._left_out = left_out
         self.model = model
-        self._uses: dict[bytes, float] = {}
-        self.evictors = {d: Evictor(d, self._uses) for d in directories}
-        for evictor in self.evictors.values():
-            evictor.open()
-        self._readers = {directory: BlockReader(directory) for directory in directories}
-        self._writer = BlockWriter(self.evictors)
-        self.maintenance = {d: Maintenance(d, self.evictors[d], upkeep) for d in directories}
-        self._in_use_before = set(directories)
+        self._uses = uses
+        self._readers = {one: BlockReader(one) for one in self.directories}
+        self._writer = BlockWriter({one.directory: one for one in evictors})
+        self.maintenance = {one.directory: Maintenance(one, upkeep) for one in evictors}
+        self._in_use_before = set(self.directories)
         if upkeep.background:
             for one in self.maintenance.values():
                 one.start()
@@ -80,15 +79,16 @@ class DiskStore:
         backend: None for the real disk. A directory whose device fails is left out, unless all
         fail. Raises DirectoryError with a message for users; nothing stays open then.
         """
-        opened: list[Directory] = []
+        opened: list[Evictor] = []
+        uses: dict[bytes, float] = {}
         try:
             for spec in directories:
-                opening = Opening(spec, model, backend, clock)
+                opening = Opening(spec, model, uses, backend, clock)
                 opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
-            return cls(opened, model, upkeep, len(directories) - len(opened))
+            return cls(opened, model, uses, upkeep, len(directories) - len(opened))
         except BaseException:
-            for directory in opened:
-                directory.close()
+            for evictor in opened:
+                evictor.directory.close()
             raise
 
     # -- scheduler thread ---------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _find(directory: Directory, block_id: bytes) -> bool:
         return False
 
 
-def _open_unless_lost(opening: Opening, last: bool) -> list[Directory]:
+def _open_unless_lost(opening: Opening, last: bool) -> list[Evictor]:
     """The directory, if its device works. last: there is no other one, so that the error is raised.
     Raises DirectoryError."""
     try:

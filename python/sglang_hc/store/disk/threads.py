@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
@@ -31,18 +32,23 @@ READ_THREADS = 2
 WRITE_THREADS = 2
 """Blocks under way per directory: while one is hashed or gets its name the disk writes another."""
 
-SILENT_S = 30.0
-"""How long one piece of work on a disk may take before its directory is out of use until it ends:
-a fraction of it for one that works."""
 
-CLOSE_S = 45.0
-"""Longest that all directories may take to finish what was submitted: a write that is too late is
-not begun."""
+@dataclass(frozen=True)
+class Patience:
+    """silent_s: how long one piece of work on a disk may take before its directory is out of use
+    until it ends: a fraction of it for one that works. close_s: longest that all directories may
+    take to finish what was submitted: a write that is too late is not begun."""
+
+    silent_s: float = 30.0
+    close_s: float = 45.0
+
+
+PATIENCE = Patience()
 
 
 class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
-    up nobody but those who wait for its blocks, and those for SILENT_S.
+    up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
     counts: gets with each poll what no answer tells. on_done: called on a thread of this class
     after each answer, for whoever sleeps until then.
@@ -56,7 +62,9 @@ class DiskThreads:
         pool: HostPool,
         counts: Counter[str],
         on_done: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
     ) -> None:
+        self._patience = patience or PATIENCE
         self._store = store
         self._pool = pool
         self.counts = counts
@@ -146,21 +154,22 @@ class DiskThreads:
         return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
 
     def close(self) -> None:
-        """As in BlockIo, for at most CLOSE_S; what hangs is left behind, its directory locked."""
-        if not self._erasing.close(CLOSE_S):
+        """As in BlockIo, for a while; what hangs is left behind, its directory open."""
+        close_s = self._patience.close_s
+        if not self._erasing.close(close_s):
             logger.error("sglang-hc: erasing is not over; the directories are left open")
             return
-        self._finder.close(CLOSE_S)
+        self._finder.close(close_s)
         directories = self._store.directories
         closing = Workers[Directory]("hc-close", self._close, threads=len(directories))
         for directory in directories:
             closing.submit(directory)
-        if not closing.close(CLOSE_S):
+        if not closing.close(close_s):
             logger.error("sglang-hc: a directory does not answer; it is left open")
 
     def _watch(self) -> None:
         """Directories that hang are out of use, and nobody waits for them."""
-        latest = time.monotonic() - SILENT_S
+        latest = time.monotonic() - self._patience.silent_s
         for directory, reads in self._reads.items():
             writes = self._writes[directory]
             directory.note_hang(min(reads.busy_since, writes.busy_since) < latest)

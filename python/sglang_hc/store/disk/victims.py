@@ -32,7 +32,8 @@ class Victim(NamedTuple):
 
 
 class Victims:
-    """Those of one directory. For whoever holds its `making_room`. Methods raise OSError.
+    """Those of one directory. For whoever holds its `making_room`, but for `look_for_foreign`.
+    Methods raise OSError.
 
     uses: when waiting requests will use blocks, see `DiskStore.expect`; changed by its owner.
     """
@@ -57,6 +58,14 @@ class Victims:
                 return victim
         self._foreign = None  # there may be more when somebody asks again
         return None
+
+    def look_for_foreign(self) -> None:
+        """Know what other models and other parts have here, if nothing is known. Takes
+        `making_room` for as long as it takes to say so."""
+        if not self._foreign:
+            found = self._find_foreign()
+            with self._directory.making_room:
+                self._foreign = found
 
     def _fill(self) -> bool:
         """Queue some of the longest unused. False when there is nothing."""
@@ -94,4 +103,5 @@ class Victims:
     def _find_foreign(self) -> deque[Victim]:
         directory = self._directory
         folders = [one for one in model_folders(directory.root) if one != directory.folder]
-        return deque(sorted(Victim(used, f, name) for f in folders for name, used in f.uses()))
+        uses_in = directory.uses_in
+        return deque(sorted(Victim(used, f, name) for f in folders for name, used in uses_in(f)))

@@ -65,8 +65,7 @@ class BlockWriter:
         with self._lock:
             self.clearings += 1
             for directory in self._evictors:
-                directory.clearing += 1
-                directory.blocks.clear()
+                directory.forget_all()
 
     @property
     def is_behind(self) -> bool:
@@ -102,13 +101,14 @@ class BlockWriter:
     ) -> Outcome:
         used = directory.use_time(block.position)
         try:
+            if directory.is_clearing:  # its files would be removed with those that are cleared
+                return Outcome.DROPPED
             if not directory.membership.alone and directory.find(block.block_id):
                 return Outcome.DUPLICATE
-            outcome = self._write_file(directory, block, data, used)
+            if not self._write_file(directory, block, data, used):
+                return Outcome.NO_SPACE
         except OSError as error:
-            return _failed(directory, error)
-        if outcome is not Outcome.OK:
-            return outcome
+            return self._failed(directory, error)
         directory.io_succeeded()
         with self._lock:
             cleared = clearings != self.clearings
@@ -120,47 +120,34 @@ class BlockWriter:
             return Outcome.DROPPED
         return Outcome.OK
 
-    def _write_file(
-        self, directory: Directory, block: Block, data: memoryview, used: int
-    ) -> Outcome:
-        """A file with the block in it. Raises OSError, and leaves none then."""
-        model, evictor = directory.model, self._evictors[directory]
+    def _write_file(self, directory: Directory, block: Block, data: memoryview, used: int) -> bool:
+        """A file with the block in it; False when there is no room. Raises OSError, and leaves none
+        then."""
+        model, backend, evictor = directory.model, directory.backend, self._evictors[directory]
         header = BlockHeader.of(block, model, int(directory.clock() * 1e6), data)
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
-        file = evictor.take(path)
+        file = evictor.make_file(path, model.file_bytes)
         if file is None:
-            return Outcome.NO_SPACE
-        backend = directory.backend
+            return False
         try:
             with closing(file):
                 file.write([page, data[: model.block_bytes]], 0)
             backend.note_use(path, used)
-            backend.rename(path, directory.path(block.block_id))
-        except OSError as error:
+            evictor.publish(path, block.block_id, model.file_bytes)
+        except BaseException:
             with suppress(OSError):
-                _give_up(directory, evictor, path, is_full=error.errno in FULL)
+                evictor.drop_file(path, model.file_bytes)
             raise
-        return Outcome.OK
+        return True
 
-
-def _give_up(directory: Directory, evictor: Evictor, path: str, *, is_full: bool) -> None:
-    """Remove what was written of a file, and give its room back. Raises OSError."""
-    try:
-        with suppress(FileNotFoundError):
-            directory.backend.unlink(path)
-    finally:
-        if is_full:
-            evictor.disk_is_full()
-        else:
-            directory.ledger.give_back(directory.model.file_bytes)
-
-
-def _failed(directory: Directory, error: OSError) -> Outcome:
-    """The answer to a write that failed so; counted and logged."""
-    if error.errno in FULL:
-        return Outcome.NO_SPACE
-    logger.warning("%s: a block could not be written: %s", directory.root, error)
-    directory.io_failed()
-    return Outcome.IO_ERROR
+    def _failed(self, directory: Directory, error: OSError) -> Outcome:
+        """The answer to a write that failed so; counted and logged."""
+        if error.errno in FULL:
+            with suppress(OSError):
+                self._evictors[directory].disk_is_full(directory.model.file_bytes)
+            return Outcome.NO_SPACE
+        logger.warning("%s: a block could not be written: %s", directory.root, error)
+        directory.io_failed()
+        return Outcome.IO_ERROR

@@ -46,22 +46,25 @@ def _check(path: str, repair: bool) -> DirectoryReport:
     root, report = find_root(path), DirectoryReport(path)
     for folder in model_folders(root):
         for block_id in folder.block_ids():
-            problem = _problem(folder, block_id)
-            found = folder.block_path(block_id)
-            if problem is None:
-                report.blocks += 1
-                report.bytes_verified += folder.file_bytes
-            elif os.path.lexists(found):  # else it was evicted meanwhile
-                done = repair and _remove(root, folder, found)
-                report.findings.append(Finding(found, str(problem), done))
+            problem = _check_block(folder, block_id, report)
+            if problem is not None:
+                done = repair and _remove(root, folder, block_id)
+                report.findings.append(Finding(folder.block_path(block_id), str(problem), done))
     return report
 
 
-def _problem(folder: ModelFolder, block_id: bytes) -> Exception | None:
+def _check_block(
+    folder: ModelFolder, block_id: bytes, report: DirectoryReport
+) -> Damaged | OSError | None:
+    """Why a block is not in order; None for one that is, and for one that was evicted meanwhile."""
     try:
         _verify(folder, block_id)
+    except FileNotFoundError:
+        return None
     except (Damaged, OSError) as problem:
         return problem
+    report.blocks += 1
+    report.bytes_verified += folder.file_bytes
     return None
 
 
@@ -77,12 +80,8 @@ def _verify(folder: ModelFolder, block_id: bytes) -> None:
         raise Damaged("the block is of another model than its folder")
 
 
-def _remove(root: str, folder: ModelFolder, path: str) -> bool:
-    ledger = Ledger(root)
-    try:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-            ledger.give_back(folder.file_bytes)
-    finally:
-        ledger.close()
+def _remove(root: str, folder: ModelFolder, block_id: bytes) -> bool:
+    with closing(Ledger(root)) as ledger, ledger.held(), suppress(FileNotFoundError):
+        DirectBackend().unlink(folder.block_path(block_id))
+        ledger.freed(folder.file_bytes)
     return True

@@ -106,13 +106,15 @@ def _headers(folder: ModelFolder) -> Iterator[tuple[BlockHeader | None, float]]:
     """What each block says of itself, if it can be read, and its last use."""
     backend = DirectBackend(direct=False)
     for block_id, used in folder.uses():
-        header: BlockHeader | None = None
-        with (
-            suppress(Damaged, OSError),
-            closing(backend.open(folder.block_path(block_id))) as file,
-        ):
-            header = read_header(file.read)
-        yield header, used / 1e9
+        yield _header(backend, folder.block_path(block_id)), used / 1e9
+
+
+def _header(backend: DirectBackend, path: str) -> BlockHeader | None:
+    try:
+        with closing(backend.open(path)) as file:
+            return read_header(file.read)
+    except (Damaged, OSError):
+        return None
 
 
 def _namespace(name: str, times: list[tuple[float, float]]) -> NamespaceSummary:
