@@ -101,6 +101,7 @@ def test_a_prefix_goes_from_its_end(scratch: Path) -> None:
         for gone in range(1, 4):
             put_apart(store, clock, 1, seed=gone)
             assert here(store, path) == list(range(8 - gone))
+        clock.now += 60
         store.touch(names(path))
         put_apart(store, clock, 3, seed=9)
         assert here(store, path) == list(range(5)), "it was used after those that came before"
