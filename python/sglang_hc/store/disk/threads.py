@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
@@ -44,27 +44,19 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks, and those for SILENT_S.
 
-    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
-    after each answer, for whoever sleeps until then.
+    counts: gets with each poll what no answer tells.
     """
 
     name = "disk"
 
-    def __init__(
-        self,
-        store: DiskStore,
-        pool: HostPool,
-        counts: Counter[str],
-        on_done: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, store: DiskStore, pool: HostPool, counts: Counter[str]) -> None:
         self._store = store
         self._pool = pool
         self.counts = counts
         self._counted: Counter[str] = Counter()
-        self._on_done = on_done
         self._done: deque[BlockDone] = deque()
         self._has_named = False
-        self._finder = Finder(store, on_done)
+        self._finder = Finder(store)
         self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
         self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
@@ -117,9 +109,6 @@ class DiskThreads:
             self.answer(ticket, self._store.absence(block_id))
         else:
             self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline, layers))
-
-    def flush(self) -> None:
-        """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
         self._watch()
@@ -175,7 +164,6 @@ class DiskThreads:
     def answer(self, ticket: int, outcome: Outcome, blocks: int = 0) -> None:
         """Say how an operation ended. Any thread."""
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic(), blocks))
-        self._on_done()
 
     def _erase(self, asked: list[_Erasing]) -> None:
         for ticket, what in asked:
