@@ -16,12 +16,7 @@ import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.backend import (
-    DirectBackend,
-    DirectFile,
-    File,
-    aligned_buffer,
-)
+from sglang_hc.store.disk.backend import DirectBackend, DirectFile, File, aligned_buffer
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
@@ -66,12 +61,6 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
     return np.frombuffer(aligned_buffer(size), dtype=np.uint8)
 
 
-def slots_taken(store: DiskStore) -> list[int]:
-    """By directory."""
-    size = store.model.slot_bytes
-    return [directory.slabs.usage(size)[0] for directory in store.directories]
-
-
 def open_store(
     *paths: Path, size: int | None = SMALL, backend: DirectBackend | None = None,
     layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT,
@@ -81,7 +70,7 @@ def open_store(
     return DiskStore.open(
         [DirectorySpec(str(path), size) for path in paths],
         StoredModel.of(layout.chunks(), fingerprint, "tiny"),
-        Upkeep(**{"background": False, "scrub_bytes_per_s": 0, **upkeep}),
+        Upkeep(**{"background": False, **upkeep}),
         backend,
         clock,
     )
@@ -89,7 +78,7 @@ def open_store(
 
 def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
     """Write blocks with their bytes."""
-    return store.write_many([(block, memoryview(data_of(block))) for block in blocks])
+    return [store.write(block, memoryview(data_of(block))) for block in blocks]
 
 
 def remove(store: DiskStore, names: Sequence[bytes]) -> int:
@@ -105,7 +94,7 @@ def read_block(
     deadline: float | None = None,
 ) -> Outcome:
     """Read one block, or some layers of it."""
-    return store.read_many([Read(name, memoryview(into), layers, deadline)])[0]
+    return store.read(Read(name, memoryview(into), layers, deadline))
 
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[object, np.ndarray]:
@@ -133,8 +122,6 @@ class Faults:
     on_read: Callable[[str], None] = lambda path: None
     on_range: Callable[[str, int, int], None] = lambda path, begin, end: None
     on_write: Callable[[str], None] = lambda path: None
-    on_sync: Callable[[str], None] = lambda path: None
-    on_allocate: Callable[[str], None] = lambda path: None
     short: int = 0
     bytes_per_second: float = float("inf")
 
@@ -155,8 +142,8 @@ class FaultyBackend(DirectBackend):
         super().__init__(direct=False)
         self.faults = faults
 
-    def open(self, path: str, create: bool = False) -> File:
-        return _FaultyFile(super().open(path, create), path, self.faults)
+    def _open(self, path: str, flags: int) -> File:
+        return _FaultyFile(super()._open(path, flags), path, self.faults)
 
 
 class _FaultyFile:
@@ -175,17 +162,6 @@ class _FaultyFile:
         self._faults.on_write(self._path)
         time.sleep(sum(map(len, buffers)) / self._faults.bytes_per_second)
         self._file.write(buffers, offset)
-
-    def sync(self) -> None:
-        self._faults.on_sync(self._path)
-        self._file.sync()
-
-    def allocate(self, size: int) -> None:
-        self._faults.on_allocate(self._path)
-        self._file.allocate(size)
-
-    def size(self) -> int:
-        return self._file.size()
 
     def close(self) -> None:
         self._file.close()

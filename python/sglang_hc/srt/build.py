@@ -171,6 +171,8 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
         io = open_io(memory, disk)
     except DirectoryError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"--hc-host-size-gb, --hc-disk: {error}") from None
     if disk is not None:
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
