@@ -28,6 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_hc.store.process.clients import ProcessExecutor
+from sglang_hc.store.process.messages import DiskSpec
+from sglang_hc.store.process.opening import Io, open_io
+
 from benchmark.disk.compare_fio import LAYOUT, add_rows, machine, percentiles, slot_bytes
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block_io import OwnDisk
@@ -35,9 +39,6 @@ from sglang_hc.store.disk import Block, DirectorySpec
 from sglang_hc.store.executor import CopyRows, RowSpan, ScatterRows
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.process.clients import ProcessExecutor
-from sglang_hc.store.process.messages import DiskSpec
-from sglang_hc.store.process.opening import Io, open_io
 from sglang_hc.tools.bench.machine import command
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang_hc.store.process.messages import DiskSpec
+from sglang_hc.store.process.opening import open_io
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel
@@ -24,8 +26,6 @@ from sglang_hc.store.disk import DirectorySpec
 from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.process.messages import DiskSpec
-from sglang_hc.store.process.opening import open_io
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens

@@ -59,7 +59,7 @@ def spoil(folder: Path) -> None:
 
 
 def on_grid(rank: int, port: int, form: str, folder: str) -> tuple[Turns, Turns, list[int]]:
-    flags = ("--hc-scrub-mb-s", "0", "--hc-trace", f"{folder}/t.jsonl")
+    flags = ("--hc-trace", f"{folder}/t.jsonl")
     core = engine(rank, port, "grid", form, folder, *flags)
     well = talk(core, "well")
     damaged = talk(core, "damaged", lambda: spoil(Path(folder, HIT_BY)) if rank == 3 else None)
@@ -131,7 +131,7 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
     other replica does not notice. What is in a remote store is there for both."""
     disk = tmp_path / "disk"
     grid = ("--dp-size", "2", f"--{kind}-size", "2")
-    flags = (*grid, "--hc-disk", f"{disk}:2", "--hc-scrub-mb-s", "0")
+    flags = (*grid, "--hc-disk", f"{disk}:2")
     store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(tmp_path / "s")}))
     trace = ("--hc-trace", str(tmp_path / "t.jsonl"))
     with start(tmp_path / "log", *flags, *trace, env=CORES[kind].env) as server:

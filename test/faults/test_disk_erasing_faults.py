@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import IndexFull
 
 from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME
 from sglang_hc.store.disk.erasing import Erased
-from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import IndexFull
 from sglang_hc.tree.forgetting import Forgetting
 from support.disk_store import (
     EIO,

@@ -11,12 +11,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from sglang_hc.store.disk.index_file import IndexFull, Place, Row
 
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
 from sglang_hc.store.disk import eviction
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.index_file import IndexFull, Place, Row
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     EIO,

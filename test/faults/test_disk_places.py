@@ -14,11 +14,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from sglang_hc.store.disk.index import Index
+from sglang_hc.store.disk.index_file import IndexFull
 
 from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.directory import DirectoryError
-from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import IndexFull
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 from support.disk_store import (

@@ -26,7 +26,7 @@ from .test_tiers_machine import PROFILE, TiersMachine
 SEEN: Counter[str] = Counter()
 """Over all runs: what the disk did."""
 
-FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.LOST, Outcome.NO_SPACE]
+FAILURES = [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.NO_SPACE]
 
 
 class DiskMachine(TiersMachine):
@@ -101,7 +101,7 @@ class DiskMachine(TiersMachine):
 
     @rule(poll=st.booleans())
     def lose(self, poll: bool) -> None:
-        """The process behind the disk dies; waiting requests learn it now or at a later poll."""
+        """The disk goes out of use; waiting requests learn it now or at a later poll."""
         SEEN["lost"] += len(self.io.moves)
         self.io.lose()
         if poll:

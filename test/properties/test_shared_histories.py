@@ -23,7 +23,7 @@ from support.rates import ConstantRates, UnknownCosts
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject
 
 WORDS = ("abcdefgh", "abcdefgx", "abcd", "abxyz", "mnopqrst", "mnopq", "mno")
-OUTCOMES = [Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST]
+OUTCOMES = [Outcome.OK] * 6 + [Outcome.DAMAGED, Outcome.IO_ERROR]
 STEPS = 80
 MOST_PASSES = 40
 """A second each: a meeting and some fetches are waited for, each within bounds."""

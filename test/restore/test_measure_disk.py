@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.restore import measure_disk
 from sglang_hc.store.disk import DiskStore
-from sglang_hc.store.disk.index_file import FIXED_FILES_BYTES, WAL_MAX_BYTES
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
 

@@ -1,4 +1,4 @@
-"""How a read or a write of a block ended. One enum for every store: disk, I/O process, remote."""
+"""How a read or a write of a block ended. One enum for every store, disk and remote."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Outcome(enum.Enum):
     DUPLICATE = "duplicate"  # a write of a block that is there, or that another thread is writing
     NO_SPACE = "no_space"  # a write for which nothing could be evicted
     DROPPED = "dropped"  # a write that was not begun: too many wait, or its store is out of use
-    LOST = "lost"  # the process that was to do it is gone
 
 
 GOOD = (Outcome.OK, Outcome.DUPLICATE)

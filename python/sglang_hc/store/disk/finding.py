@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.workers import Workers
@@ -25,13 +25,10 @@ class Finder:
     def __init__(
         self,
         store: DiskStore,
-        on_done: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """on_done: called on a thread of this class after each answer."""
         self._clock = clock
         self._store = store
-        self._on_done = on_done
         self._asked: dict[bytes, float] = {}
         """When questions become too old, by the first block of each."""
         self._absent: dict[bytes, float] = {}
@@ -71,7 +68,6 @@ class Finder:
                 missing = next((one for one in block_ids if not self._found(one)), None)
             finally:
                 self._ended.append((block_ids[0], missing))
-                self._on_done()
 
     def _found(self, block_id: bytes) -> bool:
         return self._store.contains((block_id,)) > 0 or self._store.find(block_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,8 +50,7 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
-    after each answer, for whoever sleeps until then.
+    counts: gets with each poll what no answer tells.
     """
 
     name = "disk"
@@ -61,7 +60,6 @@ class DiskThreads:
         store: DiskStore,
         pool: HostPool,
         counts: Counter[str],
-        on_done: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
     ) -> None:
         self._patience = patience or PATIENCE
@@ -69,10 +67,9 @@ class DiskThreads:
         self._pool = pool
         self.counts = counts
         self._counted: Counter[str] = Counter()
-        self._on_done = on_done
         self._done: deque[BlockDone] = deque()
         self._has_named = False
-        self._finder = Finder(store, on_done)
+        self._finder = Finder(store)
         self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
         self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
@@ -125,9 +122,6 @@ class DiskThreads:
             self.answer(ticket, self._store.absence(block_id))
         else:
             self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline, layers))
-
-    def flush(self) -> None:
-        """Threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
         self._watch()
@@ -184,7 +178,6 @@ class DiskThreads:
     def answer(self, ticket: int, outcome: Outcome, blocks: int = 0) -> None:
         """Say how an operation ended. Any thread."""
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic(), blocks))
-        self._on_done()
 
     def _erase(self, asked: list[_Erasing]) -> None:
         for ticket, what in asked:

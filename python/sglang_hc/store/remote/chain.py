@@ -69,10 +69,6 @@ class Chain:
         holder = self._near if self._near.contains((block_id,)) else self._far
         holder.read(ticket, block_id, slot, deadline)
 
-    def flush(self) -> None:
-        self._near.flush()
-        self._far.flush()
-
     def poll(self) -> list[BlockDone]:
         """Of a write to both holders one answer is passed on when both have ended, as until then
         the slot is in use: the disk's if it failed, so that it is tried again, else the last. The
