@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.workers import Workers
