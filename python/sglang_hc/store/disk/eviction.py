@@ -94,6 +94,9 @@ class Evictor:
         may have written the block meanwhile. Raises OSError."""
         directory = self.directory
         target = directory.path(block_id)
+        if directory.membership.alone:
+            directory.backend.rename(path, target)
+            return
         with directory.ledger.held():
             with suppress(FileNotFoundError):
                 directory.backend.last_use(target)
