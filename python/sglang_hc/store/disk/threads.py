@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _Erasing = tuple[int, Forgetting | None]
 """Ticket, and what is erased: some namespaces, or all that was forgotten."""
 
-READ_THREADS = 2
-"""Blocks under way per directory: while one is verified the disk reads another."""
+READ_THREADS = 3
+"""Blocks under way per directory: while one is verified the disk reads others."""
 
 WRITE_THREADS = 2
 """Blocks under way per directory: while one is hashed or gets its name the disk writes another."""
