@@ -49,7 +49,6 @@ from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, Store
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS, WRITE_THREADS, DiskThreads
-from sglang_hc.store.host_memory import page_setting
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench.machine import command
 
@@ -312,7 +311,6 @@ def machine(root: Path) -> dict[str, object]:
         "cores": os.cpu_count(),
         "file_system": said("findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)),
         "fio": said(*fio),
-        "huge_pages_for_shared_memory": page_setting(),
         "python": platform.python_version(),
         "commit": said("git", "rev-parse", "--short", "HEAD"),
         "load_average_at_start": os.getloadavg()[0],

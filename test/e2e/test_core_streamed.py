@@ -286,8 +286,8 @@ def test_a_disk_that_is_given_up_while_a_pass_waits_costs_its_blocks(
     reply, seen, after = run_in_child(given_up, str(tmp_path / "d"), profile, layer)
     assert reply.tokens == after["again"].tokens == wanted[FORM][1]
     assert seen["disk_directory_hangs"] == seen["late_layers"] == seen["meetings_streamed"] == 1
-    # Those that the threads were in the middle of come late, and well.
-    assert 0 < BLOCKS - seen["disk_read_io_error"] <= disk_threads.READ_THREADS
+    # What the threads were in the middle of comes late, and well; of most blocks more is asked.
+    assert BLOCKS - disk_threads.READ_THREADS <= seen["disk_read_io_error"] <= BLOCKS
     assert after["disk_directories"] == 1 and after["again"].storage == BLOCKS * BLOCK_TOKENS
 
 
