@@ -77,16 +77,9 @@ class Evictor:
         Raises OSError."""
         directory = self.directory
         with directory.making_room, directory.ledger.held():
-            used = self._used()
-            if used + size > self.limit:
-                wanted = max(used + size - self.limit, self.limit // BATCH_SHARE)
-                freed = self._evict(min(wanted, BATCH_BLOCKS * size))
-                used = self._used()
-                if self._doubts or (used + size > self.limit and not freed):
-                    directory.ledger.used = used = self._count_files()
-            if used + size > self.limit:
+            if not self._has_room(size) and not self._has_room(size):
                 return None
-            directory.ledger.used = used + size
+            directory.ledger.used = self._used() + size
             try:
                 return directory.backend.create(path)
             except OSError:
@@ -180,6 +173,21 @@ class Evictor:
 
     # -- while the ledger is held ----------------------------------------------------------------
 
+    def _has_room(self, size: int) -> bool:
+        """Whether a file of that size fits, after an eviction where one is needed. It may be worth
+        a second try when it does not."""
+        above = self._used() + size - self.limit
+        if above <= 0:
+            return True
+        wanted = max(above, self.limit // BATCH_SHARE)
+        freed = self._evict(min(wanted, BATCH_BLOCKS * size))
+        if self._doubts:
+            self.directory.find_others()
+            self._foreign = None
+        if self._doubts or not freed:
+            self.directory.ledger.used = self._count_files()
+        return self._used() + size <= self.limit
+
     def _used(self) -> int:
         used = self.directory.ledger.used
         return self._count_files() if used is None else used
@@ -212,7 +220,7 @@ class Evictor:
                 needed.append(victim)
             else:
                 freed += self._evict_one(victim)
-            if freed >= wanted:
+            if freed >= wanted or self._doubts:
                 return freed
         for victim in sorted(needed, key=self._use, reverse=True):
             freed += self._evict_one(victim)
