@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
-from support.disk_store import MEMORY, data_of, empty_slot, open_store, read_block
+from support.disk_store import BUFFERED, MEMORY, data_of, empty_slot, open_store, read_block
 
 WORLDS = st.tuples(
     st.sampled_from(["llama", "qwen"]),
@@ -49,13 +48,13 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
-            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
+            store = open_store(Path(folder), backend=BUFFERED, **options)
             data = data_of(block, layout.slot_bytes)
-            assert store.write_many([(block, memoryview(data))]) == [Outcome.OK]
+            assert store.write(block, memoryview(data)) is Outcome.OK
             store.close()
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
-            store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
+            store = open_store(Path(folder), backend=BUFFERED, **options)
             for _, theirs, other in made:
                 into = empty_slot(layout.slot_bytes)
                 status = read_block(store, other.block_id, into)
