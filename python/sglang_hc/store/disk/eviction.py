@@ -166,6 +166,8 @@ class Evictor:
 
     def _used(self) -> int:
         used = self.directory.ledger.used
+        if self._doubts:
+            self.directory.find_others()  # so that no other block goes for those that are gone
         return self._count_files() if used is None or self._doubts else used
 
     def _count_files(self, besides: ModelFolder | None = None) -> int:

@@ -71,6 +71,7 @@ class Ledger:
     @used.setter
     def used(self, size: int) -> None:
         os.pwrite(self._file, b"%0*d" % (_NUMBER_BYTES, max(0, size)), 0)
+        os.ftruncate(self._file, _NUMBER_BYTES)
 
     def freed(self, size: int) -> None:
         """A file of so many bytes was removed. Only while held. Raises OSError."""
