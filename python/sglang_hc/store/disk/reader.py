@@ -65,7 +65,7 @@ class BlockReader:
             return Outcome.MISSING
         except _TimedOut:
             return Outcome.TIMED_OUT
-        except Damaged as problem:
+        except (Damaged, IsADirectoryError) as problem:
             self._drop(block_id, problem)
             return Outcome.DAMAGED
         except OSError as problem:
