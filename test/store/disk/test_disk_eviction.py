@@ -135,9 +135,7 @@ def test_so_much_is_evicted_at_once(scratch: Path, clock: Clock, room: int, batc
 
 
 @pytest.mark.parametrize("count", [PAGE - 1, PAGE + 1, 9 * PAGE])
-def test_blocks_are_evicted_in_order_beyond_a_page(
-    scratch: Path, clock: Clock, count: int
-) -> None:
+def test_blocks_are_evicted_in_order_beyond_a_page(scratch: Path, clock: Clock, count: int) -> None:
     """All but those that were used last are needed by somebody."""
     store = open_store(scratch, size=count * FILE, clock=clock)
     folder = store.directories[0].folder
@@ -269,9 +267,7 @@ def test_blocks_expire(scratch: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("count", [BATCH_BLOCKS, 3 * BATCH_BLOCKS + 1])
-def test_all_that_is_too_old_expires_in_one_round(
-    scratch: Path, clock: Clock, count: int
-) -> None:
+def test_all_that_is_too_old_expires_in_one_round(scratch: Path, clock: Clock, count: int) -> None:
     """Unless another server used it: then it stays, and those behind it still go."""
     store = open_store(scratch, size=400 * FILE, ttl_s=3600, clock=clock)
     blocks = make_path(count)

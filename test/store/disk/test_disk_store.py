@@ -101,7 +101,7 @@ def test_a_restart_finds_everything_by_identity(tmp_path: Path, directories: int
 
 def test_a_second_disk_does_not_lose_what_the_first_holds(tmp_path: Path) -> None:
     first, second = folders(tmp_path, 2)
-    old, new = make_path(6, seed=1), make_path(24, seed=2)
+    old, new = make_path(6, seed=1), make_path(60, seed=2)
     store = open_store(first)
     put(store, old)
     store.close()
@@ -111,7 +111,7 @@ def test_a_second_disk_does_not_lose_what_the_first_holds(tmp_path: Path) -> Non
     store.close()
     alone = open_store(first)
     found = [block for block in new if is_served(alone, block)]
-    assert alone.contains(names(old)) == 6 and 4 < len(found) < 20, "a part went to the other one"
+    assert alone.contains(names(old)) == 6 and 10 < len(found) < 50, "a part went to the other one"
     alone.close()
 
 
