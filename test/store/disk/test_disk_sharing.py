@@ -1,257 +1,337 @@
-"""Several servers in one directory: each finds the others' blocks, and all keep one budget."""
+"""Several servers in one directory: who is there, what others stored, and what the dead left.
+
+A hook of the backend does what another thread or server does at the worst moment.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_hc.store.disk import DiskStore
-from sglang_hc.store.disk.backend import DirectBackend
+from sglang_hc.store.disk.finding import ABSENT_S, ANSWER_S, MOST_ABSENT, Finder
+from sglang_hc.store.disk.maintenance import LOOK_S
 from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.outcome import GOOD, Outcome
+from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
 from support.disk_store import (
     FILE,
     LAYOUT,
-    MEMORY,
-    block_files,
+    Faults,
+    FaultyBackend,
     check_ledgers,
-    data_of,
+    file_bytes,
     is_served,
     make_path,
     open_store,
+    path_of_block,
     put,
-    read_bytes,
     remove,
 )
-from support.waiting import in_time, until
+from support.waiting import HANGS_S, until
 
-BUFFERED = DirectBackend(direct=False)
-
-
-def look(*stores: DiskStore) -> None:
-    """Each finds out who else is there."""
-    for store in stores:
-        for directory in store.directories:
-            directory.membership.look()
+BLOCKS = make_path(6)
+NAMES = [block.block_id for block in BLOCKS]
 
 
 @pytest.fixture
-def pair(scratch: Path):
-    """Two servers on one directory with room for twelve blocks."""
-    stores = [open_store(scratch, size=12 * FILE) for _ in range(2)]
-    look(*stores)
-    yield stores
-    for store in stores:
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def pair(scratch: Path, faults: Faults) -> Iterator[tuple[DiskStore, DiskStore]]:
+    """Two servers that know each other; the faults are the first one's."""
+    one = open_store(scratch, backend=FaultyBackend(faults))
+    other = open_store(scratch)
+    one.tick()
+    other.tick()
+    yield one, other
+    check_ledgers(one)
+    for store in (one, other):
         store.close()
 
 
-def test_what_one_stores_the_other_finds(pair: list[DiskStore]) -> None:
+def once(action: Callable[[], object]) -> Callable[[str], None]:
+    """A hook that does something the first time it is called."""
+    done: list[str] = []
+
+    def hook(path: str) -> None:
+        if not done:
+            done.append(path)
+            action()
+
+    return hook
+
+
+def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> None:
     one, other = pair
-    blocks = make_path(5)
-    put(one, blocks[:3])
-    assert other.contains([blocks[0].block_id]) == 0
-    assert [other.find(block.block_id) for block in blocks] == [True] * 3 + [False] * 2
-    assert all(is_served(other, block) for block in blocks[:3])
-    assert put(other, blocks) == [Outcome.DUPLICATE] * 3 + [Outcome.OK] * 2
-    for store in pair:
-        store.directories[0].find_others()
-        assert store.contains([block.block_id for block in blocks]) == 5
-        check_ledgers(store)
+    assert one.take_changes() == []
+    put(other, BLOCKS)
+    assert one.contains(NAMES) == 0 and not one.find(bytes(16))
+    assert one.find(NAMES[0]) and one.contains(NAMES) == 1
+    assert one.take_changes() == NAMES[:1], "whoever mirrors it is told"
+    one.directories[0].find_others()
+    assert one.contains(NAMES) == 6 and sorted(one.take_changes()) == sorted(NAMES[1:])
+    assert all(is_served(one, block) for block in BLOCKS)
+    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6
+    remove(one, NAMES[3:])
+    assert other.contains(NAMES) == 6
+    other.directories[0].find_others()
+    assert other.contains(NAMES) == 3
 
 
-def test_a_request_asks_for_what_another_server_stored(pair: list[DiskStore]) -> None:
-    """The scheduler does not wait: the answer comes from a thread, and is remembered."""
-    pool = HostPool(LAYOUT, 4)
-    io = DiskThreads(pair[1], pool, Counter())
-    blocks = make_path(4)
-    names = [block.block_id for block in blocks]
-    put(pair[0], blocks[:3])
-    assert io.contains(names) == 0
-    assert io.ask(names), "soon"
-    until(lambda: not io.ask(names), io.poll)
-    assert io.contains(names) == 3
-    put(pair[0], blocks[3:])
-    assert not io.ask(names), "it was not there a moment ago"
-    io.read(1, names[2], 0, in_time())
-    done: list = []
-    until(lambda: done, lambda: done.extend(io.poll()))
-    assert done[0].outcome is Outcome.OK and np.array_equal(pool.slot(0), data_of(names[2]))
+def test_a_write_looks_whether_another_server_has_the_block(
+    pair: tuple[DiskStore, DiskStore],
+) -> None:
+    one, other = pair
+    put(other, BLOCKS)
+    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6 and one.contains(NAMES) == 6
 
 
 def test_who_is_alone_asks_nobody(scratch: Path) -> None:
     store = open_store(scratch)
-    io = DiskThreads(store, HostPool(LAYOUT, 1), Counter())
-    assert not io.ask([bytes(16)]) and not store.shared_with
-    io.close()
+    put(store, BLOCKS)
+    store.close()
+    faults, asked = Faults(), []
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    faults.on_stat = asked.append
+    assert not store.find(bytes(16)) and not store.shared_with and not asked
+    store.close()
 
 
-def test_a_use_by_another_server_keeps_a_block(scratch: Path) -> None:
-    now = 1e9
-    stores = [open_store(scratch, size=6 * FILE, clock=lambda: now) for _ in range(2)]
-    look(*stores)
-    one, other = stores
-    blocks = [make_path(1, seed=n)[0] for n in range(6)]
-    for block in blocks:
-        now += 60
-        put(one, [block])
-    now += 60
-    assert other.find(blocks[0].block_id)
-    other.touch([blocks[0].block_id])
-    other.tick()
-    put(one, [make_path(1, seed=7)[0]])
-    assert is_served(one, blocks[0]) and not is_served(one, blocks[1])
-    for store in stores:
-        store.close()
-
-
-def test_what_another_server_evicted_is_missing_and_known_to_be(pair: list[DiskStore]) -> None:
+def test_two_servers_write_a_block_at_once(
+    pair: tuple[DiskStore, DiskStore], faults: Faults, scratch: Path
+) -> None:
+    """One file takes the place of the other, and is counted once."""
     one, other = pair
-    old = make_path(6, seed=1)
-    put(one, old)
-    assert all(other.find(block.block_id) for block in old)
-    put(other, make_path(12, seed=2))
-    assert len([*block_files(Path(one.directories[0].root).parent)]) == 12
-    served = [is_served(one, block) for block in old]
-    assert not all(served)
+    faults.on_write = once(lambda: put(other, BLOCKS[:1]))
+    assert put(one, BLOCKS[:1]) == [Outcome.OK]
+    assert file_bytes(scratch) == FILE
+    check_ledgers(one)
+    assert is_served(one, BLOCKS[0]) and is_served(other, BLOCKS[0])
+
+
+def test_the_other_evicts_while_a_block_is_read(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    one, other = pair
+    put(one, BLOCKS)
+    other.directories[0].find_others()
+    faults.on_read = once(lambda: remove(other, NAMES[:1]))
+    assert is_served(one, BLOCKS[0]), "an open file stays"
+    faults.on_open = once(lambda: remove(other, NAMES[1:2]))
+    assert not is_served(one, BLOCKS[1])
+    assert one.contains(NAMES[1:]) == 0 and one.contains(NAMES[2:]) == 4
+    assert one.counters()["directory_pauses"] == 0
+
+
+# -- what comes in between ------------------------------------------------------------------------
+
+
+def test_a_block_is_not_found_again_by_who_asked_before_a_clear(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    """The answer of the disk was from before."""
+    one, other = pair
+    put(other, BLOCKS)
+    faults.on_stat = once(one.forget_all)
+    assert not one.find(NAMES[0]) and one.contains(NAMES) == 0
+    assert not one.find(NAMES[0]), "the files are there still"
     one.directories[0].find_others()
-    assert [one.contains([block.block_id]) == 1 for block in old] == served
+    assert one.contains(NAMES) == 0
+    assert one.erase_all() == (6, True)
+    put(other, make_path(3, seed=1))
+    assert one.find(make_path(1, seed=1)[0].block_id), "from now on as ever"
 
 
-def test_who_ended_is_noticed_and_what_it_was_writing_is_removed(scratch: Path) -> None:
-    """A lock ends with its process: here the files of one that was killed, without a lock."""
-    store = open_store(scratch, size=12 * FILE)
-    put(store, make_path(3))
-    root = scratch / "sglang-hc"
-    (root / SERVERS / "999999-deadbeef").touch()
-    (root / NEW / f"999999-deadbeef-5-{FILE}").write_bytes(bytes(FILE))
-    (root / NEW / "no server wrote this").write_bytes(b"x")
-    directory = store.directories[0]
-    with directory.ledger.held():
-        assert directory.ledger.used is not None
-        directory.ledger.used += FILE
-    assert living_servers(str(root)) == [str(os.getpid())]
-    look(store)
-    assert directory.membership.alone and os.listdir(root / NEW) == []
-    check_ledgers(store)
-    store.close()
-    assert living_servers(str(root)) == [] and os.listdir(root / SERVERS) == []
-
-
-@pytest.mark.parametrize("text", ["", "x", "12", "-0000000000000000001", "9" * 40])
-def test_an_account_that_is_no_number_is_counted_again(scratch: Path, text: str) -> None:
-    store = open_store(scratch, size=12 * FILE)
-    put(store, make_path(3))
-    (scratch / "sglang-hc" / "lock").write_text(text)
-    put(store, make_path(3, seed=1))
-    check_ledgers(store)
-    store.close()
-
-
-def test_cleared_by_one_is_cleared_for_all(pair: list[DiskStore]) -> None:
+def test_a_whole_clear_while_the_disk_is_asked(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
     one, other = pair
-    blocks = make_path(5)
-    put(one, blocks)
-    assert all(other.find(block.block_id) for block in blocks)
-    other.forget_all()
-    assert other.contains([blocks[0].block_id]) == 0 and not other.find(blocks[0].block_id)
-    assert other.erase_all() == (5, True)
-    assert read_bytes(one, blocks[0].block_id)[0] is Outcome.MISSING
-    assert put(one, blocks[:1]) == [Outcome.OK] and other.find(blocks[0].block_id)
-    check_ledgers(other)
+    put(other, BLOCKS)
+
+    class Late(FaultyBackend):
+        def last_use(self, path: str) -> int:
+            used = super().last_use(path)
+            one.forget_all()
+            one.erase_all()
+            return used
+
+    one.directories[0].backend = Late(faults)
+    assert not one.find(NAMES[0])
+    one.directories[0].backend = FaultyBackend(faults)
+    assert one.contains(NAMES) == 0
 
 
-class Sharing(RuleBasedStateMachine):
-    """Servers come, store, read, remove, clear, die and are replaced; somebody removes files."""
+def test_a_use_that_is_noted_does_not_bring_a_cleared_block_back(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    one, _ = pair
+    put(one, BLOCKS)
+    one.directories[0].clock = Clock(4e9)
+    one.touch(NAMES)
+    faults.on_note = once(one.forget_all)
+    one.directories[0].note_touches()
+    assert one.contains(NAMES) == 0 and len(one) == 0
+
+
+def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
+    store = open_store(scratch)
+    put(store, BLOCKS)
+    store.close()
+    clock = Clock(1e9)  # all uses are to come: each is put right on the disk
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults), clock=clock)
+    faults.on_note = once(lambda: remove(store, NAMES[:3]))
+    store.directories[0].learn_uses()
+    faults.on_note = once(store.forget_all)
+    assert sorted(store.block_ids()) == sorted(NAMES[3:])
+    store.close()
+    store = open_store(scratch, backend=FaultyBackend(faults), clock=lambda: 5e8)
+    store.directories[0].learn_uses()
+    assert sorted(store.block_ids()) == sorted(NAMES[3:])
+    store.close()
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+def test_who_is_there_is_found_out_now_and_then(scratch: Path) -> None:
+    clock = Clock(1e9)
+    one = open_store(scratch, clock=clock)
+    one.tick()
+    other = open_store(scratch, clock=clock)
+    assert not other.directories[0].membership.alone and one.directories[0].membership.alone
+    assert living_servers(one.directories[0].root) == [str(os.getpid())] * 2
+    put(other, BLOCKS)
+    clock.now += LOOK_S - 1
+    one.tick()
+    assert one.contains(NAMES) == 0
+    clock.now += 1
+    one.tick()
+    assert one.contains(NAMES) == 6 and one.shared_with == list(one.directories)
+    other.close()
+    clock.now += LOOK_S
+    one.tick()
+    assert not one.shared_with and one.contains(NAMES) == 6
+    one.close()
+    assert living_servers(one.directories[0].root) == []
+
+
+def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
+    store = open_store(scratch, size=10 * FILE)
+    root = scratch / "sglang-hc"
+    dead = f"{os.getpid()}-0123abcd"
+    (root / SERVERS / dead).touch()
+    (root / NEW / f"{dead}-7-{FILE}").write_bytes(b"half")
+    (root / NEW / "by hand").touch()
+    (root / NEW / "folder").mkdir()
+    (root / SERVERS / "folder").mkdir()
+    mine = store.directories[0].membership.path_of(1, FILE)
+    Path(mine).touch()
+    with store.directories[0].ledger.held():
+        store.directories[0].ledger.used = 2 * FILE
+    store.tick()
+    assert sorted(os.listdir(root / NEW)) == sorted(["folder", os.path.basename(mine)])
+    assert not (root / SERVERS / dead).exists()
+    assert store.directories[0].membership.alone
+    with store.directories[0].ledger.held():
+        assert store.directories[0].ledger.used == FILE, "what is being written counts"
+    Path(mine).unlink()
+    (root / NEW / "folder").rmdir()
+    store.close()
+
+
+def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
+    store = open_store(scratch, size=10 * FILE)
+    put(store, BLOCKS)
+    for text in (b"", b"nonsense", b"9" * 19, b"9" * 21, b"-0000000000000000001", b"\xff" * 20):
+        (scratch / "sglang-hc" / "lock").write_bytes(text)
+        (extra,) = make_path(1, seed=9)
+        assert put(store, [extra]) == [Outcome.OK]
+        check_ledgers(store)
+        remove(store, [extra.block_id])
+    store.close()
+
+
+# -- asking, off the scheduler thread -------------------------------------------------------------
+
+
+class Answers:
+    """A store that answers questions when a test lets it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp(dir=MEMORY))
-        self.now = 1e9
-        self.stores: list[DiskStore] = []
-        self.start()
+        self.there: set[bytes] = set()
+        self.asked: Counter[bytes] = Counter()
+        self.go_on = threading.Event()
+        self.go_on.set()
 
-    which = st.integers(0, 2)
-    seeds = st.integers(0, 8)
+    def contains(self, block_ids: tuple[bytes, ...]) -> int:
+        return 0
 
-    @precondition(lambda self: len(self.stores) < 3)
-    @rule()
-    def start(self) -> None:
-        store = open_store(self.folder, size=10 * FILE, backend=BUFFERED, clock=lambda: self.now)
-        self.stores.append(store)
-        look(*self.stores)
-
-    @precondition(lambda self: len(self.stores) > 1)
-    @rule(which=which)
-    def stop(self, which: int) -> None:
-        self.stores.pop(which % len(self.stores)).close()
-
-    @rule(which=which, seed=seeds, count=st.integers(1, 4))
-    def store(self, which: int, seed: int, count: int) -> None:
-        self.now += 20
-        found = put(self.stores[which % len(self.stores)], make_path(count, seed=seed))
-        assert set(found) <= set(GOOD)
-
-    @rule(which=which, seed=seeds)
-    def read(self, which: int, seed: int) -> None:
-        store = self.stores[which % len(self.stores)]
-        for block in make_path(4, seed=seed):
-            store.find(block.block_id)
-            is_served(store, block)
-        store.touch([block.block_id for block in make_path(4, seed=seed)])
-
-    @rule(which=which, seed=seeds)
-    def remove(self, which: int, seed: int) -> None:
-        names = [block.block_id for block in make_path(2, seed=seed)]
-        remove(self.stores[which % len(self.stores)], names)
-
-    @rule(which=which)
-    def clear(self, which: int) -> None:
-        store = self.stores[which % len(self.stores)]
-        store.forget_all()
-        assert store.erase_all().complete
-        assert len(store) == 0 and [*block_files(self.folder)] == []
-
-    @rule(seed=seeds)
-    def rm(self, seed: int) -> None:
-        for path in [*block_files(self.folder)][seed : seed + 2]:
-            path.unlink()
-
-    @rule(which=which)
-    def tick(self, which: int) -> None:
-        self.now += 15
-        self.stores[which % len(self.stores)].tick()
-
-    @invariant()
-    def the_budget_is_kept(self) -> None:
-        assert len([*block_files(self.folder)]) <= 10
-        for store in self.stores:
-            assert store.counters()["maintenance_errors"] == 0
-
-    def teardown(self) -> None:
-        for store in self.stores:
-            store.close()
-        again = open_store(self.folder, size=10 * FILE, backend=BUFFERED)
-        check_ledgers(again)
-        assert len(again) == len([*block_files(self.folder)])
-        again.close()
-        shutil.rmtree(self.folder)
+    def find(self, block_id: bytes) -> bool:
+        self.asked[block_id] += 1
+        assert self.go_on.wait(HANGS_S)
+        if block_id == b"broken":
+            raise RuntimeError("for the test")
+        return block_id in self.there
 
 
-TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+def test_a_question_is_asked_once_and_its_answer_holds_for_a_while() -> None:
+    store, clock, done = Answers(), Clock(), threading.Semaphore(0)
+    finder = Finder(store, done.release, clock)  # type: ignore[arg-type]
+    store.there, names = set(NAMES[:2]), NAMES[:4]
+    store.go_on.clear()
+    assert finder.ask(names) and finder.ask(names)
+    clock.now += ANSWER_S
+    assert not finder.ask(names), "it takes too long"
+    clock.now -= ANSWER_S
+    store.go_on.set()
+    assert done.acquire(timeout=HANGS_S)
+    assert store.asked == Counter(NAMES[:3]), "up to the first that is not there"
+    assert not finder.ask(names[2:]) and store.asked[NAMES[2]] == 1
+    clock.now += ABSENT_S
+    assert finder.ask(names[2:]), "others go on storing"
+    assert done.acquire(timeout=HANGS_S)
+    assert finder.ask([b"broken"])
+    assert done.acquire(timeout=HANGS_S)
+    assert not finder.ask([b"broken"]), "it was not found"
+    finder.close(HANGS_S)
 
 
-@pytest.mark.slow
-class TestSharingLong(Sharing.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)
+def test_so_many_absent_blocks_are_remembered() -> None:
+    store, done = Answers(), threading.Semaphore(0)
+    finder = Finder(store, done.release, Clock())  # type: ignore[arg-type]
+    for number in range(MOST_ABSENT + 1):
+        finder.ask([number.to_bytes(16, "big")])
+        assert done.acquire(timeout=HANGS_S)
+    finder.ask([b"last"])
+    assert len(finder._absent) == MOST_ABSENT
+    assert not finder.ask([MOST_ABSENT.to_bytes(16, "big")])
+    assert finder.ask([bytes(16)]), "the oldest is asked for again"
+    finder.close(HANGS_S)
+
+
+def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
+    one, other = open_store(scratch), open_store(scratch)
+    one.tick()
+    io = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    put(other, BLOCKS[:4])
+    assert io.changes() == {} and io.contains(NAMES) == 0
+    until(lambda: not io.ask(NAMES))
+    assert io.contains(NAMES) == 4
+    assert io.changes() == dict.fromkeys(NAMES[:4], True)
+    assert not io.ask(NAMES[:4]) and not io.ask([])
+    path_of_block(one, BLOCKS[0]).unlink()
+    put(other, BLOCKS[4:])
+    until(lambda: not io.ask(NAMES) and io.contains(NAMES) == 6)
+    io.close()
+    other.close()

@@ -75,7 +75,12 @@ class DirectBackend:
 
     def _open(self, path: str, flags: int) -> File:
         flags |= os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        return DirectFile(os.open(path, flags, FILE_MODE))
+        try:
+            return DirectFile(os.open(path, flags, FILE_MODE))
+        except OSError as error:
+            if error.errno == errno.EINVAL and os.path.isdir(path):  # what O_DIRECT says of it
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
+            raise
 
     def rename(self, path: str, target: str) -> None:
         """Give a file or a folder another name, in place of a file that has it. Folders above it

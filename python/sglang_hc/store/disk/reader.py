@@ -65,7 +65,7 @@ class BlockReader:
             return Outcome.MISSING
         except _TimedOut:
             return Outcome.TIMED_OUT
-        except Damaged as problem:
+        except (Damaged, IsADirectoryError) as problem:
             # The file of a block that is evicted while it is read gets other bytes.
             return Outcome.DAMAGED if self._drop(block_id, problem) else Outcome.MISSING
         except OSError as problem:
