@@ -94,15 +94,21 @@ class Evictor:
         may have written the block meanwhile. Raises OSError."""
         directory = self.directory
         target = directory.path(block_id)
-        if directory.membership.alone:
+        if directory.membership.alone and not self._is_there(target):
             directory.backend.rename(path, target)
             return
         with directory.ledger.held():
-            with suppress(FileNotFoundError):
-                directory.backend.last_use(target)
+            if self._is_there(target):
                 directory.backend.unlink(target)
                 directory.ledger.freed(size)
             directory.backend.rename(path, target)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.directory.backend.last_use(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def disk_is_full(self, size: int) -> None:
         """The disk has no room for a file of that size although the limit has: take less from now
