@@ -286,7 +286,7 @@ def test_a_disk_that_is_given_up_while_a_pass_waits_costs_its_blocks(
     reply, seen, after = run_in_child(given_up, str(tmp_path / "d"), profile, layer)
     assert reply.tokens == after["again"].tokens == wanted[FORM][1]
     assert seen["disk_directory_hangs"] == seen["late_layers"] == seen["meetings_streamed"] == 1
-    # What the threads were in the middle of comes late, and well; of most blocks more was asked for.
+    # What the threads were in the middle of comes late, and well, but more was asked of most.
     assert BLOCKS - disk_threads.READ_THREADS <= seen["disk_read_io_error"] <= BLOCKS
     assert after["disk_directories"] == 1 and after["again"].storage == BLOCKS * BLOCK_TOKENS
 
