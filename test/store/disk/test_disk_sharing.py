@@ -295,7 +295,7 @@ def test_a_question_is_asked_once_and_its_answer_holds_for_a_while() -> None:
     assert not finder.ask(names), "it takes too long"
     clock.now -= ANSWER_S
     store.go_on.set()
-    until(lambda: not finder.ask(names[2:]))
+    until(lambda: finder._ended)
     assert store.asked == Counter(NAMES[:3]), "up to the first that is not there"
     assert not finder.ask(names[2:]) and store.asked[NAMES[2]] == 1
     clock.now += ABSENT_S
