@@ -170,7 +170,8 @@ class Faults:
     """What goes wrong, changed while the store runs. Each hook gets a path, and may raise or sleep.
 
     on_range: as on_read, for reads of bytes [begin, end) of a file. on_stat, on_note: a use is
-    asked for, or noted. on_sync: of a folder. short: bytes a read loses at its end.
+    asked for, or noted. on_sync: of a folder. on_rename: gets
+    the new name, on_take the old one. short: bytes a read loses at its end.
     bytes_per_second: for each reader and writer. free: bytes that the file system has; None for
     those that it really has.
     """
@@ -182,6 +183,7 @@ class Faults:
     on_open: Hook = nothing
     on_create: Hook = nothing
     on_rename: Hook = nothing
+    on_take: Hook = nothing
     on_unlink: Hook = nothing
     on_stat: Hook = nothing
     on_note: Hook = nothing
@@ -231,6 +233,7 @@ class FaultyBackend(DirectBackend):
         return _FaultyFile(super().reuse(path), path, self.faults)
 
     def rename(self, path: str, target: str) -> None:
+        self.faults.on_take(path)
         self.faults.on_rename(target)
         super().rename(path, target)
 

@@ -6,18 +6,17 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.directory import NOTED_NS
-from sglang_hc.store.disk.eviction import BATCH_BLOCKS, BATCH_SHARE, PAGE
+from sglang_hc.store.disk.eviction import BATCH_BLOCKS
 from sglang_hc.store.disk.maintenance import COUNT_S
+from sglang_hc.store.disk.victims import PAGE
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
+from support.disk_filling import START, fill, left, names
 from support.disk_store import (
     FILE,
     Faults,
@@ -32,29 +31,10 @@ from support.disk_store import (
     put,
 )
 
-START = 1_700_000_000.0
-OTHER = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
-OTHER_NAME = OTHER.fingerprint("other")
-
 
 @pytest.fixture
 def clock() -> Clock:
     return Clock(START)
-
-
-def names(seed: int, count: int = 8) -> list[bytes]:
-    return [block.block_id for block in make_path(count, seed=seed)]
-
-
-def left(store: DiskStore, count: int = 8, seeds: int = 40) -> list[int]:
-    """Seeds of which all blocks are there."""
-    return [seed for seed in range(seeds) if store.contains(names(seed, count)) == count]
-
-
-def fill(store: DiskStore, seeds: range, clock: Clock, pause: float = 60) -> None:
-    for seed in seeds:
-        clock.now += pause
-        assert put(store, make_path(8, seed=seed)) == [Outcome.OK] * 8
 
 
 def test_the_least_recently_used_make_room(scratch: Path, clock: Clock) -> None:
@@ -110,27 +90,14 @@ def test_when_all_is_needed_what_is_needed_last_goes_first(scratch: Path, clock:
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("room", "batch"),
-    [(BATCH_SHARE, 1), (2 * BATCH_SHARE, 2), ((BATCH_BLOCKS + 6) * BATCH_SHARE, BATCH_BLOCKS)],
-)
-def test_so_much_is_evicted_at_once(scratch: Path, clock: Clock, room: int, batch: int) -> None:
-    """The files of the largest store are empty here: only their names count."""
-    store = open_store(scratch, size=room * FILE, clock=clock)
-    folder = store.directories[0].folder
-    store.close()
-    for number in range(room):
-        path = Path(folder.block_path(number.to_bytes(16, "little")))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    store = open_store(scratch, size=room * FILE, clock=clock)
-    assert len(store) == room
-    put(store, make_path(1))
-    assert store.counters()["evicted_blocks"] == batch
-    put(store, make_path(batch)[1:])
-    assert store.counters()["evicted_blocks"] == batch, "these find room"
-    put(store, make_path(batch + 1)[-1:])
-    assert store.counters()["evicted_blocks"] == 2 * batch
+def test_the_file_of_a_block_that_goes_is_written_over(scratch: Path, clock: Clock) -> None:
+    """One goes for one, and no file is made or removed."""
+    store = open_store(scratch, size=16 * FILE, clock=clock)
+    fill(store, range(2), clock)
+    files = {path.stat().st_ino for path in block_files(scratch)}
+    fill(store, range(2, 5), clock)
+    assert {path.stat().st_ino for path in block_files(scratch)} == files
+    assert left(store) == [3, 4] and store.counters()["evicted_blocks"] == 24
     store.close()
 
 
@@ -147,11 +114,10 @@ def test_blocks_are_evicted_in_order_beyond_a_page(scratch: Path, clock: Clock, 
         path.touch()
         os.utime(path, ns=(number, number + 1))
     store = open_store(scratch, size=count * FILE, clock=clock)
-    batch = min(BATCH_BLOCKS, -(-count // BATCH_SHARE))
-    store.expect(dict.fromkeys(ids[:-batch], 1.0))
+    store.expect(dict.fromkeys(ids[:-1], 1.0))
     put(store, make_path(1))
-    assert store.contains(ids) == count - batch
-    assert sum(1 for _ in block_files(scratch)) == count - batch + 1
+    assert store.contains(ids) == count - 1
+    assert sum(1 for _ in block_files(scratch)) == count
     store.close()
 
 
@@ -286,86 +252,6 @@ def test_all_that_is_too_old_expires_in_one_round(scratch: Path, clock: Clock, c
     other.close()
 
 
-# -- other models ---------------------------------------------------------------------------------
-
-
-def open_other(path: Path, clock: Callable[[], float], size: int = 40 * FILE) -> DiskStore:
-    return open_store(path, size=size, layout=OTHER, fingerprint=OTHER_NAME, clock=clock)
-
-
-def put_other(store: DiskStore, seed: int, count: int = 8) -> None:
-    blocks = make_path(count, seed=seed, fingerprint=OTHER_NAME)
-    assert put(store, blocks) == [Outcome.OK] * count
-
-
-def others_left(store: DiskStore) -> list[int]:
-    paths = {seed: make_path(8, seed=seed, fingerprint=OTHER_NAME) for seed in range(40)}
-    ids = {seed: [block.block_id for block in path] for seed, path in paths.items()}
-    return [seed for seed in range(40) if store.contains(ids[seed]) == 8]
-
-
-def test_models_share_a_directory_one_after_the_other(scratch: Path, clock: Clock) -> None:
-    """What was used longest ago goes, of whichever model."""
-    store = open_store(scratch, size=40 * FILE, clock=clock)
-    fill(store, range(5), clock)
-    store.close()
-    other = open_other(scratch, clock)
-    assert other.model.file_bytes != FILE and len(other) == 0
-    clock.now += 60
-    put_other(other, 50)
-    assert file_bytes(scratch) <= 40 * FILE
-    check_ledgers(other)
-    other.close()
-    store = open_store(scratch, size=40 * FILE, clock=clock)
-    assert left(store) == [2, 3, 4], "their files are larger: nine had to go"
-    store.close()
-
-
-def test_two_models_evict_each_others_oldest_blocks_for_ever(scratch: Path, clock: Clock) -> None:
-    """Once the blocks of the other that were known at first were gone, only the own ones went."""
-    store, other = open_store(scratch, size=40 * FILE, clock=clock), open_other(scratch, clock)
-    size = other.model.file_bytes
-    for turn in range(12):
-        for one in (store, other):
-            clock.now += 60
-            one.tick()
-        fill(store, range(turn, turn + 1), clock)
-        clock.now += 60
-        put_other(other, turn)
-        assert file_bytes(scratch) <= 40 * FILE
-        for one in (store, other):
-            one.directories[0].find_others()
-        if turn > 3:
-            mine, theirs = left(store), others_left(other)
-            assert mine[-1:] == [turn] and theirs[-1:] == [turn]
-            assert abs(len(mine) - len(theirs)) <= 1, "they age alike"
-            assert file_bytes(scratch) > 40 * FILE - 2 * size
-    check_ledgers(store)
-    store.close()
-    other.close()
-
-
-def test_uses_by_the_server_of_another_model_are_respected(scratch: Path, clock: Clock) -> None:
-    """Ranks of one server are such servers: each has its own part of all blocks."""
-    store = open_store(scratch, size=40 * FILE, clock=clock)
-    other = open_store(scratch, size=40 * FILE, clock=clock, part=b"p" * 16)
-    fill(store, range(2), clock)
-    fill(other, range(2, 5), clock)
-    other.tick()
-    fill(other, range(5, 6), clock)
-    other.directories[0].find_others()
-    store.directories[0].find_others()
-    assert left(store) == [1] and left(other) == [2, 3, 4, 5]
-    clock.now += 60
-    store.touch(names(1))
-    store.directories[0].note_touches()
-    fill(other, range(6, 8), clock)
-    store.directories[0].find_others()
-    assert left(store) == [1] and left(other) == [4, 5, 6, 7]
-    store.close()
-    other.close()
-
-
 # -- files that are removed by hand ---------------------------------------------------------------
 
 
@@ -401,7 +287,7 @@ def test_a_file_that_cannot_be_removed_stops_eviction_once(scratch: Path, clock:
         if path == str(stuck):
             raise PermissionError(1, "Operation not permitted", path)
 
-    faults.on_unlink = refuse
+    faults.on_take = refuse
     clock.now += 60
     assert put(store, make_path(3, seed=9)) == [Outcome.IO_ERROR, Outcome.OK, Outcome.OK]
     check_ledgers(store)

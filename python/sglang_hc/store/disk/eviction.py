@@ -62,19 +62,21 @@ class Evictor:
         goes for it. None when nothing can go. Raises OSError."""
         directory = self.directory
         with directory.making_room, directory.ledger.held():
-            counted = False
+            counted, removed = False, 0
             while (used := self._used()) + size > self.limit:
                 victim = self._victims.next()
-                if victim is None and counted:
+                if (victim is None and counted) or removed == BATCH_BLOCKS:
                     return None
                 if victim is None:  # what others stored can go, what somebody removed is free
                     directory.find_others()
                     directory.ledger.used = self._count_files()
                     counted = True
                 elif victim.folder.file_bytes != size or used > self.limit:
-                    self._evict_one(victim)
+                    removed += self._evict_one(victim) > 0
                 elif self._take_file(victim, path):
-                    return self._open_again(path, size)
+                    file = self._open_again(path, size)
+                    if file is not None:
+                        return file
             directory.ledger.used = used + size
             try:
                 return directory.backend.create(path)
@@ -235,14 +237,17 @@ class Evictor:
         directory.count("evicted_blocks")
         return True
 
-    def _open_again(self, path: str, size: int) -> File:
-        """The file of a block that was evicted."""
+    def _open_again(self, path: str, size: int) -> File | None:
+        """The file of a block that was evicted; None where somebody put something else in its
+        place, which is removed."""
         directory = self.directory
         try:
             return directory.backend.reuse(path)
-        except OSError:
+        except OSError as error:
             directory.backend.unlink(path)
             directory.ledger.freed(size)
+            if isinstance(error, IsADirectoryError):
+                return None
             raise
 
     def _may_go(self, victim: Victim) -> bool:
