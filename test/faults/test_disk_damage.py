@@ -1,4 +1,4 @@
-"""Bit flips, cut, renamed and lost files, power cuts: never wrong bytes, always a counted reason."""
+"""Bit flips, cut, renamed and lost files, power cuts: never wrong bytes, always an answer."""
 
 from __future__ import annotations
 

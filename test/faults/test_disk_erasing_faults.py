@@ -1,4 +1,4 @@
-"""Erasing while disks fail or hang, blocks are written, and processes are killed between the steps."""
+"""Erasing while disks fail or hang, while blocks are written, and killed between the steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 from support.clock import Clock
+from support.disk_process import run_child
 from support.disk_store import (
     EIO,
     FILE,
@@ -29,7 +30,6 @@ from support.disk_store import (
     open_store,
     put,
 )
-from support.disk_process import run_child
 from support.erased import check_kept, names, traces
 from support.waiting import HANGS_S, until
 

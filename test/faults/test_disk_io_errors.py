@@ -77,13 +77,11 @@ def test_an_error_at_any_call_of_anything(store: DiskStore, faults: Faults, code
     store.directories[0].clock = clock
     for seed in range(100, 105):
         put(store, make_path(8, seed=seed))
-    seed = 0
     for step in range(1000):
         clock.now += 60
         hook, calls = nth(step, failing(code))
         set_all(faults, hook)
-        blocks = make_path(12, seed=seed)
-        seed += 1
+        blocks = make_path(12, seed=step)
         wrote = put(store, blocks)
         for block in blocks:
             is_served(store, block)

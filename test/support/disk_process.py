@@ -17,7 +17,6 @@ from pathlib import Path
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.forgetting import Forgetting
 from support.disk_store import (
-    BUFFERED,
     FILE,
     Faults,
     FaultyBackend,
@@ -33,6 +32,9 @@ PATHS = 60
 
 THREADS = 2
 """That write in each server."""
+
+RATE = 4e6
+"""Bytes per second of each: so slow that kills come in the middle of writes."""
 
 
 def run_child(*words: str) -> subprocess.Popen[str]:
@@ -71,7 +73,8 @@ def erase(folder: Path, what: str, step: str) -> None:
 def serve(folder: Path, seed: int, budget: int) -> None:
     """Do what servers do, on several threads, until killed. Each byte that is served is checked. A
     line is printed when it began, and one with what went wrong."""
-    store = open_store(folder, size=budget, backend=BUFFERED, background=True)
+    slow = FaultyBackend(Faults(bytes_per_second=RATE))
+    store = open_store(folder, size=budget, backend=slow, background=True)
 
     def work(number: int) -> None:
         rng = random.Random(seed * THREADS + number)
