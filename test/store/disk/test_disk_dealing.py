@@ -121,7 +121,7 @@ def test_the_one_that_is_left_gets_everything(scratch: Path, lost: int, how: str
     store = open_store(scratch / "a", scratch / "b", backend=FaultyBackend(faults))
     bad, good = store.directories[lost], store.directories[1 - lost]
     if how == "full":
-        faults.on_write = only_in(f"/{'ab'[lost]}/", FULL)
+        faults.on_write = only_in(f"{scratch}/{'ab'[lost]}/", FULL)
     elif how == "hanging":
         bad.note_hang(True)
     else:

@@ -86,7 +86,7 @@ class Directory:
     when its I/O keeps failing. hangs: a thread has not come back from it. making_room: held by the
     thread that evicts. clearings: how often it was to be cleared. cleared: how many of these are
     done; as long as some are not, nothing that is not known is found, and nothing is written.
-    owes_clearing: one of them failed.
+    owes_clearing: one of them failed, and nobody is at it.
     """
 
     def __init__(

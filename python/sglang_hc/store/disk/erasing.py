@@ -103,7 +103,7 @@ def _clear_unless_broken(directory: Directory, clearings: int) -> Erased:
     try:
         return Erased(_clear(directory, clearings), True)
     except OSError as error:
-        directory.owes_clearing = True
+        directory.owes_clearing = directory.is_clearing  # or only files are left to be removed
         return Erased(0, _missed(directory, error))
 
 
