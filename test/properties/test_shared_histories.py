@@ -18,6 +18,7 @@ from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import Action
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
+from support.examples import examples
 from support.host import keep, tokens_of
 from support.rates import ConstantRates, UnknownCosts
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject
@@ -154,7 +155,7 @@ class Scheduler:
         assert not self.tiers.queue.meetings.under_way
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_whatever_happens_everybody_is_served_and_nothing_is_left(rng: Random) -> None:
     scheduler = Scheduler(rng)
