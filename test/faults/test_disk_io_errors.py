@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -275,7 +276,7 @@ class SmallDisk(FaultyBackend):
         return max(0, (self.files - self.others) * FILE - file_bytes(self._folder))
 
     def _check(self, path: str) -> None:
-        if self.free_bytes(path) < FILE:
+        if os.path.getsize(path) < FILE and self.free_bytes(path) < FILE:  # else it is written over
             ENOSPC(path)
 
 

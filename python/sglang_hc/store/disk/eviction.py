@@ -183,9 +183,9 @@ class Evictor:
         already."""
         root = self.directory.root
         self._doubts = False
+        unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
         folders = [one for one in model_folders(root) if one != besides] + cleared_folders(root)
-        blocks = sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
-        return unfinished_bytes(root) + blocks
+        return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
 
     def _room(self, used: int) -> int:
         directory = self.directory

@@ -84,6 +84,7 @@ class Maintenance:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_S
+        was_alone = directory.membership.alone
         directory.membership.look()
         if directory.owes_clearing:
             erasing.clear_late(directory)
@@ -93,7 +94,7 @@ class Maintenance:
             self._evictor.count()
         self._evictor.look_for_room()
         self._evictor.look_for_foreign()
-        if not directory.membership.alone:
+        if not (was_alone and directory.membership.alone):
             directory.find_others()
         while not self._stop.is_set() and self._evictor.trim():
             pass
