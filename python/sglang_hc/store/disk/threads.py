@@ -50,7 +50,7 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
+    counts: gets with each poll what no answer tells. patience: None for PATIENCE. on_done: called on a thread of this class
     after each answer, for whoever sleeps until then.
     """
 
@@ -64,7 +64,7 @@ class DiskThreads:
         on_done: Callable[[], None] = lambda: None,
         patience: Patience | None = None,
     ) -> None:
-        self._patience = patience or PATIENCE
+        self.patience = patience or PATIENCE
         self._store = store
         self._pool = pool
         self.counts = counts
@@ -155,7 +155,7 @@ class DiskThreads:
 
     def close(self) -> None:
         """As in BlockIo, for a while; what hangs is left behind, its directory open."""
-        close_s = self._patience.close_s
+        close_s = self.patience.close_s
         if not self._erasing.close(close_s):
             logger.error("sglang-hc: erasing is not over; the directories are left open")
             return
@@ -169,7 +169,7 @@ class DiskThreads:
 
     def _watch(self) -> None:
         """Directories that hang are out of use, and nobody waits for them."""
-        latest = time.monotonic() - self._patience.silent_s
+        latest = time.monotonic() - self.patience.silent_s
         for directory, reads in self._reads.items():
             writes = self._writes[directory]
             directory.note_hang(min(reads.busy_since, writes.busy_since) < latest)
