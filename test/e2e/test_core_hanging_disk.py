@@ -33,7 +33,8 @@ def quick() -> None:
     from sglang_hc.store.disk import threads
     from sglang_hc.store.process import supervisor
 
-    disk_tier.DRAIN_S = prefetch.PATIENCE = threads.CLOSE_S = supervisor.CLOSE_S = 0.5
+    disk_tier.DRAIN_S = prefetch.PATIENCE = supervisor.CLOSE_S = 0.5
+    threads.PATIENCE = threads.Patience(close_s=0.5)
 
 
 def in_time(what: Any, *args: Any) -> Any:
