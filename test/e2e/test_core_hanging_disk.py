@@ -27,7 +27,8 @@ def quick() -> None:
     from sglang_hc.store import disk_tier
     from sglang_hc.store.disk import threads
 
-    disk_tier.DRAIN_S = prefetch.PATIENCE = threads.CLOSE_S = 0.5
+    disk_tier.DRAIN_S = prefetch.PATIENCE = 0.5
+    threads.PATIENCE = threads.Patience(close_s=0.5)
 
 
 def in_time(what: Any, *args: Any) -> Any:

@@ -263,10 +263,11 @@ def given_up(folder: str, profile: str, layer: int) -> tuple[Reply, dict[str, in
     and the request comes again."""
     server, goes_on = Server(folder, profile), threading.Event()
     chunks = [server.chunk(block, layer) for block in range(BLOCKS)]
+    disk = server.core.tree.tiers.disk._io
 
     def stand_still(path: str, begin: int, end: int) -> None:
         if any(chunk.overlaps(path, begin, end) for chunk in chunks):
-            disk_threads.SILENT_S = 0.2
+            disk.patience = disk_threads.Patience(silent_s=0.2)
             assert goes_on.wait(HANGS_S)
 
     def resume(_: int, rid: str) -> None:
@@ -274,7 +275,7 @@ def given_up(folder: str, profile: str, layer: int) -> tuple[Reply, dict[str, in
             goes_on.set()
 
     reply, seen = server.ask(stand_still, resume)
-    disk_threads.SILENT_S = HANGS_S
+    disk.patience = disk_threads.PATIENCE
     return reply, seen, {**server.core.tree.stats(), "again": server.ask()[0]}
 
 

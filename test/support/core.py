@@ -335,7 +335,8 @@ def never_late() -> None:
     from sglang_hc.store.disk import threads
     from sglang_hc.store.remote import blocks
 
-    prefetch.PATIENCE = meeting.PATIENCE = threads.SILENT_S = HANGS_S
+    prefetch.PATIENCE = meeting.PATIENCE = HANGS_S
+    threads.PATIENCE = threads.Patience(silent_s=HANGS_S)
     disk_tier.DRAIN_S = executor.DRAIN_S = ballot.SETTLE_S = HANGS_S
     disk_tier.READ_DEADLINE_S = blocks.LOOKUP_S = HANGS_S
 

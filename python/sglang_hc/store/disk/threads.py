@@ -50,7 +50,7 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells.
+    counts: gets with each poll what no answer tells. patience: None for PATIENCE.
     """
 
     name = "disk"
@@ -62,7 +62,7 @@ class DiskThreads:
         counts: Counter[str],
         patience: Patience | None = None,
     ) -> None:
-        self._patience = patience or PATIENCE
+        self.patience = patience or PATIENCE
         self._store = store
         self._pool = pool
         self.counts = counts
@@ -149,7 +149,7 @@ class DiskThreads:
 
     def close(self) -> None:
         """As in BlockIo, for a while; what hangs is left behind, its directory open."""
-        close_s = self._patience.close_s
+        close_s = self.patience.close_s
         if not self._erasing.close(close_s):
             logger.error("sglang-hc: erasing is not over; the directories are left open")
             return
@@ -163,7 +163,7 @@ class DiskThreads:
 
     def _watch(self) -> None:
         """Directories that hang are out of use, and nobody waits for them."""
-        latest = time.monotonic() - self._patience.silent_s
+        latest = time.monotonic() - self.patience.silent_s
         for directory, reads in self._reads.items():
             writes = self._writes[directory]
             directory.note_hang(min(reads.busy_since, writes.busy_since) < latest)
