@@ -39,29 +39,27 @@ class ModelFolder(NamedTuple):
         name = block_id.hex()
         return f"{self.path}/{name[0]}/{name[1]}/{name}"
 
-    def leaves(self) -> Iterator[str]:
-        """The folders with files in them."""
+    def leaves(self) -> Iterator[tuple[str, str]]:
+        """The folders with files in them, and how the names of their blocks begin."""
         for first in _DIGITS:
             for second in _DIGITS:
-                yield f"{self.path}/{first}/{second}"
+                yield f"{self.path}/{first}/{second}", first + second
 
     def block_ids(self) -> Iterator[bytes]:
         """All that are here by their names. Reads no file."""
-        for leaf in self.leaves():
-            with suppress(FileNotFoundError):
-                yield from map(bytes.fromhex, filter(_BLOCK.fullmatch, os.listdir(leaf)))
+        for leaf, start in self.leaves():
+            with suppress(FileNotFoundError, NotADirectoryError):
+                names = [name for name in os.listdir(leaf) if name.startswith(start)]
+                yield from map(bytes.fromhex, filter(_BLOCK.fullmatch, names))
 
     def uses(self) -> Iterator[tuple[bytes, int]]:
         """All that are here, and when each was used last, in ns since 1970."""
-        for leaf in self.leaves():
-            with suppress(FileNotFoundError), os.scandir(leaf) as entries:
-                for entry in filter(_is_block, entries):
-                    with suppress(FileNotFoundError):
-                        yield bytes.fromhex(entry.name), entry.stat().st_mtime_ns
-
-
-def _is_block(entry: os.DirEntry[str]) -> bool:
-    return _BLOCK.fullmatch(entry.name) is not None
+        for leaf, start in self.leaves():
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(leaf) as entries:
+                for entry in entries:
+                    if entry.name.startswith(start) and _BLOCK.fullmatch(entry.name):
+                        with suppress(FileNotFoundError):
+                            yield bytes.fromhex(entry.name), entry.stat().st_mtime_ns
 
 
 def store_root(path: str) -> str:

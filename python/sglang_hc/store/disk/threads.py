@@ -50,8 +50,8 @@ class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
     up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells. patience: None for PATIENCE. on_done: called on a thread of this class
-    after each answer, for whoever sleeps until then.
+    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
+    after each answer, for whoever sleeps until then. patience: None for PATIENCE.
     """
 
     name = "disk"
