@@ -13,10 +13,19 @@ import pytest
 
 from sglang_hc.store.block_io import BlockDone, BlockIo
 from sglang_hc.store.disk import threads
-from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.disk.threads import WRITE_THREADS, DiskThreads, Patience
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import EIO, LAYOUT, Faults, FaultyBackend, data_of, make_path, open_store
+from support.disk_store import (
+    EIO,
+    LAYOUT,
+    Faults,
+    FaultyBackend,
+    data_of,
+    make_path,
+    only_in,
+    open_store,
+)
 from support.waiting import HANGS_S, in_time, until
 
 SLOTS = 16
@@ -139,7 +148,6 @@ def test_one_batch_is_written_while_another_is_held_up(
             held.set()
             assert go_on.wait(HANGS_S)
 
-    save(io, pool, 1)  # a slab is there
     faults.on_write = hold_the_first
     slow, quick = make_path(2, seed=1)
     assert io.write(1, slow, 0, in_time())
@@ -158,32 +166,29 @@ def test_a_directory_that_hangs_holds_up_only_its_own_blocks(
     it holds is answered when it is back."""
     monkeypatch.setattr(threads, "WRITE_QUEUE", 8)
     store = open_store(tmp_path / "a", tmp_path / "b", backend=FaultyBackend(faults))
-    io = DiskThreads(store, pool, Counter())
-    blocks = save(io, pool, 4)
+    io = DiskThreads(store, pool, Counter(), patience=Patience(HANGS_S, HANGS_S))
+    names = [block.block_id for block in save(io, pool, 8)]
+    good, bad = (set(directory.blocks) for directory in store.directories)
     go_on = threading.Event()
 
     def hang(path: str) -> None:
-        if "/b/" in path:
-            assert go_on.wait(HANGS_S)
+        assert go_on.wait(HANGS_S)
 
-    faults.on_read = faults.on_write = faults.on_sync = hang
-    for slot, block in enumerate(blocks):
-        io.read(slot, block.block_id, 8 + slot, in_time())
-    assert {done.ticket for done in wait(io, 2)} == {0, 2}
-    fresh = make_path(40, seed=1)
-    refused, done = 0, []
-    for number, block in enumerate(fresh, start=100):
+    faults.on_read = faults.on_create = only_in(f"{tmp_path}/b/", hang)
+    for slot, name in enumerate(names):
+        io.read(slot, name, 8 + slot, in_time())
+    assert {names[done.ticket] for done in wait(io, len(good))} == good
+    done: list[BlockDone] = []
+    for number, block in enumerate(make_path(40, seed=1), start=100):
         while not io.write(number, block, number % 4, in_time()):
-            refused += 1
             done += wait(io, 1)
-    stuck = 3 * 4  # what the other one has waiting, and the batch of each of its threads
+    stuck = 8 // 2 + WRITE_THREADS  # what waits for it, and is inside
     done += wait(io, max(0, 40 - stuck - len(done)))
     assert {answer.outcome for answer in done} == {Outcome.OK}
-    assert len(store.directories[0].places) > 2
-    store.maintenance[0].tick()
+    assert len(store.directories[0].blocks) == len(good) + 40 - stuck
+    store.maintenance[store.directories[0]].tick()
     go_on.set()
-    done += wait(io, 42 - len(done))
-    assert sorted(answer.ticket for answer in done) == [1, 3, *range(100, 140)]
+    done += wait(io, 40 + len(bad) - len(done))
     assert {answer.outcome for answer in done} == {Outcome.OK}
     io.close()
 
