@@ -173,6 +173,7 @@ def test_a_write_that_was_asked_for_before_a_clear_is_never_found(
     eraser.start()
     eraser.join(0.05)
     assert not ended, "it waits for the write"
+    assert put(store, mine[:2]) == [Outcome.DROPPED] * 2
     goes_on.set()
     writer.join()
     eraser.join()

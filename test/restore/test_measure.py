@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -317,11 +318,12 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     """Both directories are read, whole blocks of six layers; the cost is that of the reads."""
     clock = Clock()
     read: list[bytes] = []
-    original = DiskStore.read
+    original, counting = DiskStore.read, threading.Lock()
 
     def slow_read(self: DiskStore, one: Read) -> Outcome:
-        read.append(one.block_id)
-        clock.now += 1e-3
+        with counting:
+            read.append(one.block_id)
+            clock.now += 1e-3
         return original(self, one)
 
     monkeypatch.setattr(DiskStore, "read", slow_read)

@@ -16,6 +16,15 @@ from support.clock import Clock
 LAYOUT = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 8, (16, 16), "uint8"))
 
 
+@pytest.mark.parametrize("disks", [1, 2])
+def test_the_budget_is_enough_for_all_blocks_and_their_headers(tmp_path: Path, disks: int) -> None:
+    """Else they would make room for each other, and could not be read."""
+    paths = [str(tmp_path / str(number)) for number in range(disks)]
+    samples, _ = measure_disk.disk_samples(paths, LAYOUT, [64, 256, 1024, 4096], 60.0, Clock())
+    assert [tokens for tokens, _ in samples] == [64, 256, 1024, 4096]
+    assert not any(list(Path(path).iterdir()) for path in paths)
+
+
 def test_a_disk_with_little_room_gives_the_small_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,12 +32,12 @@ def test_a_disk_with_little_room_gives_the_small_sizes(
     write = DiskStore.write
 
     def measured(room: int) -> list[int]:
-        def write_one(self: DiskStore, *block: Any) -> Outcome:
+        def until_full(self: DiskStore, *block: Any) -> Outcome:
             nonlocal room
             room -= 1
             return write(self, *block) if room >= 0 else Outcome.NO_SPACE
 
-        monkeypatch.setattr(DiskStore, "write", write_one)
+        monkeypatch.setattr(DiskStore, "write", until_full)
         samples, _ = measure_disk.disk_samples(
             [str(tmp_path)], LAYOUT, [64, 256, 1024], 60.0, Clock()
         )

@@ -328,8 +328,11 @@ def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
     assert io.contains(NAMES) == 4
     assert io.changes() == dict.fromkeys(NAMES[:4], True)
     assert not io.ask(NAMES[:4]) and not io.ask([])
-    path_of_block(one, BLOCKS[0]).unlink()
-    put(other, BLOCKS[4:])
-    until(lambda: not io.ask(NAMES) and io.contains(NAMES) == 6)
+    fresh = make_path(3, seed=1)
+    put(other, fresh)
+    path_of_block(other, fresh[2]).unlink()
+    names = [block.block_id for block in fresh]
+    until(lambda: not io.ask(names))
+    assert io.contains(names) == 2
     io.close()
     other.close()

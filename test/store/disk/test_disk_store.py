@@ -196,6 +196,9 @@ def test_names_that_are_no_blocks_are_not_found(scratch: Path) -> None:
     for number in range(20_000):
         (leaf / f"{number:033d}").touch()
     (leaf.parents[1] / "z").mkdir()
+    other = next(one for one in "0123456789abcdef" if not (leaf.parents[1] / one).exists())
+    (leaf.parents[1] / other).touch()  # in place of a folder
+    (leaf / bytes(16).hex()).touch()  # a block's name where no block of that name lies
     store = open_store(scratch)
     store.tick()
     assert store.block_ids() == [block.block_id] and is_served(store, block)

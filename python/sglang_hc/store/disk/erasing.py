@@ -181,7 +181,7 @@ def _erase(directory: Directory, some: Sequence[_Found]) -> Erased:
 
 def _sync(directory: Directory) -> None:
     """Make all removals durable, of blocks that were evicted before too. Raises OSError."""
-    leaves = (leaf for folder in model_folders(directory.root) for leaf in folder.leaves())
+    leaves = (leaf for folder in model_folders(directory.root) for leaf, _ in folder.leaves())
     for path in (os.path.join(directory.root, NEW), *leaves):
         with suppress(FileNotFoundError):  # nothing was stored there, or another server cleared it
             directory.backend.sync_directory(path)

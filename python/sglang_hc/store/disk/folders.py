@@ -39,38 +39,39 @@ class ModelFolder(NamedTuple):
         name = block_id.hex()
         return f"{self.path}/{name[0]}/{name[1]}/{name}"
 
-    def leaves(self) -> Iterator[str]:
-        """The folders with files in them."""
+    def leaves(self) -> Iterator[tuple[str, str]]:
+        """The folders with files in them, and how the names of their blocks begin."""
         for first in _DIGITS:
             for second in _DIGITS:
-                yield f"{self.path}/{first}/{second}"
+                yield f"{self.path}/{first}/{second}", first + second
 
     def block_ids(self) -> Iterator[bytes]:
         """All that are here by their names. Reads no file."""
-        for leaf in self.leaves():
-            with suppress(FileNotFoundError):
-                yield from _identities(os.listdir(leaf))
+        for leaf, start in self.leaves():
+            with suppress(FileNotFoundError, NotADirectoryError):
+                yield from _identities(os.listdir(leaf), start)
 
     def uses(self) -> Iterator[tuple[bytes, int]]:
         """All that are here, and when each was used last, in ns since 1970."""
-        for leaf in self.leaves():
-            with suppress(FileNotFoundError), _opened(leaf) as place:
-                for block_id in _identities(os.listdir(place)):
+        for leaf, start in self.leaves():
+            with suppress(FileNotFoundError, NotADirectoryError), _opened(leaf) as place:
+                for block_id in _identities(os.listdir(place), start):
                     with suppress(FileNotFoundError):
                         found = os.stat(block_id.hex(), dir_fd=place)
                         yield block_id, found.st_mtime_ns
 
 
-def _identities(names: list[str]) -> list[bytes]:
-    """Those of the names that are a block's. All at once where all are, as a rule: there may be a
-    million."""
+def _identities(names: list[str], start: str) -> list[bytes]:
+    """Those of the names that are a block's and begin so. All at once where all are, as a rule:
+    there may be a million."""
     digits = "".join(names)
-    if {*map(len, names)} <= {2 * ID_BYTES}:
+    if {(len(name), name[: len(start)]) for name in names} <= {(2 * ID_BYTES, start)}:
         with suppress(ValueError):
             raw = bytes.fromhex(digits)
             if raw.hex() == digits:
                 return [raw[at : at + ID_BYTES] for at in range(0, len(raw), ID_BYTES)]
-    return [bytes.fromhex(name) for name in names if _BLOCK.fullmatch(name)]
+    blocks = (name for name in names if name.startswith(start) and _BLOCK.fullmatch(name))
+    return [*map(bytes.fromhex, blocks)]
 
 
 @contextmanager

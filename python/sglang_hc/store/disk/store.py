@@ -58,7 +58,8 @@ class DiskStore:
         self.model = model
         self._uses = uses
         self._readers = {one: BlockReader(one) for one in self.directories}
-        self._writer = BlockWriter({one.directory: one for one in evictors})
+        self.evictors = {one.directory: one for one in evictors}
+        self._writer = BlockWriter(self.evictors)
         self.maintenance = {one.directory: Maintenance(one, upkeep) for one in evictors}
         self._in_use_before = set(self.directories)
         if upkeep.background:

@@ -81,6 +81,9 @@ class BlockWriter:
         with self._lock:
             if clearings != self.clearings:
                 return Outcome.DROPPED
+            before = self._under_way.get(block.block_id, clearings)
+            if before != clearings:  # it is being written, and will not be kept
+                return Outcome.DROPPED
             there = any(d.usable() and block.block_id in d.blocks for d in self._evictors)
             if there or block.block_id in self._under_way:
                 return Outcome.DUPLICATE
