@@ -45,7 +45,7 @@ def make_files(folder: str, blocks: int) -> None:
     store = open_store(folder, blocks)
     names = store.directories[0].folder
     store.close()
-    for leaf in names.leaves():
+    for leaf, _ in names.leaves():
         os.makedirs(leaf, 0o700)
     for _ in range(blocks):
         path = names.block_path(os.urandom(16))

@@ -56,16 +56,26 @@ def _check(path: str, repair: bool) -> DirectoryReport:
 def _check_block(
     folder: ModelFolder, block_id: bytes, report: DirectoryReport
 ) -> Damaged | OSError | None:
-    """Why a block is not in order; None for one that is, and for one that was evicted meanwhile."""
+    """Why a block is not in order; None for one that is, and for one that was evicted meanwhile:
+    the file that was read is written over then."""
+    before = _inode(folder, block_id)
     try:
         _verify(folder, block_id)
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as problem:
-        return problem
+        return problem if _inode(folder, block_id) == before else None
     report.blocks += 1
     report.bytes_verified += folder.file_bytes
     return None
+
+
+def _inode(folder: ModelFolder, block_id: bytes) -> int | None:
+    """Which file has the name of a block; None for none that can be asked."""
+    try:
+        return os.lstat(folder.block_path(block_id)).st_ino
+    except OSError:
+        return None
 
 
 def _verify(folder: ModelFolder, block_id: bytes) -> None:
