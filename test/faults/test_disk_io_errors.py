@@ -328,14 +328,20 @@ def test_others_fill_the_disk(scratch: Path, caplog: pytest.LogCaptureFixture) -
     store.close()
 
 
-def test_a_disk_full_from_the_start_drops_saves(store: DiskStore, faults: Faults) -> None:
+def test_a_disk_full_from_the_start_drops_saves(
+    store: DiskStore, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a quota is used up: there seems to be room."""
+    clock = Clock(time.time())
+    store.directories[0].clock = clock
     for hook in ("on_create", "on_write"):
         setattr(faults, hook, ENOSPC)
         assert put(store, make_path(3)) == [Outcome.NO_SPACE] * 3
         setattr(faults, hook, nothing)
+        clock.now += 10
+        store.tick()
     assert store.counters()["directory_pauses"] == 0
-    store.directories[0].clock = lambda: time.time() + 10
-    store.tick()
+    assert warnings(caplog, "the disk is full") == 1
     assert put(store, make_path(3)) == [Outcome.OK] * 3
     store.close()
 

@@ -29,6 +29,7 @@ from support.disk_store import (
     open_store,
     path_of_block,
     put,
+    remove,
 )
 
 
@@ -148,6 +149,25 @@ def test_uses_survive_a_restart(scratch: Path, clock: Clock) -> None:
     store = open_store(scratch, size=40 * FILE, clock=clock)
     fill(store, range(5, 8), clock)
     assert left(store) == [0, 2, 5, 6, 7]
+    store.close()
+
+
+def test_uses_bring_blocks_to_the_end_of_the_order(scratch: Path, clock: Clock) -> None:
+    """Which decides where there are more than are sorted at once. What is gone stays gone."""
+    store = open_store(scratch, clock=clock)
+    fill(store, range(3), clock)
+    (directory,) = store.directories
+    store.touch(names(0))
+    directory.note_touches()
+    assert list(directory.blocks)[-8:] == names(0)[::-1]
+    directory.used_elsewhere(names(1)[0], int(clock.now * 1e9))
+    assert list(directory.blocks)[-1] == names(1)[0]
+    remove(store, names(1))
+    directory.used_elsewhere(names(1)[0], int(clock.now * 1e9))
+    clock.now += 60
+    store.touch(names(1) + names(2))
+    directory.note_touches()
+    assert left(store) == [0, 2] and list(directory.blocks)[:8] == names(0)[::-1]
     store.close()
 
 

@@ -86,6 +86,22 @@ def test_two_models_evict_each_others_oldest_blocks_for_ever(scratch: Path, cloc
     other.close()
 
 
+def test_what_another_model_stores_later_is_evicted_too(scratch: Path, clock: Clock) -> None:
+    """Once what was known of it at first was gone, only the own blocks went."""
+    store, other = open_store(scratch, size=40 * FILE, clock=clock), open_other(scratch, clock)
+    for turn in range(3):
+        clock.now += 60
+        put_other(other, turn)
+        for seed in range(10 * turn, 10 * turn + 5):
+            fill(store, range(seed, seed + 1), clock)
+            store.tick()
+        other.directories[0].find_others()
+        assert len(other) == 0 and len(store) >= 36
+    check_ledgers(store)
+    store.close()
+    other.close()
+
+
 def test_uses_by_the_server_of_another_model_are_respected(scratch: Path, clock: Clock) -> None:
     """Ranks of one server are such servers: each has its own part of all blocks."""
     store = open_store(scratch, size=40 * FILE, clock=clock)

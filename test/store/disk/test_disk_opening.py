@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
+from sglang_hc.store.disk.backend import probe_direct
 from sglang_hc.store.disk.directory import steady_time
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.cli.main import main
@@ -240,6 +241,25 @@ def test_a_disk_that_is_full_of_blocks_is_used_again(scratch: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "direct"),
+    [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EINVAL, False), (errno.EIO, None)],
+)
+def test_a_disk_without_room_is_no_reason_to_do_without_direct_io(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, code: int, direct: bool | None
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    if direct is None:
+        with pytest.raises(OSError, match="Input/output"):
+            probe_direct(str(scratch / "probe"))
+    else:
+        assert probe_direct(str(scratch / "probe")) is direct
+    assert not list(scratch.iterdir())
+
+
 def test_a_pause_ends_in_time_though_the_system_clock_is_set_back(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +326,8 @@ def test_a_directory_removed_under_the_store_loses_cache_not_requests(
         assert set(put(store, make_path(4, seed=50 + seed))) == {Outcome.IO_ERROR}
     assert not any(is_served(store, block) for block in blocks)
     store.tick()
+    store.forget_all()
+    assert not store.erase_all().complete
     store.close()
     assert not (folder / "sglang-hc").exists(), "it may have been unmounted"
     open_store(folder).close()
