@@ -49,14 +49,27 @@ class Victims:
         """The block that goes next; None when none is known. It is not given again."""
         directory = self._directory
         directory.note_touches()
+        if self._foreign is None:
+            self._foreign = self._find_foreign()
         while self._queue or self._fill():
+            foreign = self._next_foreign(before=self._queue[0])
+            if foreign is not None:
+                return foreign
             victim = self._queue.popleft()
-            if victim.folder != directory.folder:
-                return victim
             wanted = victim.block_id in self._uses and not victim.is_needed
             if not wanted and directory.blocks.get(victim.block_id) == victim.used:
                 return victim
-        self._foreign = None  # there may be more when somebody asks again
+        last = self._next_foreign()
+        if last is None:
+            self._foreign = None  # there may be more when somebody asks again
+        return last
+
+    def _next_foreign(self, before: Victim | None = None) -> Victim | None:
+        """Other ranks need their parts of a block when this one does."""
+        while self._foreign and (before is None or self._foreign[0] < before):
+            victim = self._foreign.popleft()
+            if victim.block_id not in self._uses:
+                return victim
         return None
 
     def look_for_foreign(self) -> None:
@@ -68,16 +81,11 @@ class Victims:
                 self._foreign = found
 
     def _fill(self) -> bool:
-        """Queue some of the longest unused. False when there is nothing."""
+        """Queue some of the longest unused of this model. False when there is nothing."""
         directory = self._directory
         directory.learn_uses()
-        if self._foreign is None:
-            self._foreign = self._find_foreign()
-        own = self._unneeded()
-        while self._foreign and (not own or self._foreign[0] < own[-1]):
-            self._queue.append(self._foreign.popleft())
-        self._queue = deque(sorted([*self._queue, *own]))
-        if not self._queue and directory.blocks and self._uses:
+        self._queue.extend(self._unneeded())
+        if not self._queue and not self._foreign and directory.blocks and self._uses:
             self._queue.extend(self._needed_last())
         return bool(self._queue)
 
