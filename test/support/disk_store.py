@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.folders import cleared_folders, model_folders
 from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk.reader import Read
-from sglang_hc.store.disk.sharing import NEW
+from sglang_hc.store.disk.sharing import NEW, Ledger
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
@@ -133,6 +133,12 @@ def file_bytes(folder: Path) -> int:
         with suppress(FileNotFoundError):  # evicted meanwhile
             total += path.stat().st_size
     return total
+
+
+def bytes_at_a_moment(folder: Path) -> int:
+    """As `file_bytes`, while servers are at work: nothing comes or goes meanwhile."""
+    with closing(Ledger(str(folder / "sglang-hc"))) as ledger, ledger.held():
+        return file_bytes(folder)
 
 
 def path_of_block(store: DiskStore, block: Block | bytes) -> Path:

@@ -218,10 +218,14 @@ def test_who_is_there_is_found_out_now_and_then(scratch: Path) -> None:
     clock.now += 1
     one.tick()
     assert one.contains(NAMES) == 6 and one.shared_with == list(one.directories)
+    last = make_path(2, seed=1)
+    put(other, last)
+    remove(other, NAMES[3:])
     other.close()
     clock.now += LOOK_S
     one.tick()
-    assert not one.shared_with and one.contains(NAMES) == 6
+    assert not one.shared_with
+    assert sorted(one.block_ids()) == sorted(NAMES[:3] + [block.block_id for block in last])
     one.close()
     assert living_servers(one.directories[0].root) == []
 
