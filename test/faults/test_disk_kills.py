@@ -107,7 +107,8 @@ def kill_often(folder: Path, times: int, seed: int) -> str:
     store = open_store(folder, size=BUDGET * FILE, backend=BUFFERED)
     check_all(store, folder)
     store.close()
-    assert 0.8 * BUDGET * FILE < most <= BUDGET * FILE and served > times
+    # What gets its name while somebody looks may be seen twice.
+    assert 0.8 * BUDGET * FILE < most <= (BUDGET + SERVERS * THREADS) * FILE and served > times
     return (
         f"{times} kills of servers that share a directory: {served} blocks read afterwards, all "
         f"whole, {leftovers} unfinished files removed, at most {most // FILE} of {BUDGET} files"

@@ -168,15 +168,15 @@ def _is_named(one: _Found, what: Forgetting, known: dict[bytes, Stored]) -> bool
 
 
 def _erase(directory: Directory, some: Sequence[_Found]) -> Erased:
-    """Erase these blocks of one directory."""
-    count = 0
+    """Erase these blocks of one directory. Several parts of a block are one block."""
+    blocks = len({block_id for _, block_id, _ in some})
     try:
         for folder, block_id, _ in some:
-            count += directory.unlink(folder, block_id)
+            directory.unlink(folder, block_id)
         _sync(directory)
     except OSError as error:
-        return Erased(count, _missed(directory, error))
-    return Erased(count, True)
+        return Erased(blocks, _missed(directory, error))
+    return Erased(blocks, True)
 
 
 def _sync(directory: Directory) -> None:
