@@ -17,7 +17,7 @@ import pytest
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.sharing import living_servers
 from sglang_hc.store.outcome import Outcome
-from support.disk_process import PATHS, run_child
+from support.disk_process import PATHS, THREADS, run_child
 from support.disk_store import (
     BUFFERED,
     FILE,
