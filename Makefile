@@ -56,8 +56,9 @@ test: lint models
 	$(PYTEST) -m "not slow and not server" $(TWO) test
 	$(PYTEST) -m "server and not slow" $(TWO) test
 
+# With a quarter of the examples of each property.
 test-fast: setup
-	$(PYTEST) -m "not slow and not server" $(TWO) --ignore test/e2e --ignore test/fuzz test
+	HC_EXAMPLES=0.25 $(PYTEST) -m "not slow and not server" $(TWO) --ignore test/e2e --ignore test/fuzz test
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

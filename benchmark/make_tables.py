@@ -130,20 +130,26 @@ def _hooks_queue(result: dict[str, Any]) -> str:
 
 
 def _fio(result: dict[str, Any]) -> str:
-    """MB/s of the store, of the store at an old commit, and of fio; medians."""
+    """MB/s of the store, of the store at an old commit where that ran too, and of fio; medians."""
 
-    def rates(row: dict[str, Any], old: dict[str, Any]) -> str:
-        measured = row["store_mb_s"], old["store_mb_s"], row["fio_mb_s"]
+    def rates(row: dict[str, Any], old: dict[str, Any] | None) -> str:
+        measured = [row["store_mb_s"], row["fio_mb_s"]]
+        if old is not None:
+            measured.insert(1, old["store_mb_s"])
         return ", ".join(f"{median(values):.0f}" for values in measured)
 
+    rows = result["throughput"]
+    in_sizes = "block_kib" in rows[0]
+    before = result["old_commit"]["throughput"] if "old_commit" in result else [None] * len(rows)
     cells: dict[str, dict[str, str]] = {}
-    pairs = zip(result["throughput"], result["old_commit"]["throughput"], strict=True)
-    for row, old in pairs:
-        place = f"{row['directories']} x {row['depth_per_directory']}"
+    for row, old in zip(rows, before, strict=True):
+        depth = f"{row['block_kib']} KiB" if in_sizes else row["depth_per_directory"]
+        place = f"{row['directories']} x {depth}"
         cells.setdefault(place, {})[row["workload"]] = rates(row, old)
     kinds = tuple(next(iter(cells.values())))
-    rows = tuple((place, *(found[kind] for kind in kinds)) for place, found in cells.items())
-    return report.Table("fio", ("directories x requests", *kinds), rows).markdown()
+    lines = tuple((place, *(found[kind] for kind in kinds)) for place, found in cells.items())
+    head = f"directories x {'block' if in_sizes else 'requests'}"
+    return report.Table("fio", (head, *kinds), lines).markdown()
 
 
 def _sources(result: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from support.examples import examples
+
 # Tests fork their engines (support/core.py). OpenMP's threads are not in a forked child, which
 # would wait for them for ever in its first loop; so this process has none of them, whatever the
 # environment says. What a child or a server computes with is its own choice.
@@ -19,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read once, as torch is imported
 assert "torch" not in sys.modules, "torch was imported before its threads were limited"
 
 # No unit test measures time: an example may be slow because its neighbour holds the cores.
-hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,20 +1,24 @@
-"""The disk store against fio on the same file system in the same run, and its other costs.
+"""The disk store against fio on the same file system in the same run, and its calls on the
+scheduler thread.
 
 Named workloads (all by default, or `--only NAME`):
-  write      blocks into a new directory, slabs preallocated on the way; fio: a new file
-  rewrite    blocks into slots that were used before; fio: over the same file
-  read       the blocks in the order they were written, verified; fio: the same file
-  scheduler  microseconds on the calling thread of contains, touch and drain_removed
-  restart    time from opening an index of a million synthetic rows to the first verified read
+  write      blocks into a new directory; fio: as many new files
+  read       the same blocks, verified; fio: its files again
+  replace    as many blocks again, most in the place of old ones; fio: over the same files
+  scheduler  microseconds on the calling thread of contains, touch and take_changes
 
-What is matched is the queue depth: the requests under way in each directory. fio runs psync with
-O_DIRECT and that many jobs for each directory; under the store lies a backend that lets no more
-than that many through. Requests are equally long, and both sync after as many of them. The store is
-called by one thread more for each directory, for the same reason that makes a server run several:
-while one hashes, commits or is in Python, the next request is there already.
-`store_under_way` and `fio_under_way` tell how many requests each directory had on average over the
-time: what is missing to the depth is time in which the disk waited. The arms take turns; ratios are
-medians over the rounds. Needs fio: apt-get install fio.
+The store works as in a server: `DiskThreads` with its readers and writers in each directory and
+O_DIRECT. fio runs psync with O_DIRECT and as many jobs in each directory as the store has threads.
+Both have one file for each block, of the same length, which is written and read by one call (the
+store's calls end at 4 MiB), and neither syncs. What the store does besides: it computes a digest of
+every byte, gives each file its name when it is whole, and notes its time; in `replace` it chooses
+what goes and renames its file before it writes over it. fio opens and closes its files.
+
+`store_under_way` and `fio_under_way` tell how many reads or writes each directory had on average
+over the time: what is missing to the number of threads is time in which the disk waited. The arms
+take turns; ratios are medians over the rounds. Needs fio: apt-get install fio.
+
+    python -m benchmark.disk.compare_fio --dir /mnt/ssd --output result.json
 """
 
 from __future__ import annotations
@@ -24,197 +28,215 @@ import json
 import os
 import platform
 import shutil
-import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+import xxhash
 
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.disk.lanes import Lanes
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.backend import DirectBackend, aligned_buffer
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, StoredModel, Upkeep
+from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.reader import Read
-from sglang_hc.store.host_memory import HostMemory, MemorySpec, memory_file, page_setting
-from sglang_hc.store.outcome import Outcome
+from sglang_hc.store.disk.threads import READ_THREADS, WRITE_THREADS, DiskThreads
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench.machine import command
 
-WORKLOADS = ("write", "rewrite", "read", "scheduler", "restart")
-BATCH = 32
-LAYOUT = BlockLayout(LayerPlan(0, 32, 0), StateShape(32, 1024, (1024, 1024), "bfloat16"))
-"""32 chunks of 64 KiB: blocks of 2 MiB, as of a small model kept as hidden states."""
-FINGERPRINT = LAYOUT.fingerprint("benchmark")
-NO_UPKEEP = Upkeep(background=False, scrub_bytes_per_s=0)
+AGAINST_FIO = ("write", "read", "replace")
+WORKLOADS = (*AGAINST_FIO, "scheduler")
+NO_UPKEEP = Upkeep(background=False)
+SLOTS = 64
+"""Blocks under way: enough that no thread waits while nobody polls."""
 
 
-def slot_bytes(layout: BlockLayout) -> int:
-    """Size of a slot on disk, which is what one request reads or writes."""
-    return StoredModel.of(layout.chunks(), bytes(16), "").slot_bytes
+def layout_of(kib: int) -> BlockLayout:
+    """Blocks of so many KiB: eight layers, as hidden states."""
+    return BlockLayout(LayerPlan(0, 8, 0), StateShape(8, kib * 2, (1, 1), "uint8"))
+
+
+def model_of(layout: BlockLayout) -> StoredModel:
+    return StoredModel.of(layout.chunks(), layout.fingerprint("benchmark"), "benchmark")
 
 
 def make_blocks(count: int, seed: int) -> list[Block]:
-    """Blocks with random identities; the bytes on disk do not depend on them."""
-    root = seed.to_bytes(8, "big")
-    names = [root + number.to_bytes(8, "big") for number in range(count)]
+    """Blocks whose identities, as those of a server, spread over all folders."""
+    names = [xxhash.xxh3_128_digest(b"%d %d" % (seed, number)) for number in range(count)]
     return [Block(name, names[0], "", i, bytes(256)) for i, name in enumerate(names)]
 
 
-def open_store(
-    folders: Sequence[Path], size: int, backend: DirectBackend | None = None
-) -> DiskStore:
-    specs = [DirectorySpec(str(folder), size) for folder in folders]
-    model = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "benchmark")
-    return DiskStore.open(specs, model, NO_UPKEEP, backend)
+class Timed(DirectBackend):
+    """The real disk. times: seconds that each read and write took, for whoever empties it."""
+
+    def __init__(self) -> None:
+        super().__init__(direct=True)
+        self.times: deque[float] = deque()
+
+    def _open(self, path: str, flags: int) -> File:
+        return _TimedFile(super()._open(path, flags), self.times)
 
 
-def in_threads(threads: int, work: Callable[[int], None]) -> float:
-    """Seconds until each thread has done its part."""
-    with ThreadPoolExecutor(threads) as pool:
+class _TimedFile:
+    def __init__(self, file: File, times: deque[float]) -> None:
+        self._file, self._times = file, times
+        self.close = file.close
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         started = time.perf_counter()
-        for done in [pool.submit(work, number) for number in range(threads)]:
-            done.result()
-        return time.perf_counter() - started
+        done = self._file.read(buffers, offset)
+        self._times.append(time.perf_counter() - started)
+        return done
 
-
-def slots(count: int) -> list[memoryview]:
-    """Slots of a host tier as a server with an I/O process has them."""
-    spec = MemorySpec(LAYOUT, count, 0, 0)
-    descriptor = memory_file(spec)
-    pool = HostMemory(spec, descriptor).pool
-    os.close(descriptor)
-    return [pool.view(number) for number in range(count)]
-
-
-def write_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
-    buffers = slots(threads)
-    for buffer in buffers:
-        buffer[:] = os.urandom(len(buffer))
-    batches = deque(blocks[start : start + BATCH] for start in range(0, len(blocks), BATCH))
-
-    def work(number: int) -> None:
-        with suppress(IndexError):
-            while True:
-                batch = [(block, buffers[number]) for block in batches.popleft()]
-                if set(store.write_many(batch)) != {Outcome.OK}:
-                    raise RuntimeError("a block was not written")
-
-    return in_threads(threads, work)
-
-
-def read(store: DiskStore, block: Block, into: memoryview) -> Outcome:
-    return store.read_many([Read(block.block_id, into)])[0]
-
-
-def read_all(store: DiskStore, blocks: Sequence[Block], threads: int) -> float:
-    buffers = slots(threads)
-    left = deque(blocks)
-
-    def work(number: int) -> None:
-        with suppress(IndexError):
-            while True:
-                if read(store, left.popleft(), buffers[number]) is not Outcome.OK:
-                    raise RuntimeError("a block was not read")
-
-    return in_threads(threads, work)
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        started = time.perf_counter()
+        self._file.write(buffers, offset)
+        self._times.append(time.perf_counter() - started)
 
 
 class Speed(NamedTuple):
-    """Bytes per second, and the requests under way in each directory on average over the time."""
+    """Bytes per second; the reads or writes under way in each directory on average over the time;
+    processor seconds for each GB."""
 
     bytes_per_s: float
-    depth: float
+    under_way: float
+    cpu_s_per_gb: float
 
 
-def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, total: int) -> Speed:
-    """Runs fio. The files stay, so that later runs use them again."""
-    sync = [f"--fdatasync={BATCH}"] if kind == "write" else []
-    command = [
-        "fio",
-        "--name=blocks",
-        f"--directory={':'.join(map(str, folders))}",
-        f"--numjobs={jobs}",
-        "--thread",
-        f"--rw={kind}",
-        f"--bs={request}",
-        f"--size={total // jobs // request * request}",
-        "--ioengine=psync",
-        "--direct=1",
-        "--fallocate=native",
-        "--group_reporting",
-        "--output-format=json",
-        *sync,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    job = json.loads(result.stdout)["jobs"][0][kind]
-    under_way = job["total_ios"] * job["lat_ns"]["mean"] / (1e6 * job["runtime"])
-    return Speed(job["bw_bytes"], under_way / len(folders))
+class Served:
+    """A store behind the threads of a server, and memory for its blocks."""
+
+    def __init__(self, folders: Sequence[Path], layout: BlockLayout, files: int) -> None:
+        """files: for how many of them each directory has room."""
+        model = model_of(layout)
+        self._timed = Timed()
+        self._layout = layout
+        self._pool = HostPool(layout, SLOTS)
+        self._pool.bytes[:] = 7
+        self._directories = len(folders)
+        self.counts: Counter[str] = Counter()
+        specs = [DirectorySpec(str(folder), files * model.file_bytes) for folder in folders]
+        store = DiskStore.open(specs, model, NO_UPKEEP, self._timed)
+        self._io = DiskThreads(store, self._pool, self.counts)
+
+    def write(self, blocks: Sequence[Block]) -> Speed:
+        end = time.monotonic() + 3600
+        return self._measured(
+            blocks, lambda ticket, block, slot: self._io.write(ticket, block, slot, end)
+        )
+
+    def read(self, blocks: Sequence[Block]) -> Speed:
+        end = time.monotonic() + 3600
+
+        def begin(ticket: int, block: Block, slot: int) -> bool:
+            self._io.read(ticket, block.block_id, slot, end)
+            return True
+
+        return self._measured(blocks, begin)
+
+    def close(self) -> None:
+        self._io.close()
+
+    def _measured(self, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]) -> Speed:
+        """begin: hands an operation in, by ticket, block and slot; False when it has to wait."""
+        self._timed.times.clear()
+        cpu, started = time.process_time(), time.perf_counter()
+        left, free = deque(enumerate(blocks)), deque(range(SLOTS))
+        taken: dict[int, int] = {}
+        while left or taken:
+            while left and free and begin(*left[0], free[0]):
+                taken[left.popleft()[0]] = free.popleft()
+            time.sleep(0.001)
+            for done in self._io.poll():
+                if done.outcome is not Outcome.OK:
+                    raise RuntimeError(f"a block was not written or read: {done.outcome}")
+                free.append(taken.pop(done.ticket))
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        size = len(blocks) * self._layout.slot_bytes
+        under_way = sum(self._timed.times) / seconds / self._directories
+        return Speed(size / seconds, under_way, cpu / size * 1e9)
 
 
-def throughput(root: Path, directories: int, depth: int, total: int) -> dict[str, list[Speed]]:
+def fio(folders: Sequence[Path], kind: str, jobs: int, request: int, files: int) -> Speed:
+    """Runs fio on so many files of one request each. They stay, and later runs use them again."""
+    words = [
+        "fio", "--name=blocks", f"--directory={':'.join(map(str, folders))}",
+        f"--numjobs={jobs}", "--thread", f"--rw={kind}", f"--bs={request}",
+        f"--nrfiles={files // jobs}", f"--filesize={request}", "--openfiles=1",
+        "--file_service_type=sequential", "--create_on_open=1", "--fallocate=none",
+        "--ioengine=psync", "--direct=1", "--group_reporting", "--output-format=json",
+    ]  # fmt: skip
+    result = subprocess.run(words, capture_output=True, text=True, check=True)
+    job = json.loads(result.stdout)["jobs"][0]
+    did = job[kind]
+    under_way = did["total_ios"] * did["lat_ns"]["mean"] / (1e6 * did["runtime"])
+    busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+    return Speed(did["bw_bytes"], under_way / len(folders), busy / did["io_bytes"] * 1e9)
+
+
+def throughput(
+    root: Path, directories: int, layout: BlockLayout, count: int, only: set[str]
+) -> dict[str, tuple[Speed, Speed]]:
     """One round: each workload by the store and by fio, in fresh directories."""
     own = [root / f"store{number}" for number in range(directories)]
     theirs = [root / f"fio{number}" for number in range(directories)]
     for folder in own + theirs:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    request = slot_bytes(LAYOUT)
-    count = total // LAYOUT.slot_bytes
-    jobs = depth * directories
-    threads = (depth + 1) * directories
-    lanes = Lanes(depth)
-    store = open_store(own, 20_000_000_000, lanes)
+    request, share = model_of(layout).file_bytes, count // directories
+    # Blocks are dealt by a hash, so that directories do not get exactly as many.
+    served = Served(own, layout, share + share // 8 + 8)
     first, second = make_blocks(count, 1), make_blocks(count, 2)
-    size = count * LAYOUT.slot_bytes
+    readers, writers = READ_THREADS * directories, WRITE_THREADS * directories
 
-    def speed(work: Callable[[DiskStore, Sequence[Block], int], float], what: list[Block]) -> Speed:
-        lanes.times.clear()
-        seconds = work(store, what, threads)
-        return Speed(size / seconds, sum(lanes.times) / seconds / directories)
+    def turn(ours: Speed, kind: str, jobs: int) -> tuple[Speed, Speed]:
+        return ours, fio(theirs, kind, jobs, request, count)
 
-    results: dict[str, list[Speed]] = {}
-    results["write"] = [speed(write_all, first), fio(theirs, "write", jobs, request, size)]
-    store.erase(None)
-    results["rewrite"] = [speed(write_all, second), fio(theirs, "write", jobs, request, size)]
-    results["read"] = [speed(read_all, second), fio(theirs, "read", jobs, request, size)]
-    store.close()
-    lanes.close()
+    results = {"write": turn(served.write(first), "write", writers)}
+    if "read" in only:
+        results["read"] = turn(served.read(first), "read", readers)
+    if "replace" in only:
+        results["replace"] = turn(served.write(second), "write", writers)
+    served.close()
     return results
 
 
-def compare(root: Path, rounds: int, total: int, only: set[str]) -> list[dict[str, object]]:
+def compare(
+    root: Path, rounds: int, total: int, only: set[str], sizes: Sequence[int]
+) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for directories, depth in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)):
-        taken = [throughput(root, directories, depth, total) for _ in range(rounds)]
-        for name in ("write", "rewrite", "read"):
-            if name not in only:
-                continue
-            ours = [one[name][0] for one in taken]
-            fios = [one[name][1] for one in taken]
-            ratios = [a.bytes_per_s / b.bytes_per_s for a, b in zip(ours, fios, strict=True)]
-            row: dict[str, object] = {
-                "workload": name,
-                "directories": directories,
-                "depth_per_directory": depth,
-                "store_mb_s": [round(speed.bytes_per_s / 1e6) for speed in ours],
-                "fio_mb_s": [round(speed.bytes_per_s / 1e6) for speed in fios],
-                "ratio_median": round(statistics.median(ratios), 3),
-                "store_under_way": round(statistics.median(speed.depth for speed in ours), 2),
-                "fio_under_way": round(statistics.median(speed.depth for speed in fios), 2),
-            }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    for kib, directories in ((kib, directories) for kib in sizes for directories in (1, 2)):
+        layout = layout_of(kib)
+        jobs = directories * READ_THREADS * WRITE_THREADS  # as many files for each of them
+        count = max(1, total // layout.slot_bytes // jobs) * jobs
+        taken = [throughput(root, directories, layout, count, only) for _ in range(rounds)]
+        for name in AGAINST_FIO:
+            if name in only:
+                speeds = [one[name] for one in taken]
+                place = {"workload": name, "block_kib": kib, "directories": directories}
+                rows.append({**place, "blocks": count, **_row(speeds)})
+                print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def _row(speeds: Sequence[tuple[Speed, Speed]]) -> dict[str, object]:
+    ratios = [ours.bytes_per_s / theirs.bytes_per_s for ours, theirs in speeds]
+    row: dict[str, object] = {"ratio_median": round(statistics.median(ratios), 3)}
+    for number, name in enumerate(("store", "fio")):
+        some = [pair[number] for pair in speeds]
+        row[f"{name}_mb_s"] = [round(one.bytes_per_s / 1e6) for one in some]
+        row[f"{name}_under_way"] = round(statistics.median(one.under_way for one in some), 2)
+        cost = statistics.median(one.cpu_s_per_gb for one in some)
+        row[f"{name}_cpu_s_per_gb"] = round(cost, 3)
+    return row
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:
@@ -238,10 +260,14 @@ def timed(call: Callable[[], object], times: int = 5000) -> dict[str, float]:
 
 def scheduler(root: Path) -> dict[str, object]:
     """Time per call on the scheduler's thread, with the I/O threads idle and busy."""
-    folder = root / "scheduler"
-    store = open_store([folder], 3_000_000_000)
+    folder, layout = root / "scheduler", layout_of(2048)
+    spec = DirectorySpec(str(folder), 3_000_000_000)
+    store = DiskStore.open([spec], model_of(layout), NO_UPKEEP)
+    pool = HostPool(layout, 2)
     blocks = make_blocks(1024, 1)
-    write_all(store, blocks, 2)
+    for block in blocks:
+        if store.write(block, pool.view(0)) is not Outcome.OK:
+            raise RuntimeError("a block was not written")
     path = [block.block_id for block in blocks]
     missing = [bytes([255] * 16)]
     calls: dict[str, Callable[[], object]] = {
@@ -250,18 +276,17 @@ def scheduler(root: Path) -> dict[str, object]:
         "contains_16_blocks": lambda: store.contains(path[:16]),
         "contains_1024_blocks": lambda: store.contains(path),
         "touch_1024_blocks": lambda: store.touch(path),
-        "drain_removed": store.drain_removed,
+        "take_changes": store.take_changes,
     }
     result: dict[str, object] = {"idle": {name: timed(call) for name, call in calls.items()}}
     stop = threading.Event()
 
-    def keep_reading() -> None:
-        (into,) = slots(1)
+    def keep_reading(slot: int) -> None:
         while not stop.is_set():
             for block in blocks:
-                read(store, block, into)
+                store.read(Read(block.block_id, pool.view(slot)))
 
-    readers = [threading.Thread(target=keep_reading) for _ in range(2)]
+    readers = [threading.Thread(target=keep_reading, args=(slot,)) for slot in range(2)]
     for reader in readers:
         reader.start()
     result["two_readers_in_this_process"] = {name: timed(call) for name, call in calls.items()}
@@ -272,72 +297,6 @@ def scheduler(root: Path) -> dict[str, object]:
     shutil.rmtree(folder)
     for name, numbers in result.items():
         print(json.dumps({name: numbers}), flush=True)
-    return result
-
-
-def add_rows(index: Path, rows: int, slot_bytes: int) -> None:
-    """Rows of blocks that are not there, in slabs of their own, into an index that is closed."""
-    per_slab = 40_000
-    connection = sqlite3.connect(index)
-    slabs = range(1000, 1000 + -(-rows // per_slab))
-    for number in slabs:
-        connection.execute("INSERT INTO slabs VALUES(?,?,?)", (number, slot_bytes, per_slab))
-        with (index.parent / f"slab-{number:08d}.dat").open("wb") as file:
-            file.truncate(4096 + per_slab * slot_bytes)
-    now = int(time.time() * 1e6)
-    connection.executemany(
-        "INSERT INTO blocks VALUES(1,?,1,?,?,?,?,0)",
-        ((os.urandom(16), 1000 + n // per_slab, n % per_slab, now, now - n) for n in range(rows)),
-    )
-    connection.commit()
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
-
-
-def restart(root: Path, rows: int) -> dict[str, object]:
-    """Opening an index with a million rows. Slab files are sparse: only the index is real."""
-    folder = root / "restart"
-    small = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 512, (512, 512), "bfloat16"))
-    spec = DirectorySpec(str(folder), 400_000_000_000)
-    model = StoredModel.of(small.chunks(), small.fingerprint("restart"), "restart")
-
-    def opened() -> DiskStore:
-        return DiskStore.open([spec], model, NO_UPKEEP)
-
-    store = opened()
-    real = make_blocks(1, 3)[0]
-    buffer = aligned_buffer(small.slot_bytes)
-    store.write_many([(real, buffer)])
-    store.close()
-    index = folder / "sglang-hc" / "index.sqlite"
-    add_rows(index, rows - 1, slot_bytes(small))
-    runs = []
-    for cold in (True, False, False):
-        if cold:
-            descriptor = os.open(index, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-        started, cpu = time.perf_counter(), time.process_time()
-        store = opened()
-        looked = time.perf_counter()
-        found = store.contains([real.block_id])
-        status = read(store, real, buffer)
-        ended = time.perf_counter()
-        if found != 1 or status is not Outcome.OK or len(store.block_ids()) != rows:
-            raise RuntimeError("the index did not come back whole")
-        runs.append(
-            {
-                "index_in_page_cache": not cold,
-                "open_s": round(looked - started, 3),
-                "first_hit_s": round(ended - started, 3),
-                "cpu_s": round(time.process_time() - cpu, 3),
-            }
-        )
-        store.close()
-    result = {"rows": rows, "index_mb": round(index.stat().st_size / 1e6), "runs": runs}
-    shutil.rmtree(folder)
-    print(json.dumps(result), flush=True)
     return result
 
 
@@ -352,7 +311,6 @@ def machine(root: Path) -> dict[str, object]:
         "cores": os.cpu_count(),
         "file_system": said("findmnt", "-n", "-o", "FSTYPE,OPTIONS", "-T", str(root)),
         "fio": said(*fio),
-        "huge_pages_for_shared_memory": page_setting(),
         "python": platform.python_version(),
         "commit": said("git", "rev-parse", "--short", "HEAD"),
         "load_average_at_start": os.getloadavg()[0],
@@ -364,31 +322,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", default=".", help="a directory on the file system to measure")
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--output", "--out", type=Path, help="write the results to this JSON file")
     parser.add_argument("--only", action="append", choices=WORKLOADS, help="repeatable")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=1024, help="per arm and workload")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the restart workload")
+    parser.add_argument("--kib", type=int, nargs="+", default=[128, 2048], help="sizes of a block")
     args = parser.parse_args()
     only = set(args.only or WORKLOADS)
-    if only & {"write", "rewrite", "read"} and shutil.which("fio") is None:
-        parser.error("fio is not installed; apt-get install fio, or use --only scheduler/restart")
+    if only & {*AGAINST_FIO} and shutil.which("fio") is None:
+        parser.error("fio is not installed; apt-get install fio, or use --only scheduler")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
         root = Path(folder)
-        result: dict[str, object] = {
-            "command": command(),
-            "machine": machine(root),
-            "block_bytes": LAYOUT.slot_bytes,
-            "blocks_per_sync": BATCH,
-        }
-        if only & {"write", "rewrite", "read"}:
-            result["throughput"] = compare(root, args.rounds, args.megabytes << 20, only)
+        result: dict[str, object] = {"command": command(), "machine": machine(root)}
+        if only & {*AGAINST_FIO}:
+            total = args.megabytes << 20
+            result["throughput"] = compare(root, args.rounds, total, only, args.kib)
         if "scheduler" in only:
             result["scheduler_thread"] = scheduler(root)
-        if "restart" in only:
-            result["restart"] = restart(root, args.rows)
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -26,7 +26,6 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
 from sglang_hc.device.cuda_copies import Ranges
-from sglang_hc.store.host_memory import page_setting
 from sglang_hc.tools.bench import machine
 from sglang_hc.tools.bench.cells import CellFile
 
@@ -189,7 +188,7 @@ COPIES: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 
 def facts() -> dict[str, Any]:
-    """The machine, its link to the GPU and what it was told about huge pages."""
+    """The machine and its link to the GPU."""
     query = "--query-gpu=pcie.link.gen.current,pcie.link.width.current,clocks.max.sm"
     try:
         done = subprocess.run(
@@ -199,8 +198,7 @@ def facts() -> dict[str, Any]:
         link = done.stdout.strip()
     except OSError:
         link = ""
-    pages = {"shared_memory_pages": page_setting()}
-    return {**machine.describe(), "link_generation_width_clock": link, **pages}
+    return {**machine.describe(), "link_generation_width_clock": link}
 
 
 def measure(file: CellFile, name: str, work: Callable[[], dict[str, Any]]) -> bool:

@@ -47,7 +47,7 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
     words = ["--max-total-tokens", str(tokens), "--max-running-requests", str(largest)]
     words += ["--hc-disable"] if case["arm"] == "off" else ["--hc-forms", case["forms"]]
     core = Core(
-        *words, "--hc-host-size-gb", case["host_gb"], "--hc-io", "process",
+        *words, "--hc-host-size-gb", case["host_gb"],
         *shlex.split(case["server_args"]), model=case["folder"],
         SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
         SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY="0",

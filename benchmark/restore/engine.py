@@ -21,10 +21,10 @@ from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.disk import DirectorySpec
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.process.messages import DiskSpec
-from sglang_hc.store.process.opening import open_io
+from sglang_hc.store.opening import DiskSpec, open_io
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
@@ -94,15 +94,15 @@ class History:
 
 
 class Stored:
-    """A history of `tokens` tokens in host memory under one layer plan, as a server with an I/O
-    process has it; with `disk` that process has the directory as well. Close it after use."""
+    """A history of `tokens` tokens in host memory under one layer plan, as a server has it; with
+    `disk` in that directory as well. Close it after use."""
 
     def __init__(self, engine: Engine, plan: LayerPlan, tokens: int, disk: str | None) -> None:
         self.engine = engine
         self.layout = BlockLayout(plan, engine.shape)
         self._blocks = -(-tokens // BLOCK_TOKENS)
         spec = MemorySpec(self.layout, self._blocks, BLOCK_TOKENS, 0)
-        self.io = open_io("process", spec, self._directory(disk) if disk else None)
+        self.io = open_io(spec, self._directory(disk) if disk else None)
         self.pool = self.io.memory.pool
         _fill(self.pool, engine.dtype)
         engine.copy_stream.pin(self.pool.buffer)
@@ -114,7 +114,7 @@ class Stored:
     def _directory(self, path: str) -> DiskSpec:
         size = int(1.5 * self._blocks * self.layout.slot_bytes) + (1 << 30)
         directory = DirectorySpec(path, size)
-        return DiskSpec((directory,), self.layout.fingerprint(), "restore", 0)
+        return DiskSpec((directory,), self.layout.fingerprint(), "restore", WHOLE)
 
     def history(self, slots: str) -> History:
         """slots: `adjacent`, or `scattered` for neighbours of the path anywhere in the pool."""
@@ -156,7 +156,7 @@ class Stored:
             restore.finish()
 
     def close(self) -> None:
-        """End the I/O process. The memory goes with this object."""
+        """End the threads. The memory goes with this object."""
         if self.io.blocks is not None:
             self.io.blocks.close()
         self.io.executor.close()

@@ -1,4 +1,4 @@
-"""A history on disk: written once by the server's I/O process, read back as a prefetch does."""
+"""A history on disk: written once as a server does, read back as a prefetch does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class OnDisk:
         nodes = history.nodes[:blocks]
         for ticket, node in enumerate(nodes):
             self._blocks.read(ticket, node.block_id, node.slot, time.monotonic() + PATIENCE)
-        self._blocks.flush()
         self._finish(len(nodes))
 
     def _finish(self, waiting: int) -> None:

@@ -2,8 +2,7 @@
 
     python -m benchmark.restore.from_source --quick --out FILE [--plot FILE] [--cells FILE]
 
-The server's scheduler serves single requests in this process, with its disk in an I/O process
-(source_server.py). Sources:
+The server's scheduler serves single requests in this process (source_server.py). Sources:
 
     disk        this machine's disk, read without the page cache
     bucket      the same behind token buckets: at the balance, where reading a history takes as long

@@ -3,25 +3,20 @@
 SGLang's scheduler is driven request by request (test/support/core.py), without overlap scheduling:
 that launches the next pass before it looks at the last one's result, and on a CPU a launch is the
 whole pass, so every first token would wait for a decoding pass that a GPU does not wait for. The
-disk is in an I/O process, as in production: this module, run with ENDPOINT MEMORY PARENT, is that
-process, with a token bucket before the reads of the real disk. A page of shared memory tells it the
-rate.
+disk is a real one with a token bucket before its reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_hc import profile_file
@@ -33,9 +28,6 @@ from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
-RATE_FILE = "HC_BENCHMARK_RATE"
-"""Environment variable that tells the I/O process where the rate of its bucket stands."""
-
 NEW = 64
 """Tokens of a prompt behind its history, a whole number of blocks."""
 
@@ -45,20 +37,17 @@ PRIMED = 2048
 
 
 class Bucket:
-    """Lets so many bytes a second through, whoever reads; 0 for any number. The rate is in a file,
-    so that several processes see it."""
+    """Lets so many bytes a second through, whoever reads; 0 for any number."""
 
-    def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            self._rate = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
-        self._free = 0.0
+    def __init__(self) -> None:
+        self._rate = self._free = 0.0
         self._lock = threading.Lock()
 
     def set(self, bytes_per_s: float) -> None:
-        self._rate[0] = bytes_per_s
+        self._rate = bytes_per_s
 
     def pass_through(self, count: int) -> None:
-        rate = self._rate[0]
+        rate = self._rate
         if not rate:
             return
         with self._lock:
@@ -88,8 +77,8 @@ class MeteredBackend(DirectBackend):
         super().__init__()
         self._bucket = bucket
 
-    def open(self, path: str, create: bool = False) -> File:
-        return MeteredFile(super().open(path, create), self._bucket)
+    def open(self, path: str) -> File:
+        return MeteredFile(super().open(path), self._bucket)
 
 
 class MeteredStore:
@@ -115,16 +104,6 @@ def meter_disk(bucket: Bucket) -> None:
     )
 
 
-def meter_io_process() -> None:
-    """I/O processes that are started from now on run this file."""
-    from sglang_hc.store.process import link
-
-    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([words[0], "-m", __name__, *words[3:]], **options)
-
-    vars(link)["subprocess"] = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE)
-
-
 def meter_remote(bucket: Bucket) -> None:
     """Every remote store that this process opens from now on is read through the bucket."""
     from sglang_hc.srt import storage_backends
@@ -142,14 +121,11 @@ class SourceServer:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
         from support.core import Core
 
-        rate = str(Path(folder, "rate"))
-        Path(rate).write_bytes(bytes(8))
-        os.environ[RATE_FILE] = rate
         # Costs are measured now, not those of another start: a machine's speed drifts.
         shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-        self.bucket = Bucket(rate)
-        below = ["--hc-disk", f"{folder}/disk:8", "--hc-scrub-mb-s", "0"]
+        self.bucket = Bucket()
+        below = ["--hc-disk", f"{folder}/disk:8"]
         if store == "file":
             Path(folder, "file").mkdir(exist_ok=True)
             below = [
@@ -159,11 +135,11 @@ class SourceServer:
                 json.dumps({"dir": f"{folder}/file"}),
             ]
             meter_remote(self.bucket)
-        meter_io_process()
+        meter_disk(self.bucket)
         self.core = Core(
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
             "--dtype", "float32", "--hc-host-size-gb", "1.5",
-            "--chunked-prefill-size", str(longest + POOL_SPARE), "--hc-io", "process",
+            "--chunked-prefill-size", str(longest + POOL_SPARE),
             # SGLang sets aside memory for the chunk, as on a GPU: of 24 GiB nothing would be left.
             "--disable-overlap-schedule", "--mem-fraction-static", "0.5",
             model=model, profile=None, SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE="0",
@@ -251,7 +227,7 @@ class SourceServer:
             layer.zero_()
 
     def close(self) -> None:
-        """End the I/O process in good order: everything that was stored is found again."""
+        """End in good order: everything that was stored is found again."""
         self.tiers.close()
 
     def forget(self) -> None:
@@ -308,10 +284,3 @@ def _patience(seconds: float | None) -> Iterator[None]:
         yield
     finally:
         prefetch.PATIENCE, disk_tier.READ_DEADLINE_S = before
-
-
-if __name__ == "__main__":  # the I/O process
-    meter_disk(Bucket(os.environ[RATE_FILE]))
-    from sglang_hc.store.process import worker
-
-    worker.main()

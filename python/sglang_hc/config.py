@@ -53,9 +53,7 @@ class HcConfig(msgspec.Struct, frozen=True):
     profile: str | None = None
     restore: str = "cost"
     ttl: float | None = None
-    io: str = "process"
     schedule: str = "off"
-    scrub_mb_s: float = 16.0
     overflow: str = "off"
     overflow_keep_first: int = 64
     overflow_drop: float = 0.5
@@ -197,7 +195,6 @@ class Need(NamedTuple):
     flags: str
 
 
-_DISK = Need(lambda config: bool(config.disk), "--hc-disk")
 _REMOTE = Need(lambda config: config.remote is not None, f"--hc-remote ({', '.join(REMOTES)})")
 _BELOW = Need(
     lambda config: bool(config.disk) or config.remote is not None or config.overflow == "reembed",
@@ -303,20 +300,9 @@ FLAGS: dict[str, Flag] = {
         "SECONDS",
         check=_between(0, float("inf"), "seconds, or 0 for never"),
     ),
-    "io": Flag(
-        "where disks are read and written and snapshots scattered: in a process of its own, or in "
-        "threads of the scheduler",
-        choices=("process", "thread"),
-    ),
     "schedule": Flag(
         "ready-first admits requests whose state is in memory before those that wait for it",
         choices=("off", "ready-first"),
-    ),
-    "scrub_mb_s": Flag(
-        "pace at which what is on disk is verified in the background; 0 is off",
-        "MB_PER_S",
-        check=_between(0, float("inf"), "0 or more MB per second"),
-        need=_DISK,
     ),
     "overflow": Flag(
         "what happens to a prompt longer than the context window: off is SGLang's own answer, "

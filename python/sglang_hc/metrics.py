@@ -33,7 +33,6 @@ LEVELS = {
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
     "disk_directories": "Directories of the disk tier that are in use.",
-    "io_up": "1 while the I/O process is there.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
     **{
         f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."
@@ -94,9 +93,6 @@ COUNTS = {
     "guarded_errors": "Errors of sglang-hc itself; each cost a request its reuse. See the log.",
     "refused_requests": "Requests that the scheduler answered with status 400 for what they held.",
     "ignored_fields": "Fields of requests that the scheduler left out because they were not right.",
-    "io_losses": "Times the I/O process died or was killed because it hung.",
-    "io_restarts": "Times the I/O process came back.",
-    "io_lost_operations": "Operations that were under way when it was lost.",
     "disk_saved_blocks": "Blocks written to disk.",
     "disk_loaded_blocks": "Blocks read from disk.",
     "disk_save_dropped": "Blocks not written to disk because the queue was full.",
@@ -104,9 +100,6 @@ COUNTS = {
     "disk_expired_blocks": "Blocks that left the disk by age.",
     "disk_directory_pauses": "Times a directory was left alone because it kept failing.",
     "disk_directory_hangs": "Times a disk directory did not answer and was left alone.",
-    "disk_scrubbed_bytes": "Bytes on disk that the scrubber has verified.",
-    "disk_scrub_damaged": "Blocks on disk that the scrubber found damaged.",
-    "disk_index_refused": "Changes that the index of the disk tier did not take.",
     "disk_erasing_failed": "Times that not everything in a directory could be erased.",
     "disk_maintenance_errors": "Rounds of upkeep of the disk tier that failed.",
     "remote_saved_blocks": "Blocks stored in the remote store.",

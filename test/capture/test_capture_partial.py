@@ -13,6 +13,7 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
+from support.examples import examples
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build
 
 HIDDEN = LayerPlan(0, 2, 0)
@@ -186,7 +187,7 @@ def test_a_step_that_is_computed_again_overwrites_what_a_scatter_has_yet_to_writ
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_whatever_the_room_a_right_prefix_is_published(
     plan: LayerPlan, data: st.DataObject
 ) -> None:

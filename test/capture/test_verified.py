@@ -15,6 +15,7 @@ from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.capture.verified import PASSES, Held, VerifiedRows
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.examples import examples
 from support.tiers import HIDDEN_BYTES, build
 
 LAYERS = 2
@@ -65,7 +66,7 @@ def stories(draw: st.DrawFn) -> Story:
 
 
 @given(stories())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_rejected_rows_are_in_no_block(story: Story) -> None:
     tiers, _, executor = build(LayerPlan(0, LAYERS, 0), slots=60, device_slots=10)
     requests = range(len(story.prompts))

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.process import supervisor as io_supervisor
 from support.audits import ALL, audit_all, below, leave, prompt, server
 from support.core import Core, run_in_child
-from support.waiting import until
+from support.disk_store import Faults, FaultyBackend
 
 
 def talks(core: Core, after_each: Callable[[], object]) -> list[list[int]]:
@@ -40,21 +39,11 @@ def stayed(models: None) -> dict[tuple[str, str], list[list[int]]]:
 WAYS = [("kv", "float32"), ("hidden", "float32"), ("hidden:2,kv:2", "bfloat16")]
 
 
-def soak(form: str, dtype: str, tier: str, folder: str, kills: bool) -> tuple:
-    io_supervisor.FIRST_BACKOFF_S = io_supervisor.LONGEST_BACKOFF_S = 0.1
-    flags = ("--hc-io", "process") if kills else ()
-    core, turns = server(form, *ALL, *below(tier, folder), *flags, dtype=dtype), itertools.count()
+def soak(form: str, dtype: str, tier: str, folder: str) -> tuple:
+    core = server(form, *ALL, *below(tier, folder), dtype=dtype)
 
     def between() -> None:
-        if not kills or next(turns) % 2:
-            leave(core, tier)
-        else:  # in the middle of whatever is being saved
-            supervisor = core.tree.tiers.capture.scatters.executor.supervisor
-            os.kill(supervisor.pid, signal.SIGKILL)
-            before = core.tree.stats().get("io_restarts", 0)
-            seen = core.tree.stats
-            until(lambda: seen().get("io_restarts", 0) > before, core.tree.tiers.poll, show=seen)
-            leave(core, "host")
+        leave(core, tier)
         audit_all(core)
 
     return talks(core, between), core.tree.stats()
@@ -65,17 +54,38 @@ def soak(form: str, dtype: str, tier: str, folder: str, kills: bool) -> tuple:
 def test_right_blocks_pass(
     models: None, tmp_path: Path, way: tuple[str, str], tier: str, stayed: dict
 ) -> None:
-    replies, stats = run_in_child(soak, *way, tier, str(tmp_path / "d"), False)
+    replies, stats = run_in_child(soak, *way, tier, str(tmp_path / "d"))
     assert replies == stayed[way]
     assert stats["audited_blocks"] >= 8
     assert "audit_differences" not in stats
 
 
+def killed(form: str, dtype: str, folder: str, what: str, count: int) -> None:
+    """The server dies within its read or write of this number."""
+    from sglang_hc.store.disk import DiskStore
+
+    calls, opened = itertools.count(1), DiskStore.open
+
+    def die(path: str) -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    backend = FaultyBackend(Faults(**{f"on_{what}": die}))
+    DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
+    core = server(form, *below("disk", folder), dtype=dtype)
+    talks(core, lambda: leave(core, "disk"))
+
+
 @pytest.mark.parametrize("way", WAYS[1:], ids="-".join)
-def test_right_blocks_pass_while_the_io_process_is_killed(
+def test_right_blocks_pass_after_servers_were_killed_in_reads_and_writes(
     models: None, tmp_path: Path, way: tuple[str, str], stayed: dict
 ) -> None:
-    replies, stats = run_in_child(soak, *way, "disk", str(tmp_path / "d"), True)
+    folder = str(tmp_path / "d")
+    for what, count in (("write", 1), ("write", 4), ("read", 2), ("write", 2)):
+        with pytest.raises(AssertionError, match="died"):
+            run_in_child(killed, *way, folder, what, count)
+    replies, stats = run_in_child(soak, *way, "disk", folder)
     assert replies == stayed[way]
-    assert stats["io_losses"] == 3 and stats["audited_blocks"] > 0
-    assert "audit_differences" not in stats
+    assert stats["audited_blocks"] > 0 and "audit_differences" not in stats
+    assert not {"disk_read_damaged", "disk_read_io_error"} & stats.keys()
+    assert not list((tmp_path / "d" / "sglang-hc" / "new").iterdir()), "what they left is gone"

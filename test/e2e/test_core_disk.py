@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.opening import make_root, take_lock
+from sglang_hc.store.disk.folders import FORMAT_NAME, model_folders, store_root
+from sglang_hc.store.disk.opening import make_root
 from support.core import Core, run_in_child
 
 POOL = 640
@@ -58,14 +59,11 @@ def refusal(directory: str) -> tuple[str, list[str]]:
     raise AssertionError("it was started")
 
 
-def test_a_directory_in_use_is_refused_in_one_line(models: None, tmp_path: Path) -> None:
+def test_a_directory_of_another_format_is_refused_in_one_line(models: None, tmp_path: Path) -> None:
     """The message is for users: no walk through SGLang and us behind it."""
-    held = take_lock(make_root(str(tmp_path)))
-    try:
-        message, shown = run_in_child(refusal, str(tmp_path))
-    finally:
-        os.close(held)
-    assert f"--hc-disk {tmp_path}: in use by process {os.getpid()}; stop it" in message
+    Path(make_root(str(tmp_path)), FORMAT_NAME).write_text("99\n")
+    message, shown = run_in_child(refusal, str(tmp_path))
+    assert f"--hc-disk {tmp_path}: written in disk format 99" in message
     assert not any("factory.py" in line for line in shown), shown
 
 
@@ -89,12 +87,12 @@ def test_damage_is_recomputed(models: None, tmp_path: Path) -> None:
     first, wanted = run_in_child(both_turns, "kv")
     run_in_child(first_turn, "kv", str(tmp_path / "d"))
     rng = random.Random(0)
-    for slab in (tmp_path / "d").rglob("*"):
-        if slab.is_file() and slab.stat().st_size > 1 << 20 and "sql" not in slab.name:
-            with slab.open("r+b") as file:
-                for position in range(0, slab.stat().st_size, 4096):
-                    file.seek(position + rng.randrange(4096))
-                    file.write(b"\xa5")
+    (folder,) = model_folders(store_root(str(tmp_path / "d")))
+    for path in map(Path, map(folder.block_path, folder.block_ids())):
+        with path.open("r+b") as file:
+            for position in range(0, folder.file_bytes, 4096):
+                file.seek(position + rng.randrange(4096))
+                file.write(b"\xa5")
     reply, stats = run_in_child(second_turn, "kv", str(tmp_path / "d"), [*PROMPT, *first, *FOLLOW])
     assert reply.cached == 0
     assert stats["disk_read_damaged"] >= 1

@@ -56,9 +56,7 @@ def meet_faults(folder: str) -> dict[str, tuple]:
     DiskStore.open = lambda *args, **options: opened(
         *args, backend=FaultyBackend(faults), **options
     )
-    core = Core(
-        "--hc-scrub-mb-s", "0", "--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS
-    )
+    core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
     well, patience = vars(Faults()).copy(), prefetch.PATIENCE
 
     def forget(then: Callable[[], None] = lambda: None) -> None:
@@ -73,9 +71,9 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         elif name == "EIO on writes":
             faults.on_write = failing(errno.EIO)
         elif name == "no space":
-            faults.on_write = faults.on_allocate = failing(errno.ENOSPC)
+            faults.on_write = failing(errno.ENOSPC)
         elif name == "read-only":
-            faults.on_write = faults.on_allocate = faults.on_sync = failing(errno.EROFS)
+            faults.on_write = failing(errno.EROFS)
         elif name == "1 MB/s":
             faults.bytes_per_second = 1e6
             prefetch.PATIENCE = 0.1
@@ -93,8 +91,11 @@ def meet_faults(folder: str) -> dict[str, tuple]:
         core.settle()
         after = core.tree.stats()
         vars(faults).update(well)
-        (directory,) = core.tree.tiers.disk._io._store.directories
+        store = core.tree.tiers.disk._io._store
+        (directory,) = store.directories
         directory.breaker.succeeded()  # its pause is over
+        if name == "no space":
+            store.evictors[directory].look_for_room()  # as every ten seconds
         prefetch.PATIENCE = patience
         forget()
         again = talk(core, name, forget)[1] if name != "removed" else reply

@@ -4,18 +4,16 @@ answered with the right tokens, so is the next one, and nothing leaks."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_hc.srt import guard, plugin
 from sglang_hc.srt.capturing_tree import CapturingTree
 from sglang_hc.srt.tree_backend import HcRadixCache
 from support.core import Core, run_in_child
+from support.planted import Faults
 
 FLAGS = (
     "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
@@ -30,44 +28,9 @@ ELSEWHERE = {
     "preemption.preempt_to_schedule", "speculation.sampled", "speculation.accepted",
     "hooks.adapter_fits",
 }  # fmt: skip
-"""Not reached without priorities, a draft model or adapters."""
+"""Not reached without priorities, a draft model or adapters: test_core_guard_elsewhere.py."""
 
 PLACES = sorted({*guard.METHODS, *guard.HOOKS} - OF_TOKENIZER - ELSEWHERE)
-
-
-class Planted(Exception):
-    """The error of a test."""
-
-
-class Faults:
-    """Raises in one place, before its own code or behind it."""
-
-    def __init__(self) -> None:
-        self.place = ""
-        self.late = False
-
-    def around(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == self.place and not self.late:
-                raise Planted(name)
-            result = own(*args, **kwargs)
-            if name == self.place:
-                raise Planted(name)
-            return result
-
-        call.__name__, call.__module__ = own.__name__, own.__module__
-        return call
-
-    def plant(self) -> None:
-        """In this process, which has no tree yet."""
-        for name in guard.METHODS:
-            setattr(HcRadixCache, name, self.around(name, getattr(HcRadixCache, name)))
-        for entries in HookRegistry._hooks.values():
-            for _, hook, _ in entries:
-                name = guard.name_of(hook)
-                if name in guard.HOOKS:
-                    cell = hook.__closure__[hook.__code__.co_freevars.index("hook")]
-                    cell.cell_contents = self.around(name, cell.cell_contents)
 
 
 def use_everything(core: Core, prompt: list[int]) -> list[list[int]]:

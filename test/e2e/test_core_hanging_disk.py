@@ -1,7 +1,5 @@
-"""A disk that never answers under SGLang's real scheduler: a flush, new weights and a stop go on.
-
-Each form of I/O meets it: threads of the scheduler, and the I/O process.
-"""
+"""A disk that never answers under SGLang's real scheduler: a flush, new weights and a stop go
+on."""
 
 from __future__ import annotations
 
@@ -11,11 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from support import slow_io_process
 from support.core import MODELS, Core, run_in_child
-from support.disk_store import FaultyBackend
+from support.disk_store import Faults, FaultyBackend
 
 FLAGS = ("--max-total-tokens", "640", "--dtype", "float32", "--hc-forms", "hidden:2,kv:2")
 PROMPTS = [random.Random(seed).choices(range(3, 900), k=200) for seed in range(3)]
@@ -31,9 +26,9 @@ def quick() -> None:
     from sglang_hc.queue import prefetch
     from sglang_hc.store import disk_tier
     from sglang_hc.store.disk import threads
-    from sglang_hc.store.process import supervisor
 
-    disk_tier.DRAIN_S = prefetch.PATIENCE = threads.CLOSE_S = supervisor.CLOSE_S = 0.5
+    disk_tier.DRAIN_S = prefetch.PATIENCE = 0.5
+    threads.PATIENCE = threads.Patience(close_s=0.5)
 
 
 def in_time(what: Any, *args: Any) -> Any:
@@ -46,20 +41,21 @@ def in_time(what: Any, *args: Any) -> Any:
     return done[0]
 
 
-def met(folder: str, kind: str) -> tuple[list[list[int]], dict[str, Any]]:
+def met(folder: str) -> tuple[list[list[int]], dict[str, Any]]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     from sglang_hc.store.disk import DiskStore
 
     mark = Path(folder) / "hangs"
     Path(folder).mkdir()
-    if kind == "process":
-        slow_io_process.start_slowly(float("inf"), str(mark))
-    else:
-        opened, backend = DiskStore.open, FaultyBackend(slow_io_process.hang_while(str(mark)))
-        DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
-    core = Core("--hc-io", kind, "--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2",
-                "--hc-scrub-mb-s", "0", *FLAGS)  # fmt: skip
+
+    def hang(path: str) -> None:
+        while mark.exists():
+            time.sleep(0.01)
+
+    opened, backend = DiskStore.open, FaultyBackend(Faults(hang, on_write=hang))
+    DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
+    core = Core("--hc-disk", f"{folder}:1", "--hc-host-size-gb", "0.2", *FLAGS)
     replies = [core.ask(PROMPTS[0], 16).tokens]
     core.settle()
     assert core.scheduler.flush_cache()
@@ -88,11 +84,10 @@ def met(folder: str, kind: str) -> tuple[list[list[int]], dict[str, Any]]:
     return replies, withheld
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_disk_that_never_answers_costs_no_flush_and_no_token(
-    models: None, tmp_path: Path, kind: str
+    models: None, tmp_path: Path
 ) -> None:
     wanted = run_in_child(undisturbed)
-    replies, withheld = run_in_child(met, str(tmp_path / "d"), kind)
+    replies, withheld = run_in_child(met, str(tmp_path / "d"))
     assert replies == [wanted[n] for n in (0, 0, 1, *[0, 1, 2] * 3)]
     assert withheld["host_withheld_slots"] > 0

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import dec_hook, enc_hook
 
-from sglang_hc.srt import guard
+from sglang_hc.srt import guard, pins
 from support.core import Core, run_in_child
 from support.hostile import HOSTILE
 
@@ -30,6 +31,15 @@ def can_be_sent(sent: Any) -> bool:
     except UnicodeError:
         return True  # pickled it comes through
     except Exception:
+        return False
+    return True
+
+
+def can_be_shown(answer: Any) -> bool:
+    """As the answer to GET /hc/pins."""
+    try:
+        JSONResponse(answer)
+    except ValueError:
         return False
     return True
 
@@ -58,6 +68,9 @@ def all_hostile(folder: str) -> tuple[list[str], dict[str, int]]:
         if core.ask(PROMPT, 4).tokens != wanted:
             wrong.append(f"{hostile.name}: other tokens for the next request")
         core.settle()
+        listing = pins.answer(core.tree.tiers.retention, "hc_pins/list", {"namespace": None})
+        if listing["status"] != 200 or not can_be_shown(listing):
+            wrong.append(f"{hostile.name}: its pins cannot be listed")
     return wrong, dict(guard.counters)
 
 

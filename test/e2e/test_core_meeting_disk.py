@@ -1,6 +1,6 @@
 """Meetings over a real disk that flips bits, fails, or stands still at any block of the history.
 
-The bytes lie in slab files and are read by the disk's own threads; only the fault is made by the
+The bytes lie in block files and are read by the disk's own threads; only the fault is made by the
 test. Whatever happens, the tokens are those of a server that never evicted, no slot is lost
 (`counted`), and the fault is counted once.
 """
@@ -19,6 +19,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.core import Core, Reply, run_in_child
 from support.disk_store import Faults, FaultyBackend
+from support.file_ranges import Range
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -34,7 +35,6 @@ from support.meetings import (
     server,
     start,
 )
-from support.slab_ranges import Range
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"
@@ -57,17 +57,11 @@ class Disk:
         self._threads.read = note
 
     def where(self, block: int) -> Range:
-        """The slot of a block, which is on disk."""
-        from sglang_hc.store.disk.index_file import Place
-        from sglang_hc.store.disk.slabs import slab_path
-
+        """The file of a block, which is on disk."""
         store = self._threads._store
         assert store.contains(self.path) == BLOCKS
         directory = store.directory_of(self.path[block])
-        place = Place.unpack(directory.places[self.path[block]])
-        begin = directory.slabs._slabs[place.slab].header.offset(place.slot)
-        size = store.model.slot_bytes
-        return Range(Path(slab_path(directory.root, place.slab)), begin, begin + size)
+        return Range(Path(directory.path(self.path[block])), 0, store.model.file_bytes)
 
 
 def faulty_server(folder: str, profile: str) -> tuple[Core, Faults, list[int]]:
@@ -78,7 +72,7 @@ def faulty_server(folder: str, profile: str) -> tuple[Core, Faults, list[int]]:
     DiskStore.open = lambda *args, **options: opened(
         *args, backend=FaultyBackend(faults), **options
     )
-    core, first = start(FORM, folder, profile, "--hc-scrub-mb-s", "0")
+    core, first = start(FORM, folder, profile)
     return core, faults, second_turn(first)
 
 
@@ -176,25 +170,24 @@ def test_a_fault_of_the_disk_at_any_block_moves_the_meeting(
         assert any(early), "what had come by then was restored before it was needed"
 
 
-def saved(folder: str, profile: str, *flags: str) -> list[int]:
-    core, first = start(FORM, folder, profile, *flags)
+def saved(folder: str, profile: str) -> list[int]:
+    core, first = start(FORM, folder, profile)
     core.tree.tiers.close()
     return first
 
 
-def restarted(folder: str, profile: str, first: list[int], *flags: str) -> tuple:
-    core = server(FORM, profile, *on_disk(folder), *flags)
+def restarted(folder: str, profile: str, first: list[int]) -> tuple:
+    core = server(FORM, profile, *on_disk(folder))
     HeldDisk(core)  # what is asked for comes in the next pass, however busy the machine is
     return counted(core, lambda: core.ask(second_turn(first), 24))
 
 
-@pytest.mark.parametrize("io", ["thread", "process"])
 def test_a_restarted_server_meets_what_its_disk_has_kept(
-    wanted: dict, profile: str, tmp_path: Path, io: str
+    wanted: dict, profile: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "d")
-    first = run_in_child(saved, folder, profile, "--hc-io", io)
-    reply, seen = run_in_child(restarted, folder, profile, first, "--hc-io", io)
+    first = run_in_child(saved, folder, profile)
+    reply, seen = run_in_child(restarted, folder, profile, first)
     assert (first, reply.tokens) == wanted[FORM]
     assert seen["meetings"] == seen["meetings_restored"] == 1
     assert 0 < reply.cached == reply.storage == seen["restored_tokens"] < BLOCKS * BLOCK_TOKENS

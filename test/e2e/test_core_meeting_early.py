@@ -97,7 +97,7 @@ def faults(folder: str, profile: str) -> list[tuple[Outcome, int, int, Seen]]:
     """(outcome, number of the read that has it, reads, what was seen)."""
     server = Server(FORM, folder, profile)
     found = []
-    for outcome in (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.LOST, Outcome.TIMED_OUT):
+    for outcome in (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT):
         for number in range(7):
             server.disk.verdicts = {number: outcome}
             seen = server.ask()
@@ -114,8 +114,8 @@ def test_a_fault_at_any_block_moves_the_meeting_and_costs_nothing_else(
         assert counts.get(f"disk_read_{outcome.value}", 0) == (number < reads), (outcome, number)
         if number < reads:  # everything up to the end of the lost block is computed
             assert reply.cached <= number * BLOCK_TOKENS, (outcome, number)
-    assert sum(number < reads for _, number, reads, _ in found) >= 4 * 4
-    assert sum(seen.had > 0 for *_, seen in found) >= 4 * 4
+    assert sum(number < reads for _, number, reads, _ in found) >= 3 * 4
+    assert sum(seen.had > 0 for *_, seen in found) >= 3 * 4
 
 
 def stalls(folder: str, profile: str) -> list[Seen]:

@@ -56,7 +56,7 @@ def status(server: ServerProcess, path: str, body: dict[str, Any]) -> int:
 def test_no_value_ends_the_server(models: None, tmp_path: Path) -> None:
     assert len(HOSTILE) >= 60
     flags = ("--hc-disk", f"{tmp_path / 'disk'}:0.1", "--tokenizer-worker-num", "2",
-             "--enable-priority-scheduling")  # fmt: skip
+             "--enable-priority-scheduling", "--hc-open-routes")  # fmt: skip
     with served.start(tmp_path / "log", *flags) as server:
         wanted, _ = served.generate(server, PROMPT, 4)
         wrong = []
@@ -66,6 +66,9 @@ def test_no_value_ends_the_server(models: None, tmp_path: Path) -> None:
                 if found != 200 and not 400 <= found < 500:
                     wrong.append(f"{path} {hostile.name}: {found}")
             assert served.generate(server, PROMPT, 4)[0] == wanted
+            pins = f"{server.url}/hc/pins"  # a session's name that is no text broke the list
+            with urllib.request.urlopen(pins, timeout=HANGS_S) as reply:
+                assert reply.status == 200 and "pins" in json.load(reply)
         numbers = served.numbers(server)
     assert wrong == []
     assert "guarded_errors" not in numbers and "refused_requests" not in numbers

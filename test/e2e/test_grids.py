@@ -3,12 +3,20 @@ stages."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_hc.store.disk.folders import (
+    ModelFolder,
+    fingerprint_of,
+    model_folders,
+    store_root,
+)
+from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
@@ -25,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RANKS = 4
 HIT_BY = "pp2-1/tp2-1"
-"""The folder of the rank whose disk is damaged."""
+"""The rank whose parts of blocks are damaged."""
 
 
 @pytest.mark.parametrize(
@@ -49,20 +57,30 @@ def test_each_form_on_two_stages_of_two_ranks(models: None, model: str, form: st
         )
 
 
-def spoil(folder: Path) -> None:
-    """Every block in a scheduler's folder loses a byte."""
-    for slab in folder.glob("sglang-hc/slab-*.dat"):
-        content = bytearray(slab.read_bytes())
+def part_folder(disk: Path, part: str) -> ModelFolder:
+    """Where the parts of one rank lie."""
+    found = model_folders(store_root(str(disk)))
+    (one,) = [
+        f for f in found if fingerprint_of_part(fingerprint_of(f)[0], part) in fingerprint_of(f)
+    ]
+    return one
+
+
+def spoil(disk: Path, part: str) -> None:
+    """Every part of a block that one rank stored loses a bit of each page."""
+    folder = part_folder(disk, part)
+    for path in map(Path, map(folder.block_path, folder.block_ids())):
+        content = bytearray(path.read_bytes())
         for place in range(4096 + 700, len(content), 4096):
             content[place] ^= 1
-        slab.write_bytes(content)
+        path.write_bytes(content)
 
 
 def on_grid(rank: int, port: int, form: str, folder: str) -> tuple[Turns, Turns, list[int]]:
-    flags = ("--hc-scrub-mb-s", "0", "--hc-trace", f"{folder}/t.jsonl")
+    flags = ("--hc-trace", f"{folder}/t.jsonl")
     core = engine(rank, port, "grid", form, folder, *flags)
     well = talk(core, "well")
-    damaged = talk(core, "damaged", lambda: spoil(Path(folder, HIT_BY)) if rank == 3 else None)
+    damaged = talk(core, "damaged", lambda: spoil(Path(folder), HIT_BY) if rank == 3 else None)
     left = core.ask(prompts("later")[0], 60).tokens
     core.settle()
     core.tree.release_host_resources()
@@ -89,10 +107,10 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
     ] == ([False, False, False, True])
     traces = [decisions(folder, f"pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
     assert all(trace == traces[0] for trace in traces) and len(traces[0]) > 30
-    folders = {str(path.relative_to(folder)) for path in folder.glob("pp2-?/tp2-?")}
-    assert folders == {f"pp2-{stage}/tp2-{rank}" for stage in (0, 1) for rank in (0, 1)}
-    whole = check([str(folder / "pp2-0")], False)
-    assert len(whole) == 2 and all(report.blocks and not report.findings for report in whole)
+    for stage, rank in itertools.product((0, 1), repeat=2):
+        assert any(part_folder(folder, f"pp2-{stage}/tp2-{rank}").block_ids())
+    (report,) = check([str(folder)], False)
+    assert report.blocks and not report.findings
     later = run_ranks(goes_on, form, str(folder), ranks=RANKS)
     check_tokens(later)
     assert later[0].said == found[0][2] and later[0].stored == BLOCKS
@@ -127,11 +145,11 @@ def decisions(folder: Path, rank: str) -> list[dict[str, Any]]:
 @pytest.mark.server
 @pytest.mark.parametrize("kind", CORES)
 def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> None:
-    """Ranks agree within their replica: what one rank's disk lost its replica recomputes, and the
-    other replica does not notice. What is in a remote store is there for both."""
+    """Ranks agree within their replica: what one rank's part of the disk lost both replicas
+    recompute. What is in a remote store is there for both."""
     disk = tmp_path / "disk"
     grid = ("--dp-size", "2", f"--{kind}-size", "2")
-    flags = (*grid, "--hc-disk", f"{disk}:2", "--hc-scrub-mb-s", "0")
+    flags = (*grid, "--hc-disk", f"{disk}:2")
     store = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(tmp_path / "s")}))
     trace = ("--hc-trace", str(tmp_path / "t.jsonl"))
     with start(tmp_path / "log", *flags, *trace, env=CORES[kind].env) as server:
@@ -153,17 +171,16 @@ def test_two_replicas_of_two_ranks(models: None, tmp_path: Path, kind: str) -> N
         blocks = len(histories[0]) // 64
         wait_for(lambda: have_saved(server, "disk", blocks) == 2)
         post(server, "/flush_cache?timeout=60")
-        spoil(disk / "dp1" / f"{kind}2-1")
+        spoil(disk, f"{kind}2-1")
         for replica, history in enumerate(histories):
             tokens, found = ask(server, history, replica)
             assert tokens == kept[replica]
-            assert found.get("storage", 0) == (0 if replica else blocks * 64)
-        wait_for(lambda: any("disk_read_damaged" in one for one in replicas(server)))
-        (hit,) = (one for one in replicas(server) if any("damaged" in name for name in one))
-        assert hit["disk_read_damaged"] == hit["rank1_block_damaged"]
-    folders = {str(path.relative_to(disk)) for path in disk.glob(f"dp?/{kind}2-?")}
-    assert folders == {f"dp{replica}/{kind}2-{rank}" for replica in (0, 1) for rank in (0, 1)}
-    assert all(not report.findings for report in check([str(disk / "dp0")], False))
+            assert found.get("storage", 0) == 0
+        wait_for(lambda: all("disk_read_damaged" in one for one in replicas(server)))
+        for hit in replicas(server):
+            assert hit["disk_read_damaged"] == hit["rank1_block_damaged"]
+    parts = [part_folder(disk, f"{kind}2-{rank}") for rank in (0, 1)]
+    assert parts[0] != parts[1], "both replicas store the parts of a rank in one place"
     names = {path.name for path in tmp_path.glob("t.jsonl.*")}
     assert names == {f"t.jsonl.dp{replica}.{kind}{rank}" for replica in (0, 1) for rank in (0, 1)}
     with start(tmp_path / "log2", *flags, *store, env=CORES[kind].env) as server:

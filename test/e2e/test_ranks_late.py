@@ -100,7 +100,7 @@ def below(what: str, folder: str) -> tuple[str, ...]:
     """Flags of a disk, a store of files, or both, in this folder."""
     flags: tuple[str, ...] = ()
     if "disk" in what:
-        flags += "--hc-disk", f"{folder}/disk:1", "--hc-scrub-mb-s", "0"
+        flags += "--hc-disk", f"{folder}/disk:1"
     if "store" in what:
         flags += "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": f"{folder}/store"})
     return flags

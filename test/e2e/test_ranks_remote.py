@@ -146,8 +146,7 @@ def some_on_disk(rank: int, port: int, *what: str) -> None:
 def test_a_disk_and_a_store_together(models: None, tmp_path: Path, kind: str) -> None:
     """The first block comes from the disks, the rest from the store."""
     store, form = in_store(str(tmp_path / "shared")), "hidden:2,kv:2"
-    scrub = ("--hc-scrub-mb-s", "0")  # counts bytes at each disk's own pace
-    first, other = (("--hc-disk", f"{tmp_path / name}:1", *scrub) for name in ("d", "e"))
+    first, other = (("--hc-disk", f"{tmp_path / name}:1") for name in ("d", "e"))
     found = run_ranks(stop_there, kind, form, "llama-gqa", *first, *store)
     check_alike([turns for turns, _ in found])
     counted = found[0][0].counted

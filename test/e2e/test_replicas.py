@@ -1,4 +1,5 @@
-"""`--dp-size 2` on a real server: each replica has tiers of its own, and its part of the sizes."""
+"""`--dp-size 2` on a real server: each replica has its part of the host memory, and both find each
+other's blocks on the disk."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.store.disk.folders import model_folders, store_root
+from sglang_hc.store.disk.sharing import living_servers
 from sglang_hc.tools.bench.server import ServerProcess
 from support.served import post, start, wait_for
 from support.waiting import HANGS_S
@@ -37,15 +40,16 @@ def replicas(server: ServerProcess) -> list[dict[str, Any]]:
         return [state["hc"] for state in json.load(reply)["internal_states"]]
 
 
-def test_each_replica_remembers_its_own_conversations(models: None, tmp_path: Path) -> None:
-    disk, shared, trace = tmp_path / "disk", tmp_path / "shared", tmp_path / "trace.jsonl"
+def test_replicas_remember_their_conversations_and_share_the_disk(
+    models: None, tmp_path: Path
+) -> None:
+    disk, trace = tmp_path / "disk", tmp_path / "trace.jsonl"
     flags = ("--dp-size", "2", "--hc-disk", f"{disk}:2", "--hc-trace", str(trace))
-    remote = ("--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": str(shared)}))
-    with start(tmp_path / "log", *flags, *remote) as server:
+    with start(tmp_path / "log", *flags) as server:
         first, second = replicas(server)
         assert first["host_slots"] == second["host_slots"]
         assert 0.09 * 2**30 < first["host_bytes"] <= 0.1 * 2**30, "half of --hc-host-size-gb each"
-        assert sorted(folder.name for folder in disk.iterdir()) == ["dp0", "dp1"]
+        (_,) = model_folders(store_root(str(disk)))
 
         histories = []
         for replica in (0, 1):
@@ -63,9 +67,11 @@ def test_each_replica_remembers_its_own_conversations(models: None, tmp_path: Pa
         for numbers in replicas(server):
             assert numbers["restorations"] >= 1
 
-        # A conversation that returns to the other replica: only the remote store has it there.
+        # A conversation that returns to the other replica, which is asked for it as soon as both
+        # know of each other.
         blocks = len(histories[0]) // 64
-        wait_for(lambda: replicas(server)[0].get("remote_saved_blocks", 0) >= blocks)
+        wait_for(lambda: len(living_servers(store_root(str(disk)))) == 2)
+        wait_for(lambda: all(one["disk_blocks"] >= 2 * blocks for one in replicas(server)))
         tokens, found = ask(server, histories[0], 1)
         assert tokens == kept[0][0] and found.get("storage", 0) == blocks * 64
     assert sorted(path.name for path in tmp_path.glob("trace*")) == [

@@ -177,10 +177,10 @@ def anew(speculation: tuple[str, ...], history: list[int]) -> tuple[Told, list[l
 
 def damage(folder: Path) -> None:
     """Every block on disk has a wrong byte in each of its pages."""
-    for slab in folder.rglob("*"):
-        if slab.is_file() and slab.stat().st_size > 1 << 20 and "sql" not in slab.name:
-            with slab.open("r+b") as file:
-                for position in range(0, slab.stat().st_size, 4096):
+    for block in folder.glob("sglang-hc/*-*/?/?/*"):
+        if block.is_file():
+            with block.open("r+b") as file:
+                for position in range(0, block.stat().st_size, 4096):
                     file.seek(position + 1234)
                     file.write(b"\xa5")
 

@@ -123,6 +123,18 @@ def test_an_option_that_cannot_be_is_refused(
     assert sum("error:" in line or line.startswith("sglang-hc:") for line in said.splitlines()) == 1
 
 
+def refusal_with(name: str, value: str) -> tuple[object, str]:
+    os.environ[name] = value
+    return refusal(MODEL)
+
+
+def test_sglangs_server_in_rust_is_refused(models: None) -> None:
+    """It has a tokenizer of its own, without our checks and namespaces, and no flag chooses it."""
+    status, said = run_in_child(refusal_with, "SGLANG_RUST_SERVER", "1")
+    assert status == 2 and "Traceback" not in said
+    assert "SGLANG_RUST_SERVER" in said and "without the checks" in said
+
+
 def test_a_family_that_cannot_recompute_is_refused_with_such_a_plan(
     models: None, tmp_path: Path
 ) -> None:

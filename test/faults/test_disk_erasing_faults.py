@@ -1,230 +1,285 @@
-"""Erasing while disks fail, indexes refuse, processes are killed and power is cut."""
+"""Erasing while disks fail or hang, while blocks are written, and killed between the steps."""
 
 from __future__ import annotations
 
-import os
-import random
+import errno
 import signal
-import sqlite3
 import threading
-from collections.abc import Callable
-from itertools import pairwise
+import time
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk import erasing
-from sglang_hc.store.disk.directory import DAMAGED_NAME, INDEX_NAME
+from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.erasing import Erased
-from sglang_hc.store.disk.index import Index
-from sglang_hc.store.disk.index_file import IndexFull
+from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
+from support.clock import Clock
+from support.disk_process import run_child
 from support.disk_store import (
     EIO,
-    CrashBackend,
+    FILE,
     Faults,
     FaultyBackend,
-    copy_index,
+    block_files,
+    check_ledgers,
+    failing,
     make_path,
+    nothing,
+    only_in,
     open_store,
     put,
-    remove,
 )
-from support.erased import check_kept, lose_index, names, traces
-from support.waiting import HANGS_S
+from support.erased import check_kept, names, traces
+from support.waiting import HANGS_S, until
 
 ACME, OTHER = Forgetting("acme"), "other tenant"
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+def erase(store: DiskStore, what: Forgetting | None) -> Erased:
+    if what is not None:
+        return store.erase(what)
+    store.forget_all()
+    return store.erase_all()
 
 
 # -- trouble --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", ["on_write", "on_sync", "on_read"])
+USED = {None: ("on_unlink", "on_sync", "on_rename"), ACME: ("on_unlink", "on_sync", "on_open")}
+"""The calls that a clear makes, and those that forgetting does."""
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("hook", ["on_unlink", "on_sync", "on_rename", "on_open"])
 @pytest.mark.parametrize("what", [None, ACME])
-def test_a_disk_that_fails_is_said(tmp_path: Path, hook: str, what: Forgetting | None) -> None:
-    faults = Faults()
-    store = open_store(tmp_path, backend=FaultyBackend(faults))
-    put(store, make_path(4, 2, OTHER))
-    put(store, make_path(4, 1, "acme"))
-    remove(store, names(make_path(4, 2, OTHER)[:1]))
-    if what is None:  # one that is not this model's keeps the slab, so that slots are overwritten
-        store.directories[0].slabs.allocate(store.model.slot_bytes)
-    setattr(faults, hook, EIO)
-    in_use = erasing.IN_USE_S
-    erasing.IN_USE_S = 0.0
-    try:
-        assert not store.erase(what).complete
-    finally:
-        erasing.IN_USE_S = in_use
-    assert store.counters()["erasing_failed"] >= 1
-    setattr(faults, hook, lambda path: None)
-    if what is not None:
-        assert store.erase(what).complete
-        assert traces(tmp_path, make_path(4, 1, "acme"), "acme") == []
-    store.close()
-
-
-def test_an_index_that_refuses_and_a_damaged_one_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_fails_is_said_and_asked_again(
+    scratch: Path, faults: Faults, hook: str, what: Forgetting | None, code: int
 ) -> None:
-    store = open_store(tmp_path)
-    put(store, make_path(4, 1, "acme"))
-
-    def full(*_: object) -> None:
-        raise IndexFull("held")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Index, "delete", full)
-        assert store.erase(ACME) == Erased(0, False)
-    assert store.erase(ACME) == Erased(4, True), "the rows were still there"
-    store.directories[0].fail("for the test")
-    assert store.erase(ACME) == Erased(0, False)
-    assert store.erase(None) == Erased(0, False)
-    store.close()
-
-
-def test_a_reader_of_the_log_is_said(tmp_path: Path) -> None:
-    """Else the label would stay in the log."""
-    store = open_store(tmp_path)
-    put(store, make_path(4, 1, "acme"))
-    reader = sqlite3.connect(tmp_path / "sglang-hc" / INDEX_NAME, isolation_level=None)
-    reader.execute("BEGIN")
-    reader.execute("SELECT count(*) FROM blocks").fetchall()
-    assert store.erase(ACME) == Erased(4, False)
-    reader.close()
-    assert store.erase(ACME) == Erased(0, True)
-    assert traces(tmp_path, make_path(4, 1, "acme"), "acme") == []
-    store.close()
-
-
-def test_a_directory_that_was_left_out_at_the_start_is_said(tmp_path: Path) -> None:
-    class Lost(FaultyBackend):
-        def open(self, path: str, create: bool = False):
-            if "/b/" in path:
-                EIO(path)
-            return super().open(path, create)
-
-    for folder in ("a", "b"):
-        store = open_store(tmp_path / folder)
-        put(store, make_path(2, 1, "acme"))
-        store.close()
-    store = open_store(tmp_path / "a", tmp_path / "b", backend=Lost(Faults()))
-    assert len(store.directories) == 1
-    assert store.erase(ACME) == Erased(2, False)
-    store.close()
-
-
-def test_a_slot_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
-    """Its write may fail, and leave what was in it before."""
-    faults = Faults()
-    store = open_store(tmp_path, backend=FaultyBackend(faults))
-    mine, others = make_path(6, 1, "acme"), make_path(6, 2, OTHER)
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    mine = make_path(4, 1, "acme")
     put(store, mine)
-    remove(store, names(mine))
-    began, goes_on = threading.Event(), threading.Event()
+    setattr(faults, hook, failing(code))
+    erased = erase(store, what)
+    fails = hook in USED[what] and (hook, code) != ("on_open", errno.EIO)  # unreadable goes too
+    assert erased.complete is not fails
+    assert (store.counters()["erasing_failed"] > 0) is fails
+    setattr(faults, hook, nothing)
+    if fails and what is None:
+        assert store.contains(names(mine)) == 0
+        outcome = Outcome.OK if hook == "on_unlink" else Outcome.DROPPED
+        assert put(store, mine) == [outcome] * 4, "they would go with what is not cleared"
+        store.tick()
+        assert store.contains(names(mine)) == (4 if hook == "on_unlink" else 0)
+        check_kept(store, [block for block in mine if store.contains([block.block_id])])
+    assert erase(store, what).complete
+    assert traces(scratch, mine, "acme") == []
+    assert put(store, mine) == [Outcome.OK] * 4
+    check_ledgers(store)
+    store.close()
 
-    def fail(path: str) -> None:
+
+def test_what_cannot_be_read_goes_too(scratch: Path, faults: Faults) -> None:
+    """Else one bad sector would keep every tenant's blocks for ever."""
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    mine, others = make_path(4, 1, "acme"), make_path(4, 2, OTHER)
+    put(store, mine + others)
+    faults.on_read = only_in(others[0].block_id.hex(), EIO)
+    assert store.erase(ACME) == Erased(5, True)
+    faults.on_read = nothing
+    check_kept(store, others[1:])
+    assert store.contains(names(others)) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("why", ["hangs", "fails"])
+def test_a_clear_that_failed_is_made_up_for(scratch: Path, faults: Faults, why: str) -> None:
+    """Until then nothing of it is found, and nothing is written that would go with it."""
+    clock = Clock(1e9)
+    folders = scratch / "a", scratch / "b"
+    store = open_store(*folders, backend=FaultyBackend(faults), clock=clock)
+    blocks = make_path(40)
+    put(store, blocks)
+    bad, good = store.directories
+    held = len(good.blocks)
+    if why == "hangs":
+        bad.note_hang(True)
+    else:
+        faults.on_rename = only_in(f"{folders[0]}/", EIO)
+    store.forget_all()
+    assert store.erase_all() == Erased(held, False)
+    bad.note_hang(False)
+    faults.on_rename = nothing
+    assert store.contains(names(blocks)) == 0 and not bad.find(names(blocks)[0])
+    assert {*put(store, blocks)} == {Outcome.OK, Outcome.DROPPED}
+    assert len(bad.blocks) == 0
+    clock.now += 10
+    store.tick()
+    assert not any(path_of.exists() for path_of in map(Path, map(bad.path, names(blocks))))
+    assert {*put(store, blocks)} == {Outcome.OK, Outcome.DUPLICATE}
+    check_kept(store, blocks)
+    check_ledgers(store)
+    store.close()
+
+
+def test_a_directory_that_hangs_is_not_asked(scratch: Path, faults: Faults) -> None:
+    """Nobody would come back from it."""
+    folders = scratch / "a", scratch / "b"
+    store = open_store(*folders, backend=FaultyBackend(faults))
+    mine = make_path(12, 1, "acme")
+    put(store, mine)
+    bad, good = store.directories
+    asked: list[str] = []
+    faults.on_open = faults.on_unlink = faults.on_stat = only_in(f"{folders[0]}/", asked.append)
+    bad.note_hang(True)
+    assert store.erase(ACME) == Erased(len(mine) - len(bad.blocks), False)
+    assert asked == [] and len(good.blocks) == 0
+    bad.note_hang(False)
+    assert store.erase(ACME) == Erased(len(set(asked)), True)
+    assert traces(folders[0], mine, "acme") == []
+    store.close()
+
+
+# -- writes under way -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["on_create", "on_write", "on_note", "on_rename"])
+def test_a_write_that_was_asked_for_before_a_clear_is_never_found(
+    scratch: Path, faults: Faults, call: str
+) -> None:
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    other = open_store(scratch)
+    mine = make_path(3, 1, "acme")
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def hold(path: str) -> None:
         if threading.current_thread() is writer:
-            began.set()
+            inside.set()
             assert goes_on.wait(HANGS_S)
-            EIO(path)
 
-    writer = threading.Thread(target=put, args=(store, others))
-    faults.on_write = fail
+    outcomes: list[Outcome] = []
+    writer = threading.Thread(target=lambda: outcomes.extend(put(store, mine[:1])))
+    setattr(faults, call, hold)
     writer.start()
-    assert began.wait(HANGS_S)
+    assert inside.wait(HANGS_S)
+    store.forget_all()
     ended: list[Erased] = []
-    eraser = threading.Thread(target=lambda: ended.append(store.erase(ACME)))
+    eraser = threading.Thread(target=lambda: ended.append(store.erase_all()))
     eraser.start()
-    eraser.join(0.2)
-    assert eraser.is_alive()
+    eraser.join(0.05)
+    assert not ended, "it waits for the write"
+    assert put(store, mine[:2]) == [Outcome.DROPPED] * 2
     goes_on.set()
     writer.join()
     eraser.join()
-    assert ended == [Erased(0, True)]
-    assert traces(tmp_path, mine, "acme") == []
+    assert outcomes == [Outcome.DROPPED] and ended[0].complete
+    assert store.contains(names(mine)) == 0
+    other.tick()
+    assert not other.find(mine[0].block_id)
+    assert traces(scratch, mine, "acme") == []
+    check_ledgers(store)
     store.close()
+    other.close()
 
 
-# -- kills and power cuts -------------------------------------------------------------------------
+def test_clears_beside_threads_that_write_read_and_find(scratch: Path) -> None:
+    """What was asked for before a clear is not found after its answer, by whomever."""
+    stores = [open_store(scratch), open_store(scratch)]
+    store, other = stores
+    for one in stores:
+        one.tick()
+    paths = [make_path(6, seed) for seed in range(8)]
+    stop, wrong = threading.Event(), []
+
+    def write(number: int) -> None:
+        while not stop.is_set():
+            for path in paths[number::2]:
+                wrong.extend({*put(store, path)} - {Outcome.OK, Outcome.DUPLICATE, Outcome.DROPPED})
+
+    def find() -> None:
+        while not stop.is_set():
+            other.directories[0].find_others()
+            store.directories[0].find_others()
+            store.find(paths[0][0].block_id)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    threads.append(threading.Thread(target=find))
+    for thread in threads:
+        thread.start()
+    for _ in range(25):
+        until(lambda: len(store) > 4)
+        store.forget_all()
+        before = time.time_ns()
+        assert store.erase_all().complete
+        ages = map(created, Path(store.directories[0].folder.path).glob("?/?/*"))
+        assert all(age is None or age * 1000 >= before - 1e6 for age in ages)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    store.forget_all()
+    assert store.erase_all().complete and len(store) == 0
+    check_ledgers(store)
+    for one in stores:
+        one.close()
 
 
-def in_a_child(body: Callable[[int], None]) -> None:
-    """Run it in a process that is killed at a random moment after it said that it is done."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            body(writer)
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        assert pipe.read(4) == b"done"
-        threading.Event().wait(random.random() * 0.05)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+def created(path: Path) -> int | None:
+    """When a block was written, in us since 1970; None when it is gone."""
+    try:
+        return int.from_bytes(path.read_bytes()[64:72], "little")
+    except FileNotFoundError:
+        return None
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("prune", ["the index", "its log", "nothing"])
-def test_killed_after_the_answer_nothing_of_200_blocks_is_found(
-    tmp_path: Path, seed: int, prune: str
+# -- kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["clear", "forget"])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 6])
+def test_killed_between_the_steps_nothing_is_left_that_counts_for_ever(
+    scratch: Path, what: str, step: int
 ) -> None:
-    size = 40_000_000
-    mine, others = make_path(200, 100 + seed, "acme"), make_path(200, 200 + seed, OTHER)
+    """A child erases, and is killed at its nth call to the disk. The next server finds a part of
+    the blocks at most; once it erased too, nothing is left, in files or in the ledger."""
+    mine, others = make_path(6, 1, "acme"), make_path(6, 2, OTHER)
+    store = open_store(scratch, size=20 * FILE)
+    put(store, mine + others)
+    store.close()
+    child = run_child("erase", str(scratch), what, str(step))
+    assert child.wait(HANGS_S) == -signal.SIGKILL
+    store = open_store(scratch, size=20 * FILE)
+    check_ledgers(store)
+    left = store.block_ids()
+    check_kept(store, [block for block in mine + others if block.block_id in left])
+    if what == "clear":
+        assert len(left) == (0 if step else 12), "one rename, and nothing is found"
+        store.tick()
+        assert sum(1 for _ in block_files(scratch)) == len(left), "the rest is removed"
+    else:
+        assert store.contains(names(others)) == 6 and len(left) == 12 - step
+    assert erase(store, None if what == "clear" else ACME).complete
+    assert traces(scratch, mine, "acme") == []
+    check_ledgers(store)
+    store.close()
 
-    def erase(answer: int) -> None:
-        store = open_store(tmp_path, size=size, background=True)
-        for low in range(0, 200, 20):
-            put(store, mine[low : low + 20])
-            put(store, others[low : low + 20])
-        going_on = threading.Thread(
-            target=put, args=(store, make_path(400, 300 + seed, "third")), daemon=True
-        )
-        going_on.start()
-        assert store.erase(ACME) == Erased(200, True)
-        os.write(answer, b"done")
 
-    in_a_child(erase)
-    if prune == "the index":
-        lose_index(tmp_path)
-    elif prune == "its log":
-        (tmp_path / "sglang-hc" / "index.sqlite-wal").unlink()
-        (tmp_path / "sglang-hc" / DAMAGED_NAME).touch()
-    assert traces(tmp_path, mine, "acme") == []
-    store = open_store(tmp_path, size=size)
-    assert traces(tmp_path, mine, "acme") == []
+def test_killed_after_the_answer_nothing_is_found(scratch: Path) -> None:
+    mine, others = make_path(100, 1, "acme"), make_path(100, 2, OTHER)
+    store = open_store(scratch, size=400 * FILE)
+    put(store, mine + others)
+    store.close()
+    child = run_child("erase", str(scratch), "forget", "none")
+    assert child.stdout is not None and child.stdout.readline() == "100 True\n"
+    child.kill()
+    child.wait()
+    assert traces(scratch, mine, "acme") == []
+    store = open_store(scratch, size=400 * FILE)
     assert not set(names(mine)) & set(store.block_ids())
-    assert store.contains(names(others)) == 200
     check_kept(store, others)
-    store.close()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_after_a_power_cut_nothing_is_found(tmp_path: Path, seed: int) -> None:
-    """What was not synced is kept, lost or torn."""
-    rng = random.Random(seed)
-    backend = CrashBackend(lambda kind: None)
-    folder, left = tmp_path / "live", tmp_path / "left"
-    store = open_store(folder, backend=backend)
-    mine, others = make_path(8, 1, "acme"), make_path(8, 2, OTHER)
-    for a, b in pairwise((0, 4, 8)):
-        put(store, mine[a:b])
-        put(store, others[a:b])
-    remove(store, names(mine[:2]))
-    what = ACME if seed % 3 else None
-    assert store.erase(what).complete
-    (left / "sglang-hc").mkdir(parents=True)
-    backend.leave(lambda path: str(left / "sglang-hc" / os.path.basename(path)), rng)
-    if seed % 2:
-        root = folder / "sglang-hc"
-        copy_index(root / INDEX_NAME, left / "sglang-hc" / INDEX_NAME, None)
-    store.close()
-    assert traces(left, mine, "acme") == []
-    store = open_store(left)
-    assert not set(names(mine)) & set(store.block_ids())
-    if what is not None:
-        check_kept(store, others)
     store.close()

@@ -1,121 +1,156 @@
-"""The real thing: processes killed with SIGKILL while they write, and what is found afterwards."""
+"""The real thing: servers that share a directory and are killed at any moment, while files are
+removed under them and others start and end."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import sqlite3
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.sharing import living_servers
 from sglang_hc.store.outcome import Outcome
-from support.disk_store import copy_index, data_of, make_path, open_store, put, read_bytes
+from support.disk_process import PATHS, THREADS, run_child
+from support.disk_store import (
+    BUFFERED,
+    FILE,
+    block_files,
+    bytes_at_a_moment,
+    check_ledgers,
+    file_bytes,
+    is_served,
+    make_path,
+    open_store,
+    put,
+    read_bytes,
+)
+from support.waiting import HANGS_S, until
 
-SIZE = 60_000_000
-"""Room for about 1,500 blocks."""
+BUDGET = 60
+"""Blocks: a quarter of what the servers write."""
 
-MOST_PATHS = 50
-"""Of eight blocks: as many as one child writes. They and FOLDER_BLOCKS are far below the room."""
-
-FOLDER_BLOCKS = 300
-"""So many acknowledged blocks are enough for one folder."""
-
-
-def write_until_killed(folder: Path, turn: int, log: int) -> None:
-    """In a child process: two threads write paths and note each block once it is acknowledged.
-    What they write leaves room however late the kill comes."""
-    store = open_store(folder, size=SIZE, background=True)
-
-    def write(number: int) -> None:
-        blocks = make_path(8, seed=turn * 100_000 + number)
-        for block, answer in zip(blocks, put(store, blocks), strict=True):
-            if answer is Outcome.OK:
-                os.write(log, block.block_id)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(write, range(MOST_PATHS)))
-    signal.pause()
+SERVERS = 2
 
 
-def committed_rows(folder: Path, scratch: Path) -> set[bytes]:
-    """Identities of the blocks whose rows were committed, seen in a copy: to look at the index
-    itself would already recover it. None when the kill came before there was a table."""
-    copy = scratch / "committed.sqlite"
-    with suppress(FileNotFoundError, sqlite3.OperationalError):
-        copy_index(folder / "sglang-hc" / "index.sqlite", copy, None)
-        with closing(sqlite3.connect(copy)) as connection:
-            return {name for (name,) in connection.execute("SELECT block_id FROM blocks")}
-    return set()
+def start(folder: Path, seed: int) -> subprocess.Popen[str]:
+    return run_child("serve", str(folder), str(seed), str(BUDGET * FILE))
 
 
-def kill_and_check(folder: Path, turn: int, rng: random.Random, noted: set[bytes]) -> int:
-    """Kill a writer, then find every block that it noted (added to `noted`) or committed, and
-    verify every block that is served. Returns how many were committed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
-            write_until_killed(folder, turn, writer)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    wanted = 16 * rng.randrange(2, 20) if turn % 4 else 0  # every fourth dies at its beginning
-    with os.fdopen(reader, "rb") as pipe:
-        acknowledged = pipe.read(wanted)
-        time.sleep(rng.random() * 0.05)  # the kill may come anywhere between two of them
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        acknowledged += pipe.read()
-    noted |= {acknowledged[i : i + 16] for i in range(0, len(acknowledged), 16)}
-    committed = committed_rows(folder, folder.parent)
-    store = open_store(folder, size=SIZE)
-    present = set(store.block_ids())
-    assert len(present) < 1000, "near eviction, where blocks may go"
-    assert noted <= committed, "a block was acknowledged before its row was committed"
-    assert committed <= present, "a block whose row was committed is lost"
-    for name in present:
-        status, got = read_bytes(store, name)
-        assert status is Outcome.OK, "a block was found that does not verify"
-        assert np.array_equal(got, data_of(name))
-    store.check_integrity()
+def wait_until_it_serves(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline() == "began\n"
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    """And see that nothing went wrong in it."""
+    child.send_signal(signal.SIGKILL)
+    said, _ = child.communicate(timeout=HANGS_S)
+    assert said in ("", "began\n"), said
+
+
+def being_written(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "sglang-hc" / "new").iterdir()]
+
+
+def check_left(folder: Path, dead: str) -> int:
+    """Open the directory beside the servers that live. What the dead one left in `new` is gone,
+    and each block that is there is whole. Returns how many were served."""
+    store = open_store(folder, size=BUDGET * FILE, backend=BUFFERED)
+    assert not [name for name in being_written(folder) if name.startswith(f"{dead}-")]
+    outcomes = Counter(read_bytes(store, name)[0] for name in store.block_ids())
+    assert outcomes.keys() <= {Outcome.OK, Outcome.MISSING}, "missing: evicted meanwhile"
+    put(store, make_path(4, seed=PATHS + 1))
+    store.tick()
+    assert not store.counters()["maintenance_errors"]
     store.close()
-    return len(committed)
+    return outcomes[Outcome.OK]
 
 
-def kill_often(tmp_path: Path, times: int) -> str:
-    """Kills a writer so many times; says what was found."""
-    rng = random.Random(3)
-    noted: set[bytes] = set()
-    acknowledged = committed = seen = 0
-    folder = tmp_path / "disk"
-    for turn in range(times):
-        if len(noted) > FOLDER_BLOCKS:  # a fresh directory before anything has to be evicted
-            acknowledged, committed, seen = acknowledged + len(noted), committed + seen, 0
-            noted = set()
-            folder = tmp_path / f"disk{turn}"
-        seen = kill_and_check(folder, turn, rng, noted)
-    acknowledged, committed = acknowledged + len(noted), committed + seen
-    assert acknowledged > times, "the kills came too early to say anything"
+def kill_often(folder: Path, times: int, seed: int) -> str:
+    """Kill one of the servers so many times; says what was found."""
+    rng = random.Random(seed)
+    most = served = leftovers = 0
+    with ExitStack() as started:
+        children = [start(folder, number) for number in range(SERVERS)]
+        for child in children:
+            started.callback(child.kill)
+            wait_until_it_serves(child)
+        until(lambda: file_bytes(folder) > 0.9 * BUDGET * FILE)
+        for turn in range(times):
+            end = time.monotonic() + rng.random() * 0.1
+            while time.monotonic() < end:
+                most = max(most, bytes_at_a_moment(folder))
+            if turn % 3 == 0:
+                stored = [one for one in block_files(folder) if one.parent.name != "new"]
+                for path in rng.sample(sorted(stored), min(5, len(stored))):
+                    path.unlink(missing_ok=True)
+            which = rng.randrange(SERVERS)
+            fresh = start(folder, 100 + turn)  # it takes a while to begin
+            started.callback(fresh.kill)
+            wait_until_it_serves(fresh)
+            dead = str(children[which].pid)
+            kill(children[which])
+            leftovers += sum(name.startswith(f"{dead}-") for name in being_written(folder))
+            children[which] = fresh
+            served += check_left(folder, dead)
+        for child in children:
+            kill(child)
+    said = int((folder / "sglang-hc" / "lock").read_text())
+    assert said >= file_bytes(folder), "the ledger is never too small"
+    store = open_store(folder, size=BUDGET * FILE, backend=BUFFERED)
+    check_all(store, folder)
+    store.close()
+    # What gets its name while somebody looks may be seen twice.
+    assert 0.8 * BUDGET * FILE < most <= (BUDGET + SERVERS * THREADS) * FILE and served > times
     return (
-        f"{times} kills while two threads wrote: {acknowledged} blocks acknowledged, {committed} "
-        "rows committed; 100 % of both found again, 0 unverifiable blocks served"
+        f"{times} kills of servers that share a directory: {served} blocks read afterwards, all "
+        f"whole, {leftovers} unfinished files removed, at most {most // FILE} of {BUDGET} files"
     )
 
 
-def test_ten_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    kill_often(tmp_path, 10)
+def check_all(store: DiskStore, folder: Path) -> None:
+    check_ledgers(store)
+    assert not list((folder / "sglang-hc" / "new").iterdir())
+    assert len(living_servers(store.directories[0].root)) == 1
+    assert all(is_served(store, name) for name in store.block_ids())
+    assert file_bytes(folder) <= BUDGET * FILE
+
+
+def test_servers_are_killed_and_the_others_go_on(
+    scratch: Path, tell: Callable[[str], None]
+) -> None:
+    tell(kill_often(scratch, 4, seed=1))
 
 
 @pytest.mark.slow
-def test_two_hundred_kills_lose_nothing_that_was_acknowledged(
-    tmp_path: Path, tell: Callable[[str], None]
-) -> None:
-    tell(kill_often(tmp_path, 200))
+def test_two_hundred_kills_of_servers(scratch: Path, tell: Callable[[str], None]) -> None:
+    tell(kill_often(scratch, 200, seed=2))
+
+
+def test_each_finds_what_the_other_stored(scratch: Path) -> None:
+    """Before the other ends, and after it was killed."""
+    child = start(scratch, 1)
+    wait_until_it_serves(child)
+    store = open_store(scratch, size=BUDGET * FILE, backend=BUFFERED)
+    assert store.shared_with
+    paths = [make_path(1, seed=seed)[0] for seed in range(PATHS)]
+    found: set[bytes] = set()
+
+    def look() -> None:
+        for block in paths:
+            if store.find(block.block_id) and is_served(store, block):
+                found.add(block.block_id)
+
+    until(lambda: len(found) > PATHS // 2, look)
+    kill(child)
+    store.tick()
+    assert not store.shared_with and len(store) > 0
+    check_all(store, scratch)
+    store.close()

@@ -6,8 +6,11 @@ Most examples carry the right digest, so that what lies behind it is read too.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,8 +20,8 @@ from sglang_hc.store.disk import format as disk
 from sglang_hc.store.remote import envelope
 
 IDS = st.binary(min_size=16, max_size=16)
-STARTS = st.sampled_from([b"", disk.SLAB_MAGIC, disk.SLOT_MAGIC, envelope.MAGIC])
-VERSIONS = st.sampled_from([0, 1, disk.VERSION, 3, 0xFFFF])
+STARTS = st.sampled_from([b"", disk.MAGIC, envelope.MAGIC])
+VERSIONS = st.sampled_from([0, 2, disk.VERSION, disk.VERSION, 4, 0xFFFF])
 
 
 @st.composite
@@ -35,40 +38,62 @@ def pages(draw: st.DrawFn) -> bytes:
 
 
 @settings(max_examples=400)
-@given(pages())
-def test_a_slab_header_is_one_or_is_refused(page: bytes) -> None:
-    try:
-        header = disk.SlabHeader.unpack(page)
-    except disk.FormatError:
-        return
-    assert disk.SlabHeader.unpack(header.pack()) == header
-
-
-@settings(max_examples=400)
 @given(pages(), st.integers(0, CHUNK_ALIGN))
-def test_a_slot_header_is_one_or_is_refused(page: bytes, cut: int) -> None:
+def test_a_blocks_header_is_one_or_is_refused(page: bytes, cut: int) -> None:
     read = memoryview(page)[: cut or CHUNK_ALIGN]
     try:
-        header = disk.SlotHeader.unpack(read)
-    except disk.FormatError:
+        header = disk.BlockHeader.unpack(read)
+    except disk.Damaged:
         return
     written = memoryview(bytearray(header.header_bytes))
     header.pack_into(written)
-    assert disk.SlotHeader.unpack(written) == header
+    assert disk.BlockHeader.unpack(written) == header
 
 
-@given(IDS, IDS, st.text(max_size=400), st.binary(max_size=256), st.integers(0, 2**31 - 1))
-@example(bytes(16), bytes(16), "\ud800" * 300, b"", 0)
-def test_what_a_slot_says_comes_back(
-    one: bytes, other: bytes, label: str, tokens: bytes, position: int
+@settings(max_examples=400)
+@given(pages(), st.binary(max_size=2 * CHUNK_ALIGN), IDS)
+def test_a_file_of_any_bytes_is_damaged_or_is_what_it_says(
+    page: bytes, rest: bytes, name: bytes
 ) -> None:
+    content = page + rest
+
+    def read(buffers: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        for buffer in buffers:
+            piece = content[offset + done : offset + done + len(buffer)]
+            buffer[: len(piece)] = piece
+            done += len(piece)
+        return done
+
+    with pytest.raises(disk.Damaged):  # no identity is guessed
+        disk.check_file(read, name, len(content))
+    model = disk.StoredModel.of([(0, 0, CHUNK_ALIGN)], name, "x")
+    with pytest.raises(disk.Damaged):
+        disk.check_header(memoryview(page), name, model)
+
+
+@given(
+    st.tuples(IDS, IDS, IDS, IDS),
+    st.text(max_size=400),
+    st.binary(max_size=disk.TOKENS_MAX),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
+)
+@example((bytes(16),) * 4, "\ud800" * 300, b"", 0, 0)
+def test_what_a_header_says_comes_back(
+    names: tuple[bytes, ...], label: str, tokens: bytes, position: int, created: int
+) -> None:
+    one, other, model, part = names
     table = ((0, 64, other),)
-    header = disk.SlotHeader(one, other, one, 5, position, tokens, label, table)
+    header = disk.BlockHeader(one, other, model, created, position, tokens, label, table, part)
     page = memoryview(bytearray(header.header_bytes))
     header.pack_into(page)
-    read = disk.SlotHeader.unpack(page)
-    assert read.label == disk.clip_label(label) and len(read.label.encode()) <= disk.LABEL_MAX
-    assert (read.tokens, read.position, read.table) == (tokens, position, table)
+    read = disk.BlockHeader.unpack(page)
+    assert read == replace(header, label=disk.clip_label(label))
+    assert len(read.label.encode()) <= disk.LABEL_MAX
+    again = memoryview(bytearray(header.header_bytes))
+    read.pack_into(again)
+    assert again == page
 
 
 @settings(max_examples=400)

@@ -13,6 +13,7 @@ from sglang_hc.policy.eviction import POLICIES, Entry, Leaves, make_policy
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.examples import examples
 from support.host import host_tier, keep, tokens_of
 
 
@@ -214,7 +215,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(POLICIES), ACTIONS)
 def test_no_policy_ever_takes_a_pinned_a_held_or_an_inner_block(name, actions):
     held = Held()

@@ -15,6 +15,7 @@ from sglang_hc.policy.pins import (
     TimeToLive,
 )
 from sglang_hc.queue.windows import LookAhead
+from support.examples import examples
 
 
 def ids(text: str) -> list[bytes]:
@@ -178,7 +179,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(operations)
 def test_counts_follow_from_the_pins_that_are_alive(history):
     pins = SessionPins(max_total=10, max_seconds=20, max_sessions=5)

@@ -12,6 +12,7 @@ from sglang_hc.policy.makespan import LayerTimes, makespan
 from sglang_hc.policy.restore_plan import Decision, Reason, RestorePlan, best_prefix, plan_restore
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
+from support.examples import examples
 
 LAYERS = 32
 SHAPE = ModelShape.from_config(
@@ -67,7 +68,7 @@ load = st.fixed_dictionaries(
 
 
 @given(machines, stored_plans, histories, load)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_never_slower_than_a_single_way_on_any_machine(cost, stored, tokens, load):
     """Against every candidate, each timed from the cost model as if there were no planner."""
     context, new = load["context"], load["new"]
@@ -103,7 +104,7 @@ def test_never_slower_than_a_single_way_on_any_machine(cost, stored, tokens, loa
 
 
 @given(machines, histories, load)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_single_form_that_is_stored_is_faster(cost, tokens, load):
     """The promise in the words of a user: not slower than recompute, KV only or hidden only."""
     for stored in (LayerPlan(0, 0, 6), LayerPlan(0, 6, 0)):

@@ -12,6 +12,7 @@ from sglang_hc.policy.eviction import EvictionPolicy, make_policy
 from sglang_hc.policy.set_dueling import SetDueling, bucket_of
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock
+from support.examples import examples
 
 SLOTS = 20
 
@@ -73,7 +74,7 @@ def test_after_a_loop_age_is_right_again():
     assert after.hits - before > 0.95 * alone.hits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 60))
 def test_without_a_loop_nothing_changes_much(seed, spread):
     """Recent blocks come back: LRU is right, and `queue` stays LRU."""
@@ -99,7 +100,7 @@ names = st.integers(0, 400).map(lambda n: n.to_bytes(2, "big"))
 calls = st.lists(st.tuples(st.sampled_from(["enter", "use", "begin"]), names, names), max_size=400)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(calls, st.integers(1, 50))
 def test_duels_stay_pairs_and_few(history, blocks):
     duels = SetDueling()

@@ -15,6 +15,7 @@ from sglang_hc.policy.cost_correction import BOUND, DEAD_BAND, Resource
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
+from support.examples import examples
 from support.profiles import cost_model
 from support.simulated_machine import SimulatedMachine, is_try, scaled
 
@@ -47,7 +48,7 @@ def best(cost: CostModel, plan: LayerPlan, history: int, new: int, recompute: bo
     )  # fmt: skip
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(machines, st.sampled_from(PLANS), requests, st.integers(0, 99), st.booleans())
 def test_a_right_profile_never_changes_a_decision(cost, plan, asked, seed, recompute) -> None:
     """Under any noise within the dead band; tries are counted apart."""
@@ -75,7 +76,7 @@ wrong = st.dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(machines, st.sampled_from(PLANS), wrong, st.integers(0, 99), st.booleans())
 def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> None:
     """After 50 equal requests each costs at most as much more than the best as the dead band

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import POLICIES
+from support.examples import examples
 from support.rates import ConstantRates, UnknownCosts
 from support.subjects import SUBJECTS, ServerSubject, SimulatorSubject, Subject
 
@@ -281,7 +282,7 @@ def step(subject: Subject, action: str, word: str) -> object:
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(history=steps)
 def test_both_hit_and_keep_the_same_blocks(eviction: str, history: list) -> None:
     server, simulator = ServerSubject(eviction, "off", 5), SimulatorSubject(eviction, "off", 5)
@@ -290,7 +291,7 @@ def test_both_hit_and_keep_the_same_blocks(eviction: str, history: list) -> None
         assert server.in_host() == simulator.in_host()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(history=steps)
 def test_needed_blocks_stay_while_others_could_leave(history: list) -> None:
     for kind in SUBJECTS.values():
@@ -372,7 +373,7 @@ def each_way(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @each_way
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(history=fetch_steps)
 def test_both_fetch_the_same_in_the_same_order(
     rates: str, eviction: str, prefetch: str, history: list

@@ -24,6 +24,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import OwnPaceStream
+from support.examples import examples
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
 from support.several_ranks import Group, Notes, together
@@ -350,7 +351,7 @@ class Pipeline(Storm):
         super().together(call)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_a_stage_that_is_a_pass_behind_decides_alike(seed: int) -> None:
     Pipeline(seed).run(25)
@@ -364,13 +365,13 @@ def test_stages_decide_alike_in_a_thousand_storms(seed: int) -> None:
 
 
 @pytest.mark.parametrize("machine", [Rank, HiddenRank, RingRank])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_ranks_decide_alike(machine: type[Rank], seed: int) -> None:
     Storm(seed, 2, machine).run(25)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_three_ranks_decide_alike(seed: int) -> None:
     Storm(seed, 3).run(25)

@@ -28,6 +28,7 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
+from support.examples import examples
 from support.several_ranks import Notes
 from support.tiers import HIDDEN_BYTES, build, project
 
@@ -367,7 +368,7 @@ class RecomputeMachine(TiersMachine):
 
 MACHINES = (TiersMachine, HiddenMachine, KvMachine, LateMachine, RecomputeMachine)
 PROFILE = settings(
-    max_examples=25,
+    max_examples=examples(25),
     stateful_step_count=30,
     deadline=None,
     derandomize=True,  # the nightly target draws anew

@@ -15,6 +15,7 @@ from sglang_hc.queue.prefetch import MAX_FETCHES
 from sglang_hc.queue.requests import Waiting
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix
+from support.examples import examples
 from support.fake_io import FakeIo
 from support.host import host_queue, identities, keep, tokens_of
 from support.subjects import DISK_BLOCKS
@@ -115,7 +116,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(events, st.sampled_from(["queue", "on-arrival", "off"]), st.booleans())
 def test_nobody_is_overtaken_more_often_than_the_bound(
     history: list, prefetch: str, ready_first: bool

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.requests import WaitingTable
+from support.examples import examples
 
 
 def offered(
@@ -76,7 +77,7 @@ passes = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(passes, st.integers(0, 4), st.booleans())
 def test_nobody_starves(history, bound, ready_first):
     requests: WaitingTable[int] = WaitingTable()

@@ -16,6 +16,7 @@ from sglang_hc.queue.meeting import Action, TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.outcome import Outcome
+from support.examples import examples
 from support.meeting_world import LAYERS, WORD, World
 
 LOW, END = 4, 7
@@ -129,7 +130,7 @@ def test_without_a_slot_for_what_lies_behind_nothing_is_streamed() -> None:
     world.settle()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_any_order_of_events_ends_with_every_slot_given_back(data: st.DataObject) -> None:
     world, now = streaming(data.draw(st.integers(0, 2)), data.draw(st.floats(0, 1))), 0.0

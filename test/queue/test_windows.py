@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.queue.windows import LookAhead, RunningMean, window_length
+from support.examples import examples
 
 
 def test_lengths_follow_the_paper():
@@ -43,7 +44,7 @@ def expected_use(window: LookAhead[str], needs_of: dict[str, list[bytes]]) -> di
     return first
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(needs, queues)
 def test_a_block_counts_with_its_earliest_waiting_use(needs_of, passes):
     window: LookAhead[str] = LookAhead()

@@ -90,7 +90,7 @@ def test_nobody_waits_for_ever_for_a_part_that_hangs(monkeypatch: pytest.MonkeyP
 
 def test_all_wait_for_the_slowest_without_being_told() -> None:
     one, two = ballots()
-    late = [Outcome.OK, Outcome.LOST]
+    late = [Outcome.OK, Outcome.IO_ERROR]
     for ballot in (one, two):
         begin(ballot, 1, 2)
     one.vote(2, Outcome.OK)
@@ -103,7 +103,7 @@ def test_all_wait_for_the_slowest_without_being_told() -> None:
     one.settle(poll)
     two.settle(poll)
     for ballot in (one, two):
-        assert decided(ballot) == [(1, Outcome.OK), (2, Outcome.LOST)]
+        assert decided(ballot) == [(1, Outcome.OK), (2, Outcome.IO_ERROR)]
     assert not one.settled()
 
 
@@ -141,8 +141,8 @@ def test_a_rank_that_leaves_decides_alone() -> None:
     assert not one.settled()
     one.leave()
     assert decided(one) == [(1, Outcome.OK)]
-    one.settle(lambda: one.vote(2, Outcome.LOST))
-    assert decided(one) == [(2, Outcome.LOST)]
+    one.settle(lambda: one.vote(2, Outcome.IO_ERROR))
+    assert decided(one) == [(2, Outcome.IO_ERROR)]
 
 
 def test_more_operations_than_places_wait_and_no_vote_counts_twice(
@@ -197,10 +197,12 @@ def test_each_rank_shows_what_it_counted_last() -> None:
     first = VoteBoard.create(3)
     others = [VoteBoard.attach(first.name, rank, 3) for rank in (1, 2)]
     assert first.reports() == [{}, {}, {}]
-    others[0].report({"io_losses": 1, "longer": 7})
+    others[0].report({"disk_directory_hangs": 1, "longer": 7})
     others[1].report({"ok": 2**40})
-    others[0].report({"io_losses": 2})
-    assert first.reports() == others[1].reports() == [{}, {"io_losses": 2}, {"ok": 2**40}]
+    others[0].report({"disk_directory_hangs": 2})
+    assert (
+        first.reports() == others[1].reports() == [{}, {"disk_directory_hangs": 2}, {"ok": 2**40}]
+    )
     first.vote(Kind.LOOKUP, PLACES - 1, Vote(Outcome.OK, 2**56 - 1))
     assert first.reports()[0] == {}, "votes lie elsewhere"
 

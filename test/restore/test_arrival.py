@@ -27,6 +27,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from sglang_hc.tree.promotions import Promotion
+from support.examples import examples
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, PARTS
@@ -127,7 +128,7 @@ def run_pass(bench: Bench, *reach: int) -> int:
 counts = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data(), counts=counts)
 def test_every_row_is_right_whatever_comes(data: st.DataObject, counts: tuple[int, int]) -> None:
     bench = Bench(LayerPlan(0, *counts))
@@ -268,7 +269,7 @@ class LateRecomputer:
             between()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data(), beside=st.booleans(), seed=st.integers(0, 10**6))
 def test_a_late_device_never_sees_what_a_pass_that_was_given_up_still_writes(
     data: st.DataObject, beside: bool, seed: int

@@ -18,6 +18,7 @@ from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import BLOCK_TOKENS, DraftLayers, LayerPlan
 from sglang_hc.restore.path import Restoration
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.examples import examples
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
 
 SLOTS = 2000
@@ -72,7 +73,7 @@ def sequences(draw: st.DrawFn) -> list[list[int]]:
 )
 @pytest.mark.parametrize("lag", [0, 1])
 @given(told=sequences(), data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_what_comes_back_is_what_was_there(
     plan: LayerPlan, lag: int, told: list[list[int]], data: st.DataObject
 ) -> None:

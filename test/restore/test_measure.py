@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -317,14 +318,15 @@ def test_disk_is_read_through_the_store_and_nothing_stays(
     """Both directories are read, whole blocks of six layers; the cost is that of the reads."""
     clock = Clock()
     read: list[bytes] = []
-    original = DiskStore.read_many
+    original, counting = DiskStore.read, threading.Lock()
 
-    def slow_read(self: DiskStore, reads: Sequence[Read]) -> list[Outcome]:
-        read.extend(one.block_id for one in reads)
-        clock.now += 1e-3 * len(reads)
-        return original(self, reads)
+    def slow_read(self: DiskStore, one: Read) -> Outcome:
+        with counting:
+            read.append(one.block_id)
+            clock.now += 1e-3
+        return original(self, one)
 
-    monkeypatch.setattr(DiskStore, "read_many", slow_read)
+    monkeypatch.setattr(DiskStore, "read", slow_read)
     monkeypatch.setattr("sglang_hc.restore.measure_disk.READ_THREADS", 1)
     disks = (f"{tmp_path / 'a'}:1", str(tmp_path / "b"))
     samples = measure(subject(clock, SlowCopyStream(clock)), disks, clock=clock)

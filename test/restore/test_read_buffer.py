@@ -17,6 +17,7 @@ from sglang_hc.restore.restore_pass import RestorePass
 from sglang_hc.restore.staging import FEW_RUNS, StagingRing
 from sglang_hc.tree.block_tree import Moved
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.examples import examples
 from support.restores import FRAME, expected, host_with, path_tokens
 from support.streams import COPIES, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU
@@ -90,7 +91,7 @@ class Bench:
         return self.early.counters["early_used_layer_tokens"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]),
     frames=st.integers(1, 40), passes=st.integers(1, 12),

@@ -21,6 +21,7 @@ from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import Moved
 from sglang_hc.tree.identity import pack_tokens
 from support.copy_streams import LateCopyStream
+from support.examples import examples
 from support.host import keep
 from support.tiers import HIDDEN_BYTES, PARTS, ToyPool, build, project
 
@@ -170,7 +171,7 @@ plans = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)).filte
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data(), counts=plans)
 def test_any_mix_of_loaded_and_recomputed_layers(data: st.DataObject, counts: tuple) -> None:
     """One pass: spans of two paths in a row, each later one attends to the one before it. KV layers

@@ -26,6 +26,7 @@ from sglang_hc.restore.staging import (
     cut,
 )
 from sglang_hc.store.host_pool import HostPool
+from support.examples import examples
 from support.restores import FRAME, expected, filled_pool, nodes_in
 from support.streams import COMPUTE, COPIES, SIDE, SimulatedCopyStream, StreamDevice, StreamPool
 from support.tiers import CPU, project
@@ -33,7 +34,7 @@ from support.tiers import CPU, project
 SPANS = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 200)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     spans=SPANS, order=st.permutations(range(12)), frames=st.integers(1, 4),
     seed=st.integers(0, 10**6), bias=st.sampled_from([0.05, 0.5, 0.95]), twice=st.booleans(),
@@ -138,7 +139,7 @@ def test_copies_of_the_next_pass_do_not_wait_for_other_computation() -> None:
     assert device.run_only(COPIES)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
     start=st.integers(0, BLOCK_TOKENS - 1), limit=st.integers(BLOCK_TOKENS, 300),
@@ -171,7 +172,7 @@ def test_adjacent_slots_travel_as_one_copy() -> None:
     assert piece == Piece(0, 330, (Run(3, 3, 0, 64), Run(7, 2, 0, 64), Run(9, 1, 0, 10)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     slots=st.lists(st.integers(0, 8), min_size=1, max_size=12),
     start=st.integers(0, BLOCK_TOKENS - 1), tail=st.integers(1, BLOCK_TOKENS),

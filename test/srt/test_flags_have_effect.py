@@ -30,7 +30,7 @@ KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 ALONE = {
     "host_size_gb": "1", "forms": "hidden", "disable": None, "disk": "/tmp:1", "eviction": "lru",
     "trace": "/tmp/sglang-hc-no-such-trace", "read_buffer_gb": "1", "remote": "file",
-    "restore": "always", "ttl": "3", "io": "thread", "schedule": "ready-first",
+    "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
     "audit": "1",
     "profile": str(Path(__file__).parents[1] / "support" / "free_loading.json"),
@@ -38,7 +38,6 @@ ALONE = {
 """Flags that have an effect by themselves, with a value."""
 
 WITH = {
-    "scrub_mb_s": ("16", [("--hc-disk", "/tmp:1")]),
     "remote_config": ('{"dir": "/tmp"}', [("--hc-remote", "file")]),
     "remote_key": (KEY, [("--hc-remote", "file")]),
     "prefetch": (
@@ -179,14 +178,16 @@ def test_a_file_of_options_is_read_as_flags_are(tmp_path: Path) -> None:
         assert config.disk == ((disks,) if isinstance(disks, str) else tuple(disks))
     with pytest.raises(ConfigError, match="--hicache-ratio"):
         read(**{"hc-forms": "kv", "hicache-ratio": 2.0})
-    with pytest.raises(ConfigError, match="does nothing without --hc-disk"):
-        read(**{"hc-scrub-mb-s": 16})
+    with pytest.raises(ConfigError, match="does nothing without --hc-remote"):
+        read(**{"hc-remote-config": "{}"})
 
 
 def test_options_come_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HC_CONFIG", '{"forms": "kv"}')
-    with pytest.raises(ConfigError, match=r"SGLANG_HC_CONFIG and --hc-io: .* unset SGLANG_HC_CON"):
-        parsed("--hc-io", "thread")
+    with pytest.raises(
+        ConfigError, match=r"SGLANG_HC_CONFIG and --hc-schedule: .* unset SGLANG_HC_CON"
+    ):
+        parsed("--hc-schedule", "off")
     monkeypatch.setenv("SGLANG_HC_ENABLE", "1")  # as our launcher does
     config = config_of(parsed())
     assert config is not None and config.forms == "kv"

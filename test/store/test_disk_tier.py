@@ -154,9 +154,7 @@ def test_it_is_busy_while_an_answer_is_on_its_way() -> None:
         assert world.disk.is_busy == asks
 
 
-@pytest.mark.parametrize(
-    "outcome", [Outcome.LOST, Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMED_OUT]
-)
+@pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.NO_SPACE, Outcome.TIMED_OUT])
 def test_a_write_that_failed_is_done_when_its_path_is_used_and_writes_end_well(
     outcome: Outcome,
 ) -> None:
@@ -229,7 +227,7 @@ def test_so_many_blocks_are_remembered_as_not_written(monkeypatch: pytest.Monkey
     path, (other,) = keep(host, tokens_of("abc")), keep(host, tokens_of("x"))
     for node in path:
         disk.spill(node)
-    io.end_all(Outcome.LOST)
+    io.end_all(Outcome.IO_ERROR)
     disk.poll()
     disk.spill(other)
     io.end_all()

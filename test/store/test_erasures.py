@@ -20,9 +20,6 @@ class TwoTiers:
         self.asked.append(ticket)
         return 2
 
-    def flush(self) -> None:
-        """Nothing is gathered."""
-
 
 def done(ticket: int, tier: str) -> BlockDone:
     return BlockDone(ticket, Outcome.OK, tier)

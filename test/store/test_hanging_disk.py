@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,7 @@ from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.store import disk_tier
 from sglang_hc.store import executor as executor_module
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import threads
-from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads, Patience
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import CopySlot, ThreadExecutor
 from sglang_hc.store.host_pool import HostPool
@@ -27,6 +26,7 @@ from support.disk_store import (
     LAYOUT,
     Faults,
     FaultyBackend,
+    check_ledgers,
     data_of,
     make_path,
     open_store,
@@ -35,10 +35,12 @@ from support.host import host_tier, keep, path_of, tokens_of
 from support.waiting import HANGS_S, in_time, until
 
 SLOTS = 16
+WRITING = ["on_create", "on_write", "on_rename"]
+"""Calls of a write, in their order."""
 
 
 class Hanging:
-    """A disk whose calls hang from `hang` until `let_go`; nobody waits for long meanwhile."""
+    """A disk whose calls hang from `hang` until `let_go`; no flush waits for long meanwhile."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -51,7 +53,7 @@ class Hanging:
         """calls: names of hooks of `Faults`."""
         self._open.clear()
         self.inside.clear()
-        self._wait_for(0.2)
+        self._patch.setattr(disk_tier, "DRAIN_S", 0.05)
 
         def wait(path: str) -> None:
             if where in path and not self._open.is_set():
@@ -63,11 +65,7 @@ class Hanging:
 
     def let_go(self) -> None:
         self._open.set()
-        self._wait_for(HANGS_S)
-
-    def _wait_for(self, seconds: float) -> None:
-        for module, name in ((disk_tier, "DRAIN_S"), (threads, "CLOSE_S")):
-            self._patch.setattr(module, name, seconds, raising=False)
+        self._patch.setattr(disk_tier, "DRAIN_S", HANGS_S)
 
 
 @pytest.fixture
@@ -86,8 +84,9 @@ class World:
         self.pool = HostPool(LAYOUT, SLOTS)
         self.host = host_tier(SLOTS)
         self.io = DiskThreads(
-            open_store(*folders, backend=FaultyBackend(hanging.faults)), self.pool, Counter()
-        )
+            open_store(*folders, backend=FaultyBackend(hanging.faults)), self.pool, Counter(),
+            patience=Patience(HANGS_S, HANGS_S),
+        )  # fmt: skip
         self.tier = DiskTier(self.io, self.host)
 
     def spill(self, word: str) -> list:
@@ -154,12 +153,11 @@ def test_a_read_that_hangs_holds_up_no_flush_and_is_published_by_none(
     world.host.check_integrity()
 
 
-@pytest.mark.parametrize("call", ["on_write", "on_sync"])
+@pytest.mark.parametrize("call", WRITING)
 def test_a_write_that_hangs_holds_up_no_flush_and_keeps_its_bytes(
     world: World, hanging: Hanging, call: str
 ) -> None:
     """It takes its bytes from the slot when it goes on: they must be the block's still."""
-    world.saved("z")  # a slab is there
     hanging.hang(call)
     first, second = world.spill("ab")
     slots = first.slot, second.slot
@@ -179,7 +177,7 @@ def test_a_write_that_hangs_holds_up_no_flush_and_keeps_its_bytes(
     assert world.served("ab") == 2
 
 
-@pytest.mark.parametrize("call", ["on_write", "on_sync"])
+@pytest.mark.parametrize("call", WRITING)
 def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
     world: World, hanging: Hanging, call: str
 ) -> None:
@@ -201,14 +199,15 @@ def test_what_hangs_while_the_disk_is_cleared_is_not_published_later(
     world.io.close()
     store = open_store(*world.folders)
     assert store.block_ids() == []
-    store.check_integrity()
+    check_ledgers(store)
     store.close()
 
 
 def test_new_weights_and_a_stop_wait_for_no_disk(world: World, hanging: Hanging) -> None:
     world.saved("ab")
     world.host.clear()
-    hanging.hang("on_read", "on_write", "on_sync")
+    hanging.hang("on_read", "on_write")
+    world.io.patience = Patience(close_s=0.05)
     world.fetch("ab")
     assert hanging.inside.wait(HANGS_S)
     world.tier.disown()
@@ -220,38 +219,66 @@ def test_new_weights_and_a_stop_wait_for_no_disk(world: World, hanging: Hanging)
     closing.join(HANGS_S)
     assert not closing.is_alive()
     hanging.let_go()
+    world.io.patience = Patience(HANGS_S, HANGS_S)
 
 
 def test_a_directory_that_hangs_is_out_of_use_until_it_answers(
-    hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hanging: Hanging, tmp_path: Path
 ) -> None:
     """The other directory takes all; what waited for the one that hangs is answered, so that its
     slots are free."""
-    monkeypatch.setattr(threads, "SILENT_S", 5.0, raising=False)
-    monkeypatch.setattr(threads, "RUN_BYTES", LAYOUT.slot_bytes)  # a block at a time
-    world = World(hanging, tmp_path / "a", tmp_path / "b")
-    names = path_of("abcdefgh").block_ids
-    world.saved("abcdefgh")
+    word = "abcdefghijkl"
+    names = path_of(word).block_ids
+    place = next(one for one in (tmp_path / str(n) for n in range(99)) if is_mixed(one, names))
+    world = World(hanging, place / "a", place / "b")
+    io = world.io
+    world.saved(word)
     world.host.clear()
-    hanging.hang("on_read", where="/b/")
-    for ticket in range(100, 108):
-        world.io.read(ticket, names[ticket % 8], ticket % 8, in_time())
-    done: list = []
-    until(lambda: world.io.levels()["disk_directories"] == 1, lambda: done.extend(world.io.poll()))
-    until(lambda: len(done) >= 6, lambda: done.extend(world.io.poll()))
-    assert Counter(one.outcome for one in done) == {Outcome.OK: 4, Outcome.IO_ERROR: 2}, (
-        "only what is inside its two threads is not answered"
-    )
-    assert world.io.contains(names[:1]) + world.io.contains(names[1:2]) == 1
-    other = make_path(6, seed=1)
+    bad = {name for name in names if place / "b" in file_of(place, name).parents}
+    hanging.hang("on_read", where=f"{place}/b/")
+    for ticket, name in enumerate(names):
+        io.read(ticket, name, ticket, in_time())
+    done: list[BlockDone] = []
+    until(lambda: len(done) == len(names) - len(bad), lambda: done.extend(io.poll()))
+    assert {one.outcome for one in done} == {Outcome.OK} and io.levels()["disk_directories"] == 2
+    io.patience = Patience(0.0, HANGS_S)  # from now on whoever is inside hangs
+    until(lambda: len(done) == len(names) - READ_THREADS, lambda: done.extend(io.poll()))
+    assert io.levels()["disk_directories"] == 1
+    assert Counter(one.outcome for one in done)[Outcome.IO_ERROR] == len(bad) - READ_THREADS
+    assert {name for name in names if io.contains([name])} == {*names} - bad
+    io.patience = Patience(HANGS_S, HANGS_S)
+    until(lambda: io.levels()["disk_directories"] == 2, lambda: done.extend(io.poll()))
+    io.patience = Patience(0.0, HANGS_S)
+    until(lambda: io.levels()["disk_directories"] == 1, lambda: done.extend(io.poll()))
+    other = make_path(4, seed=1)
     for slot, block in enumerate(other):
-        assert world.io.write(slot, block, 8 + slot, in_time())
-    until(lambda: len(done) >= 12, lambda: done.extend(world.io.poll()))
-    assert world.io.counts["disk_directory_hangs"] == 1
+        world.pool.slot(12 + slot)[:] = data_of(block)
+        assert io.write(100 + slot, block, 12 + slot, in_time())
+    written: list[BlockDone] = []
+    io.patience = Patience(HANGS_S, HANGS_S)
+    until(lambda: len(written) == 4, lambda: written.extend(io.poll()))
+    assert {one.outcome for one in written} == {Outcome.OK}
+    assert not any(place / "b" in file_of(place, block.block_id).parents for block in other)
+    assert io.counts["disk_directory_hangs"] == 2
     hanging.let_go()
-    until(lambda: world.io.levels()["disk_directories"] == 2, lambda: done.extend(world.io.poll()))
-    assert world.io.contains(names) == 8
-    world.io.close()
+    until(lambda: len(done) == len(names), lambda: done.extend(io.poll()))
+    assert io.contains(names) == len(names)
+    world.tier.close()
+
+
+def is_mixed(folder: Path, names: Sequence[bytes]) -> bool:
+    """Whether two directories here would get some blocks each: where they are decides it."""
+    folder.mkdir()
+    store = open_store(folder / "a", folder / "b")
+    first = [store.order(name)[0] for name in names]
+    store.close()
+    return 2 < first.count(store.directories[1]) < len(names) - 2
+
+
+def file_of(folder: Path, name: bytes) -> Path:
+    """Of a block, in whichever directory."""
+    (path,) = folder.rglob(name.hex())
+    return path
 
 
 def test_scatters_that_hang_hold_up_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.promotions import Promotion
 from support.meeting_world import WORD, World
 
-FAILURES = (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT, Outcome.LOST)
+FAILURES = (Outcome.DAMAGED, Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
 GROUPS = ((0, 1), (2, 3), (4,))

@@ -77,7 +77,7 @@ class Core:
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
         argv = ["--model-path", str(MODELS / model), "--skip-server-warmup"]
-        argv += ["--hc-io", "thread", *flags]  # a process each would only be slower to start
+        argv += flags
         if profile is not None:
             argv += ["--hc-profile", profile]
         self.args = prepare_server_args(argv)
@@ -333,12 +333,12 @@ def never_late() -> None:
     from sglang_hc.ranks import ballot
     from sglang_hc.store import disk_tier, executor
     from sglang_hc.store.disk import threads
-    from sglang_hc.store.process import clients, supervisor
     from sglang_hc.store.remote import blocks
 
-    prefetch.PATIENCE = meeting.PATIENCE = threads.SILENT_S = HANGS_S
-    disk_tier.DRAIN_S = executor.DRAIN_S = clients.DRAIN_S = ballot.SETTLE_S = HANGS_S
-    disk_tier.READ_DEADLINE_S = blocks.LOOKUP_S = supervisor.HANG_S = HANGS_S
+    prefetch.PATIENCE = meeting.PATIENCE = HANGS_S
+    threads.PATIENCE = threads.Patience(silent_s=HANGS_S)
+    disk_tier.DRAIN_S = executor.DRAIN_S = ballot.SETTLE_S = HANGS_S
+    disk_tier.READ_DEADLINE_S = blocks.LOOKUP_S = HANGS_S
 
 
 def use_one_thread() -> None:

@@ -1,37 +1,37 @@
-"""What the tests of the disk store share: a small model, blocks with known bytes, and backends that
-lose power, fail, cut reads short or are slow."""
+"""What the tests of the disk store share: a small model, blocks with known bytes, and a backend
+that fails, cuts reads short, is slow or has little room."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
-from sglang_hc.store.disk.backend import (
-    DirectBackend,
-    DirectFile,
-    File,
-    aligned_buffer,
-)
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
+from sglang_hc.store.disk.folders import cleared_folders, model_folders
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk.reader import Read
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk.sharing import NEW, Ledger
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
 
 LAYOUT = BlockLayout(LayerPlan(1, 3, 2), StateShape(6, 64, (64, 64), "float16"))
 """3 HIDDEN chunks of 4 KiB (layers 1 to 3), 2 KV chunks of 8 KiB (layers 4 and 5)."""
 FINGERPRINT = LAYOUT.fingerprint("tiny")
-SMALL = 6_000_000
-"""Budget that leaves room for a few dozen blocks."""
+FILE = StoredModel.of(LAYOUT.chunks(), FINGERPRINT, "tiny").file_bytes
+"""Bytes of a block's file: one page of header, and the chunks."""
+SMALL = 183 * FILE
+"""Budget of most tests."""
+BUFFERED = DirectBackend(direct=False)
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where tests that need no real disk have their folders; None for the usual place."""
@@ -66,30 +66,25 @@ def empty_slot(size: int = LAYOUT.slot_bytes) -> np.ndarray:
     return np.frombuffer(aligned_buffer(size), dtype=np.uint8)
 
 
-def slots_taken(store: DiskStore) -> list[int]:
-    """By directory."""
-    size = store.model.slot_bytes
-    return [directory.slabs.usage(size)[0] for directory in store.directories]
-
-
 def open_store(
     *paths: Path, size: int | None = SMALL, backend: DirectBackend | None = None,
-    layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT,
-    clock: Callable[[], float] = time.time, **upkeep: object,
+    layout: BlockLayout = LAYOUT, fingerprint: bytes = FINGERPRINT, part: bytes = WHOLE,
+    clock: Callable[[], float] = time.time, users: int = 1, **upkeep: object,
 ) -> DiskStore:  # fmt: skip
     """Store without a background thread unless asked for. upkeep: fields of `Upkeep`."""
     return DiskStore.open(
-        [DirectorySpec(str(path), size) for path in paths],
-        StoredModel.of(layout.chunks(), fingerprint, "tiny"),
-        Upkeep(**{"background": False, "scrub_bytes_per_s": 0, **upkeep}),
+        [DirectorySpec(str(path), size, users) for path in paths],
+        StoredModel.of(layout.chunks(), fingerprint, "tiny", part),
+        Upkeep(**{"background": False, **upkeep}),  # type: ignore[arg-type]
         backend,
         clock,
     )
 
 
 def put(store: DiskStore, blocks: Sequence[Block]) -> list[Outcome]:
-    """Write blocks with their bytes."""
-    return store.write_many([(block, memoryview(data_of(block))) for block in blocks])
+    """Write blocks with their bytes, one after the other."""
+    size = store.model.block_bytes
+    return [store.write(block, memoryview(data_of(block, size))) for block in blocks]
 
 
 def remove(store: DiskStore, names: Sequence[bytes]) -> int:
@@ -105,47 +100,123 @@ def read_block(
     deadline: float | None = None,
 ) -> Outcome:
     """Read one block, or some layers of it."""
-    return store.read_many([Read(name, memoryview(into), layers, deadline)])[0]
+    return store.read(Read(name, memoryview(into), layers, deadline))
 
 
-def read_bytes(store: DiskStore, name: bytes) -> tuple[object, np.ndarray]:
-    """(status, bytes read)."""
-    into = empty_slot()
+def read_bytes(store: DiskStore, name: bytes) -> tuple[Outcome, np.ndarray]:
+    """(outcome, bytes read)."""
+    into = empty_slot(store.model.block_bytes)
     return read_block(store, name, into), into
 
 
-def total_bytes(folder: Path) -> int:
-    """Sizes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def is_served(store: DiskStore, block: Block | bytes) -> bool:
+    """Whether a block is served; with its own bytes, or the test fails."""
+    name = block if isinstance(block, bytes) else block.block_id
+    outcome, got = read_bytes(store, name)
+    right = np.array_equal(got, data_of(name, store.model.block_bytes))
+    assert outcome is not Outcome.OK or right, "wrong bytes were served"
+    return outcome is Outcome.OK
+
+
+def block_files(folder: Path) -> Iterator[Path]:
+    """Files of blocks in a directory: stored, being written and being removed."""
+    root = folder / "sglang-hc"
+    for where in [Path(f.path) for f in [*model_folders(str(root)), *cleared_folders(str(root))]]:
+        yield from (path for path in where.glob("?/?/*") if path.is_file())
+    yield from (root / NEW).iterdir()
+
+
+def file_bytes(folder: Path) -> int:
+    """What the files of blocks in a directory really take."""
+    total = 0
+    for path in block_files(folder):
+        with suppress(FileNotFoundError):  # evicted meanwhile
+            total += path.stat().st_size
+    return total
+
+
+def bytes_at_a_moment(folder: Path) -> int:
+    """As `file_bytes`, while servers are at work: nothing comes or goes meanwhile."""
+    with closing(Ledger(str(folder / "sglang-hc"))) as ledger, ledger.held():
+        return file_bytes(folder)
+
+
+def path_of_block(store: DiskStore, block: Block | bytes) -> Path:
+    """Of a block's file in the first directory that knows it."""
+    name = block if isinstance(block, bytes) else block.block_id
+    return Path(next(one for one in store.directories if name in one.blocks).path(name))
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    """Change a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= mask
+    path.write_bytes(content)
+
+
+def check_ledgers(store: DiskStore) -> None:
+    """What servers believe that files take is what they take, when nobody is at work."""
+    for directory in store.directories:
+        with directory.ledger.held():
+            used = directory.ledger.used
+        assert used == file_bytes(Path(directory.root).parent)
 
 
 # -- faults ---------------------------------------------------------------------------------------
 
+Hook = Callable[[str], None]
+
+
+def nothing(path: str) -> None:
+    """A hook that lets everything through."""
+
 
 @dataclass
 class Faults:
-    """What goes wrong, changed while the store runs. Each hook may raise or sleep.
+    """What goes wrong, changed while the store runs. Each hook gets a path, and may raise or sleep.
 
-    on_range: as on_read, for reads of bytes [begin, end) of a file. short: bytes a read loses at
-    its end. bytes_per_second: for each reader and writer.
+    on_range: as on_read, for reads of bytes [begin, end) of a file. on_stat, on_note: a use is
+    asked for, or noted. on_sync: of a folder. on_rename: gets
+    the new name, on_take the old one. short: bytes a read loses at its end.
+    bytes_per_second: for each reader and writer. free: bytes that the file system has; None for
+    those that it really has.
     """
 
-    on_read: Callable[[str], None] = lambda path: None
+    on_read: Hook = nothing
     on_range: Callable[[str, int, int], None] = lambda path, begin, end: None
-    on_write: Callable[[str], None] = lambda path: None
-    on_sync: Callable[[str], None] = lambda path: None
-    on_allocate: Callable[[str], None] = lambda path: None
+    on_write: Hook = nothing
+    on_sync: Hook = nothing
+    on_open: Hook = nothing
+    on_create: Hook = nothing
+    on_rename: Hook = nothing
+    on_take: Hook = nothing
+    on_unlink: Hook = nothing
+    on_stat: Hook = nothing
+    on_note: Hook = nothing
     short: int = 0
     bytes_per_second: float = float("inf")
+    free: int | None = None
 
 
-def failing(code: int) -> Callable[[str], None]:
+HOOKS = ("read", "write", "sync", "open", "create", "rename", "unlink", "stat", "note")
+
+
+def failing(code: int) -> Hook:
     """Hook that raises OSError with this errno."""
 
     def raise_it(path: str) -> None:
         raise OSError(code, os.strerror(code), path)
 
     return raise_it
+
+
+EIO = failing(errno.EIO)
+ENOSPC = failing(errno.ENOSPC)
+
+
+def only_in(where: str, hook: Hook) -> Hook:
+    """The hook for paths with this in them."""
+    return lambda path: hook(path) if where in path else None
 
 
 class FaultyBackend(DirectBackend):
@@ -155,12 +226,45 @@ class FaultyBackend(DirectBackend):
         super().__init__(direct=False)
         self.faults = faults
 
-    def open(self, path: str, create: bool = False) -> File:
-        return _FaultyFile(super().open(path, create), path, self.faults)
+    def open(self, path: str) -> File:
+        self.faults.on_open(path)
+        return _FaultyFile(super().open(path), path, self.faults)
+
+    def create(self, path: str) -> File:
+        self.faults.on_create(path)
+        return _FaultyFile(super().create(path), path, self.faults)
+
+    def reuse(self, path: str) -> File:
+        self.faults.on_create(path)
+        return _FaultyFile(super().reuse(path), path, self.faults)
+
+    def rename(self, path: str, target: str) -> None:
+        self.faults.on_take(path)
+        self.faults.on_rename(target)
+        super().rename(path, target)
+
+    def unlink(self, path: str) -> None:
+        self.faults.on_unlink(path)
+        super().unlink(path)
+
+    def last_use(self, path: str) -> int:
+        self.faults.on_stat(path)
+        return super().last_use(path)
+
+    def note_use(self, path: str, when: int) -> None:
+        self.faults.on_note(path)
+        super().note_use(path, when)
+
+    def free_bytes(self, path: str) -> int:
+        return super().free_bytes(path) if self.faults.free is None else self.faults.free
+
+    def sync_directory(self, path: str) -> None:
+        self.faults.on_sync(path)
+        super().sync_directory(path)
 
 
 class _FaultyFile:
-    def __init__(self, file: DirectFile, path: str, faults: Faults) -> None:
+    def __init__(self, file: File, path: str, faults: Faults) -> None:
         self._file = file
         self._path = path
         self._faults = faults
@@ -176,144 +280,5 @@ class _FaultyFile:
         time.sleep(sum(map(len, buffers)) / self._faults.bytes_per_second)
         self._file.write(buffers, offset)
 
-    def sync(self) -> None:
-        self._faults.on_sync(self._path)
-        self._file.sync()
-
-    def allocate(self, size: int) -> None:
-        self._faults.on_allocate(self._path)
-        self._file.allocate(size)
-
-    def size(self) -> int:
-        return self._file.size()
-
     def close(self) -> None:
         self._file.close()
-
-
-EIO = failing(errno.EIO)
-ENOSPC = failing(errno.ENOSPC)
-
-
-# -- power cuts -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Durable:
-    """What one file surely holds, and what was written since its last sync, in order."""
-
-    content: bytearray | None  # None: the name itself is not durable yet
-    pending: list[tuple[int, bytes]] = field(default_factory=list)
-    size: int = 0
-
-
-class CrashBackend(DirectBackend):
-    """Real files, and beside them what a power cut at this moment would leave of them.
-
-    `event` is called with the kind of what happens at every write, allocation, creation and
-    removal of a file, and before and after every sync.
-    """
-
-    def __init__(self, event: Callable[[str], None]) -> None:
-        super().__init__(direct=False)
-        self.event = event
-        self.files: dict[str, _Durable] = {}
-        self.limbo: dict[str, _Durable] = {}
-
-    def open(self, path: str, create: bool = False) -> File:
-        file = super().open(path, create)
-        if create:
-            self.files[path] = _Durable(None)
-            self.event("create")
-        elif path not in self.files:
-            self.files[path] = _Durable(bytearray(Path(path).read_bytes()), size=file.size())
-        return _CrashFile(file, self.files[path], self)
-
-    def unlink(self, path: str) -> None:
-        super().unlink(path)
-        record = self.files.pop(path, None)
-        if record is not None and record.content is not None:
-            self.limbo[path] = record
-        self.event("remove")
-
-    def sync_directory(self, path: str) -> None:
-        super().sync_directory(path)
-        for name, record in self.files.items():
-            if os.path.dirname(name) == path and record.content is None:
-                record.content = bytearray()
-        self.limbo = {n: r for n, r in self.limbo.items() if os.path.dirname(n) != path}
-        self.event("sync directory")
-
-    def leave(self, target: Callable[[str], str], rng: random.Random) -> None:
-        """Write what a power cut leaves of every file to where `target` says. Of what was not
-        synced, each write is kept, lost, or torn at any of its 512-byte sectors."""
-        for path, record in (self.files | self.limbo).items():
-            if record.content is None and rng.random() < 0.5:
-                continue  # the creation itself was lost
-            content = bytearray(record.content or b"")
-            for offset, data in record.pending:
-                _apply(content, offset, data, rng)
-            if len(content) < record.size and (record.pending or rng.random() < 0.5):
-                content.extend(bytes(record.size - len(content)))
-            Path(target(path)).write_bytes(content)
-
-
-class _CrashFile:
-    def __init__(self, file: DirectFile, record: _Durable, backend: CrashBackend) -> None:
-        self._file = file
-        self._record = record
-        self._backend = backend
-
-    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._file.read(buffers, offset)
-
-    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        self._record.pending.append((offset, b"".join(bytes(b) for b in buffers)))
-        self._backend.event("write")
-        self._file.write(buffers, offset)
-
-    def sync(self) -> None:
-        self._backend.event("before sync")
-        self._file.sync()
-        record = self._record
-        content = bytearray() if record.content is None else record.content
-        if len(content) < record.size:
-            content.extend(bytes(record.size - len(content)))
-        for offset, data in record.pending:
-            content[offset : offset + len(data)] = data
-        record.pending.clear()
-        if record.content is None:
-            # Data of a file whose name is not durable: it counts once the directory is synced.
-            record.pending.append((0, bytes(content)))
-        self._backend.event("after sync")
-
-    def allocate(self, size: int) -> None:
-        self._file.allocate(size)
-        self._record.size = max(self._record.size, size)
-        self._backend.event("allocate")
-
-    def size(self) -> int:
-        return self._file.size()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _apply(content: bytearray, offset: int, data: bytes, rng: random.Random) -> None:
-    fate = rng.choice(("kept", "lost", "torn"))
-    if fate == "lost":
-        return
-    if len(content) < offset + len(data):
-        content.extend(bytes(offset + len(data) - len(content)))
-    for start in range(0, len(data), 512):
-        if fate == "kept" or rng.random() < 0.5:
-            content[offset + start : offset + start + 512] = data[start : start + 512]
-
-
-def copy_index(source: Path, target: Path, log_bytes: int | None) -> None:
-    """Copy a live index as a power cut leaves it: the log cut off at `log_bytes`."""
-    shutil.copyfile(source, target)
-    log = Path(f"{source}-wal")
-    if log.exists():
-        content = log.read_bytes()
-        Path(f"{target}-wal").write_bytes(content if log_bytes is None else content[:log_bytes])

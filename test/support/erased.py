@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import numpy as np
-
-from sglang_hc.store.disk import DiskStore
-from sglang_hc.store.disk.writer import Block
-from sglang_hc.store.outcome import Outcome
-from support.disk_store import data_of, read_bytes
+from sglang_hc.store.disk import Block, DiskStore
+from support.disk_store import is_served
 
 
 def names(blocks: list[Block]) -> list[bytes]:
     return [block.block_id for block in blocks]
 
 
-def lose_index(folder: Path) -> None:
-    for name in os.listdir(folder / "sglang-hc"):
-        if name.startswith("index"):
-            (folder / "sglang-hc" / name).unlink()
-
-
 def traces(folder: Path, blocks: list[Block], label: str) -> list[str]:
     """Where token ids of these blocks, or the label, lie in the files of a directory."""
     needles = [block.tokens[:32] for block in blocks] + [label.encode()]
     found = []
-    for path in (folder / "sglang-hc").iterdir():
+    for path in filter(Path.is_file, (folder / "sglang-hc").rglob("*")):
         content = path.read_bytes()
         found += [f"{path.name}: {needle!r}" for needle in needles if needle in content]
     return found
 
 
 def check_kept(store: DiskStore, blocks: list[Block]) -> None:
-    for block in blocks:
-        outcome, got = read_bytes(store, block.block_id)
-        assert outcome is Outcome.OK and np.array_equal(got, data_of(block))
+    assert all(is_served(store, block) for block in blocks)

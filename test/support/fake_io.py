@@ -34,7 +34,7 @@ class FakeIo:
     """Blocks below the host tier, in memory.
 
     Operations are performed by `step`, the oldest first; one that is still waiting at its deadline
-    times out. `lose` is the death of the process behind it, and `back` its return.
+    times out. After `lose` the disk is out of use, as one that hangs, until `back`.
     """
 
     name = "disk"
@@ -60,8 +60,6 @@ class FakeIo:
         """And those of some layers."""
         self.asked: list[bytes] = []
         """Both in one order, a block that is read in layers with its first ones."""
-        self.flushed: list[list[bytes]] = []
-        """`begun` as it was at each `flush`."""
         self.uses: dict[bytes, float | None] = {}
         """The latest hint for each block."""
         self.hints = 0
@@ -105,9 +103,10 @@ class FakeIo:
             self.step(outcome, at)
 
     def lose(self) -> None:
-        """Everything under way is lost, and half done."""
-        self.end_all(Outcome.LOST)
-        self.up = False
+        """Everything under way fails, half done. What was there is there when it is back."""
+        there = self._blocks.copy()
+        self.end_all(Outcome.IO_ERROR)
+        self._blocks, self.up = there, False
 
     def back(self) -> None:
         self.up = True
@@ -151,9 +150,6 @@ class FakeIo:
         if not layers or 0 in layers:
             self.asked.append(block_id)
         self.moves.append(Move(ticket, block_id, slot, deadline, write=False))
-
-    def flush(self) -> None:
-        self.flushed.append(self.begun.copy())
 
     def poll(self) -> list[BlockDone]:
         self._polls += 1

@@ -293,7 +293,7 @@ _ACTS: dict[type, Callable[[Player, Any], Iterator[None] | None]] = {
 
 def engine_flags(engine: Engine, disk: str) -> tuple[str, ...]:
     """Those of SGLang and ours."""
-    below = ("--hc-disk", f"{disk}:1", "--hc-scrub-mb-s", "0") if engine.disk else ()
+    below = ("--hc-disk", f"{disk}:1") if engine.disk else ()
     return (
         "--hc-forms", engine.plan, "--max-total-tokens", str(engine.pool), "--dtype", "float32",
         "--hc-host-size-gb", str(engine.host_gib), "--chunked-prefill-size", str(engine.chunk),

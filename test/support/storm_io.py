@@ -18,8 +18,8 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.executor import Completion, Operation
+from sglang_hc.store.opening import Io
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.store.process.opening import Io
 from support.disk_store import EIO, ENOSPC, Faults, FaultyBackend, failing
 from support.storm_actions import Clock, Disk, Scatters
 from support.waiting import in_time, until
@@ -68,10 +68,9 @@ class Weather:
         elif name == "write error":
             self.faults.on_write = EIO
         elif name == "full":
-            self.faults.on_write = self.faults.on_allocate = ENOSPC
+            self.faults.on_write = ENOSPC
         elif name == "read-only":
-            read_only = failing(errno.EROFS)
-            self.faults.on_write = self.faults.on_allocate = self.faults.on_sync = read_only
+            self.faults.on_write = failing(errno.EROFS)
         elif name == "removed":
             shutil.rmtree(self.folder, ignore_errors=True)
         else:

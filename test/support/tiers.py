@@ -85,9 +85,6 @@ class StepExecutor:
             self.step()
         return self.poll()
 
-    def levels(self) -> dict[str, int]:
-        return {}
-
     def close(self) -> None:
         self.drain()
 

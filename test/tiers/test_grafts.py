@@ -26,6 +26,7 @@ from sglang_hc.tiers.grafts import Grafts
 from sglang_hc.tree.block_tree import BlockNode, Moved
 from sglang_hc.tree.cuts import EarlierCuts, EarlierPath
 from sglang_hc.tree.identity import BlockPath, Prefix, pack_tokens
+from support.examples import examples
 from support.fake_io import FakeIo
 from support.host import FINGERPRINT, host_tier, identities, keep
 from support.rates import UNKNOWN_COSTS
@@ -247,7 +248,7 @@ def test_without_a_disk_a_wait_ends_on_the_clock_of_decisions() -> None:
     world.end()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_any_turns_under_any_losses(data: st.DataObject) -> None:
     """Turns of a growing conversation; between them host memory loses blocks, copies and reads

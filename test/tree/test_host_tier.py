@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.examples import examples
 from support.host import host_tier, keep
 
 
@@ -117,7 +118,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TierMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(40), stateful_step_count=40, deadline=None, derandomize=True
 )
 TestTier = TierMachine.TestCase
 

@@ -11,6 +11,7 @@ from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
+from support.examples import examples
 from support.host import host_tier, keep, tokens_of, words_in
 
 
@@ -131,7 +132,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(steps)
 def test_every_block_that_began_ends_once_and_no_slot_is_lost(history: list) -> None:
     world = World(slots=6)

@@ -1,5 +1,5 @@
-"""Two-stage saving (HCache section 4.2.2): rows leave the device in batches, and another thread or
-process scatters them into slots.
+"""Two-stage saving (HCache section 4.2.2): rows leave the device in batches, and another thread
+scatters them into slots.
 
 `Snapshots` gathers the rows of many passes in one staging buffer on the device and copies it to the
 host at once. `ScatterQueue` hands the host copy to the I/O executor, which scatters the rows into

@@ -26,7 +26,7 @@ NEWS = 2048
 """Most identities that are told at once."""
 
 _GONE = (Outcome.MISSING, Outcome.DAMAGED)
-_UNWELL = (Outcome.STUCK, Outcome.LOST, Outcome.IO_ERROR, Outcome.TIMED_OUT)
+_UNWELL = (Outcome.STUCK, Outcome.IO_ERROR, Outcome.TIMED_OUT)
 
 
 class AgreedBlocks:
@@ -115,9 +115,6 @@ class AgreedBlocks:
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         self._reads[ticket] = block_id
         self._transfers.read(ticket, block_id, slot, deadline)
-
-    def flush(self) -> None:
-        self._inner.flush()
 
     def poll(self) -> list[BlockDone]:
         self.vote()

@@ -39,8 +39,5 @@ class AgreedExecutor:
         self._ballot.settle(self.vote)
         return self.poll()
 
-    def levels(self) -> dict[str, int]:
-        return self._inner.levels()
-
     def close(self) -> None:
         self._inner.close()

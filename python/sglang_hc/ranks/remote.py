@@ -80,9 +80,6 @@ class AgreedStore:
         self.vote()
         return [Found(*decided) for decided in self._lookups.take_decided()]
 
-    def flush(self) -> None:
-        self._inner.flush()
-
     def poll(self) -> list[BlockDone]:
         self.vote()
         return self._transfers.take_done()

@@ -81,7 +81,6 @@ class AgreedTransfers:
     def settle(self) -> None:
         """Wait until everything under way is decided; all ranks come here at the same place of
         their decisions."""
-        self._inner.flush()
         self._ballot.settle(self.vote)
 
     def take_done(self) -> list[BlockDone]:

@@ -19,12 +19,8 @@ from sglang_hc.store.outcome import Outcome
 ROUNDS = 3
 """Reads of each size; their median counts."""
 
-WRITE_BATCH = 4
 MOST_BYTES = 1 << 30
 """Memory for the blocks of one size. A size that needs more is left out, but not the first two."""
-
-SPARE_BYTES = 256 << 20
-"""Room beside the blocks for what the store keeps besides."""
 
 
 def disk_samples(
@@ -50,7 +46,9 @@ def disk_samples(
             path = DirectorySpec.parse(disk).path
             os.makedirs(path, mode=0o700, exist_ok=True)
             folders.append(tempfile.mkdtemp(prefix="profile-", dir=path))
-        size = SPARE_BYTES + 2 * sizes[-1][1] * layout.slot_bytes
+        size = (
+            4 * sizes[-1][1] * layout.slot_bytes
+        )  # headers too, and all in one of several folders
         specs = [DirectorySpec(folder, size) for folder in folders]
         model = StoredModel.of(layout.chunks(), layout.fingerprint("profile"), "profile")
         store = DiskStore.open(specs, model, Upkeep(background=False))
@@ -79,19 +77,15 @@ def _write(
 ) -> int:
     """Write blocks 0, 1, ...; returns how many. Raises OSError if it is fewer than `least`."""
     began = clock()
-    written = 0
-    for first in range(0, pool.num_slots, WRITE_BATCH):
-        batch = range(first, min(first + WRITE_BATCH, pool.num_slots))
-        if written >= least and clock() - began > budget_s:
-            break
-        items = [(_block(index), pool.view(index)) for index in batch]
-        statuses = store.write_many(items)
-        if any(status is not Outcome.OK for status in statuses):
-            if written >= least:  # a disk that is nearly full
-                break
-            raise OSError(f"blocks could not be written: {statuses}")
-        written += len(batch)
-    return written
+    for index in range(pool.num_slots):
+        if index >= least and clock() - began > budget_s:
+            return index
+        outcome = store.write(_block(index), pool.view(index))
+        if outcome is not Outcome.OK:
+            if index >= least:  # a disk that is nearly full
+                return index
+            raise OSError(f"a block could not be written: {outcome}")
+    return pool.num_slots
 
 
 def _read(
@@ -102,7 +96,7 @@ def _read(
     clock: Callable[[], float],
 ) -> tuple[list[tuple[int, float]], float]:
     def fetch(index: int) -> Outcome:
-        return store.read_many([Read(_identity(index + 1), pool.view(index))])[0]
+        return store.read(Read(_identity(index + 1), pool.view(index)))
 
     samples, repeats = [], []
     with ThreadPoolExecutor(READ_THREADS * directories) as readers:

@@ -49,10 +49,10 @@ from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk_tier import DiskTier, LayerDisk
-from sglang_hc.store.host_memory import PAGE_SETTING, MemorySpec, page_setting
-from sglang_hc.store.process.messages import DiskSpec
-from sglang_hc.store.process.opening import Io, open_io
+from sglang_hc.store.host_memory import MemorySpec
+from sglang_hc.store.opening import DiskSpec, Io, open_io
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from sglang_hc.store.remote.envelope import fingerprint_of_part
@@ -155,8 +155,7 @@ def _kinds(model: Model, sizes: TierSizes, ranks: Ranks) -> Kinds:
 
 
 def _open_io(model: Model, sizes: TierSizes) -> Io:
-    """Host memory, executor and disk. The I/O process is started here and not by the launcher,
-    because only now the sizes are known; see docs/decisions.md."""
+    """Host memory, executor and disk."""
     config, runner, capture = model.config, model.runner, model.state.memory
     snapshots = SNAPSHOT_BUFFERS if sizes.layout.plan.hidden else 0
     rows = capture.sizes.snapshot_rows
@@ -164,24 +163,19 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
     disk = None
     if config.disk:
         label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        scrub = int(config.scrub_mb_s * 1e6)
-        folders = directories(config, place_of(runner))
-        disk = DiskSpec(folders, sizes.fingerprint, label, scrub, config.ttl or None)
+        place = place_of(runner)
+        part = fingerprint_of_part(sizes.fingerprint, place.part) if place.part else WHOLE
+        folders = directories(config, place)
+        disk = DiskSpec(folders, sizes.fingerprint, label, part, config.ttl or None)
     try:
-        io = open_io(config.io, memory, disk)
+        io = open_io(memory, disk)
     except DirectoryError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"--hc-io {config.io}: {error}") from None
+        raise ConfigError(f"--hc-host-size-gb, --hc-disk: {error}") from None
     if disk is not None:
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
-        if config.io == "process" and page_setting() in ("never", "deny"):
-            logger.info(
-                "sglang-hc: the disk is read and written faster when shared memory may come in "
-                "huge pages: as root, echo advise > %s, and start again",
-                PAGE_SETTING,
-            )
     return io
 
 

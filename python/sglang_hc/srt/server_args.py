@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 
 from sglang_hc.command_line import add_flags, config_from, given_flags
 from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of
@@ -32,6 +33,8 @@ OFFLOADED = (
     "weights that are moved for each layer are not where projections and recomputed layers look"
 )
 
+UNCHECKED = "its requests reach the scheduler without the checks of the tokenizer"
+
 SWITCHES = {
     "enable_multi_layer_eagle": "every step of the draft model has a KV pool of its own",
     "speculative_adaptive": "verify passes change their width, which was never tested",
@@ -48,8 +51,8 @@ SWITCHES = {
     "enable_flexkv": "the tiers take its place in the radix cache",
     "is_embedding": "nothing is generated, so nothing returns",
     "enable_unified_memory": "slots are virtual there and move",
-    "smg_grpc_mode": "its requests reach the scheduler without the checks of the tokenizer",
-    "grpc_mode": "its requests reach the scheduler without the checks of the tokenizer",
+    "smg_grpc_mode": UNCHECKED,
+    "grpc_mode": UNCHECKED,
     "encoder_only": "nothing is generated, so nothing returns",
 }
 """Arguments of SGLang that are refused when they are set, and why."""
@@ -199,6 +202,7 @@ def refuse_modes(args: Any, config: HcConfig) -> None:
         _refuse(getattr(args, name) > 1, what, "a rank holds a part of the tokens only")
     for name in ("cpu_offload_gb", "offload_group_size"):
         _refuse(getattr(args, name) > 0, _flag(name), OFFLOADED)
+    _refuse(envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER", UNCHECKED)
     apart = args.disaggregation_mode not in (None, "null")
     _refuse(apart, "--disaggregation-mode", "prefill and decode do not share a cache")
     backend = args.radix_cache_backend
@@ -266,7 +270,7 @@ def _refuse_with_stages(args: Any, config: HcConfig) -> None:
 def _refuse(wrong: object, what: str, why: str) -> None:
     if wrong:
         raise ConfigError(
-            f"sglang-hc does not support {what} yet: {why}. Leave the flag out, or add "
+            f"sglang-hc does not support {what} yet: {why}. Leave it out, or add "
             "--hc-disable to serve without the tiers"
         )
 

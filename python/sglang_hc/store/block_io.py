@@ -1,7 +1,7 @@
 """Where blocks go below the host tier: submit reads and writes of whole slots, poll what is done.
 
-One narrow interface, so that a disk, a remote store, a chain of both, or a process that holds them
-look the same to whoever owns the slots. An operation that fails is answered, never raised.
+One narrow interface, so that a disk, a remote store and a chain of both look the same to whoever
+owns the slots. An operation that fails is answered, never raised.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk.format import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -24,7 +22,7 @@ Layers = tuple[int, ...] | None
 """Those of a block that are read; None for all of them."""
 
 
-class SlotWrite(msgspec.Struct, array_like=True, tag=True):
+class SlotWrite(NamedTuple):
     """See `BlockIo.write`."""
 
     ticket: int
@@ -33,7 +31,7 @@ class SlotWrite(msgspec.Struct, array_like=True, tag=True):
     deadline: float
 
 
-class SlotRead(msgspec.Struct, array_like=True, tag=True):
+class SlotRead(NamedTuple):
     """See `BlockIo.read`. layers: see `OwnDisk.read`."""
 
     ticket: int
@@ -41,18 +39,6 @@ class SlotRead(msgspec.Struct, array_like=True, tag=True):
     slot: int
     deadline: float
     layers: Layers = None
-
-
-class Erase(msgspec.Struct, array_like=True, tag=True):
-    """See `BlockIo.erase`."""
-
-    ticket: int
-    what: Forgetting | None
-
-    @property
-    def deadline(self) -> float:
-        """None: a slow disk may take long to overwrite much."""
-        return float("inf")
 
 
 class BlockDone(NamedTuple):
@@ -123,9 +109,6 @@ class BlockIo(Protocol):
 
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         """Fetch a block into a slot and verify it."""
-
-    def flush(self) -> None:
-        """What was asked for begins now; without this call it may wait for the next `poll`."""
 
     def poll(self) -> list[BlockDone]:
         """Answers since the last call, in the order in which they came."""

@@ -203,8 +203,6 @@ class DiskTier:
             self._reads[ticket] = promotion, tier
         for tier in each:
             self._watches[tier].asked(sources.count(tier), now, idle=idle)
-        if promotions:
-            self._io.flush()  # the next poll may be a whole forward pass away
 
     @property
     def reads_layers(self) -> bool:
@@ -228,7 +226,6 @@ class DiskTier:
             ticket, layers = next(self._tickets), reads.groups[group]
             self._layer_reads[ticket] = reads, promotion, group
             self._layers.io.read(ticket, promotion.block_id, promotion.slot, deadline, layers)
-        self._io.flush()
         return reads
 
     def came_last(self, tier: SourceTier) -> float:
@@ -262,13 +259,7 @@ class DiskTier:
         self._distrusted.add(node.block_id)
         client = Namespace.of(node.namespace).client.pack()
         what = Forgetting(client, b"".join(one.tokens for one in node.path()))
-        names = [one.block_id for one in node.branch()]
-
-        def ended(done: Sequence[BlockDone]) -> None:
-            if any(one.outcome is Outcome.LOST for one in done):  # with the I/O process: again
-                self.erase(what, names, ended)
-
-        self.erase(what, names, ended)
+        self.erase(what, [one.block_id for one in node.branch()], lambda done: None)
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """A prefix path was used, wherever it was served from; identities in path order."""

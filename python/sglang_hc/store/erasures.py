@@ -90,4 +90,3 @@ class Erasures:
 
     def _begin(self, ticket: int, erasure: _Erasure) -> None:
         erasure.left = self._io.erase(ticket, erasure.what, erasure.block_ids)
-        self._io.flush()

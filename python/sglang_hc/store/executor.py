@@ -10,11 +10,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.workers import Workers
@@ -35,14 +34,16 @@ class RowSpan(NamedTuple):
     rows: int
 
 
-class ScatterRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+@dataclass(frozen=True)
+class ScatterRows:
     """Scatter the rows of a snapshot into slots, in all hidden layers."""
 
     snapshot: int
     spans: tuple[RowSpan, ...]
 
 
-class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+@dataclass(frozen=True)
+class CopyRows:
     """Copy the hidden states of the first `rows` tokens of one slot to another."""
 
     source: int
@@ -50,14 +51,16 @@ class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: int
 
 
-class CopySlot(msgspec.Struct, frozen=True, array_like=True, tag=True):
+@dataclass(frozen=True)
+class CopySlot:
     """Copy all bytes of one slot to another."""
 
     source: int
     target: int
 
 
-class Point(msgspec.Struct, frozen=True, array_like=True, tag=True):
+@dataclass(frozen=True)
+class Point:
     """Nothing to do: a point in the order of operations."""
 
 
@@ -86,9 +89,6 @@ class Executor(Protocol):
     def drain(self) -> list[Completion]:
         """Wait until everything submitted has completed, for at most DRAIN_S; for flushes and
         tests."""
-
-    def levels(self) -> dict[str, int]:
-        """Numbers that go up and down, by the name under which they are shown."""
 
     def close(self) -> None:
         """Finish what is queued, for at most DRAIN_S, and stop."""
@@ -135,46 +135,40 @@ def shares(spans: Sequence[RowSpan], count: int) -> list[list[RowSpan]]:
 class ThreadExecutor:
     """Executor on one thread of this process; others help with the rows of a large snapshot.
 
-    on_done: called on that thread after each completion, for whoever sleeps until then. threads:
-    that scatter one snapshot, that one included.
+    threads: that scatter one snapshot, that one included.
     """
 
     def __init__(
         self,
         pool: HostPool,
         snapshots: Sequence[Bytes],
-        on_done: Callable[[], None] = lambda: None,
         threads: int = SCATTER_THREADS,
     ) -> None:
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "hc-scatter") if threads > 1 else None
         self._pool = pool
         self._snapshots = snapshots
-        self._on_done = on_done
-        self.under_way = 0
+        self._under_way = 0
         """Operations that were submitted and whose completion nobody has taken."""
         self._done: deque[Completion] = deque()
         self._thread: Workers[tuple[int, Operation]] = Workers("hc-io", self._run)
 
     def submit(self, ticket: int, operation: Operation) -> None:
-        self.under_way += 1
+        self._under_way += 1
         self._thread.submit((ticket, operation))
 
     def poll(self) -> list[Completion]:
         done = [self._done.popleft() for _ in range(len(self._done))]
-        self.under_way -= len(done)
+        self._under_way -= len(done)
         return done
 
     def drain(self) -> list[Completion]:
         end = time.monotonic() + DRAIN_S
         done = self.poll()
-        while self.under_way and time.monotonic() < end:
+        while self._under_way and time.monotonic() < end:
             time.sleep(0.0005)
             done += self.poll()
         return done
-
-    def levels(self) -> dict[str, int]:
-        return {}
 
     def close(self) -> None:
         over = self._thread.close(DRAIN_S)
@@ -190,7 +184,6 @@ class ThreadExecutor:
                 logger.exception("I/O operation %d failed; its blocks are not kept", ticket)
                 ok = False
             self._done.append(Completion(ticket, ok))
-            self._on_done()
 
     def _perform(self, operation: Operation) -> None:
         if self._helpers is None or not isinstance(operation, ScatterRows):

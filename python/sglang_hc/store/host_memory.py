@@ -1,25 +1,16 @@
-"""The memory that blocks live in and pass through, in one piece that two processes can map.
-
-The host pool and the snapshots follow from a `MemorySpec` alone, so a process that knows the
-specification and has the memory file's descriptor sees the same bytes at the same places.
-"""
+"""The memory that blocks live in and pass through: host pool and snapshots in one piece."""
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.host_pool import Bytes, HostPool, whole_pages
-
-PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-"""Whether Linux gives huge pages to memory that processes share: `never` on most systems."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +38,18 @@ class HostMemory:
     """A host pool over one mapping, and snapshots: rows of several forward passes on their way into
     slots (HCache section 4.2.2).
 
-    descriptor: of a memory file of `spec.bytes` bytes (`memory_file`); None for memory that only
-    this process sees. Pages are taken from the system as they are first written; huge ones where
-    the system gives them, because O_DIRECT and CUDA handle memory by the page. None of it is in a
-    core dump.
+    Pages are taken from the system as they are first written; huge ones where the system gives
+    them, because O_DIRECT and CUDA handle memory by the page. None of it is in a core dump, and no
+    forked process has it: that would move pages away from under reads by O_DIRECT.
     """
 
-    def __init__(self, spec: MemorySpec, descriptor: int | None = None) -> None:
+    def __init__(self, spec: MemorySpec) -> None:
         self.spec = spec
-        size = max(spec.bytes, mmap.PAGESIZE)
-        if descriptor is None:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-        else:
-            mapping = mmap.mmap(descriptor, size)
+        mapping = mmap.mmap(-1, max(spec.bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE)
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         mapping.madvise(mmap.MADV_DONTDUMP)  # state of all tenants, and as large as the machine
+        mapping.madvise(mmap.MADV_DONTFORK)
         self._rest = memoryview(mapping)
         pool_bytes = spec.num_slots * spec.layout.slot_bytes
         self.pool = HostPool(spec.layout, spec.num_slots, self._take(pool_bytes))
@@ -75,20 +62,3 @@ class HostMemory:
     def _take(self, size: int) -> memoryview:
         piece, self._rest = self._rest[:size], self._rest[whole_pages(size) :]
         return piece
-
-
-def memory_file(spec: MemorySpec) -> int:
-    """Descriptor of a new memory file for `HostMemory`. It has no name and goes with its last
-    user. Raises OSError."""
-    descriptor = os.memfd_create("sglang-hc", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, max(spec.bytes, mmap.PAGESIZE))
-    return descriptor
-
-
-def page_setting(path: Path = PAGE_SETTING) -> str:
-    """The setting that is in force, for example `never`; empty where the system has none."""
-    try:
-        _, _, rest = path.read_text().partition("[")
-    except OSError:
-        return ""
-    return rest.partition("]")[0]

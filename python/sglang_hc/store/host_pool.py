@@ -1,7 +1,7 @@
 """The host pool's bytes: one slot per block, laid out by `forms.BlockLayout`.
 
 Bytes only; who owns a slot is `tree.host_tier`'s business. Views are numpy arrays of uint8 over one
-buffer, which may be anonymous memory or shared memory.
+buffer.
 """
 
 from __future__ import annotations

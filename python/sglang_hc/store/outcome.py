@@ -1,4 +1,4 @@
-"""How a read or a write of a block ended. One enum for every store: disk, I/O process, remote."""
+"""How a read or a write of a block ended. One enum for every store, disk and remote."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Outcome(enum.Enum):
     """The answer to a read or a write of one block. The value is the end of the metric's name.
 
     Only after OK does a read's slot hold the block; after any other answer the slot holds nothing
-    that may be used. Only after OK does a written block survive a crash.
+    that may be used. Only after OK does a written block survive the end of the process.
     """
 
     STUCK = "stuck"  # it was given up, and may touch its slot at any later time
@@ -21,7 +21,6 @@ class Outcome(enum.Enum):
     DUPLICATE = "duplicate"  # a write of a block that is there, or that another thread is writing
     NO_SPACE = "no_space"  # a write for which nothing could be evicted
     DROPPED = "dropped"  # a write that was not begun: too many wait, or its store is out of use
-    LOST = "lost"  # the process that was to do it is gone
 
 
 GOOD = (Outcome.OK, Outcome.DUPLICATE)

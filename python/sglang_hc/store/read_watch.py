@@ -22,7 +22,7 @@ class ReadWatch:
     `observed` is told of (tier, blocks, seconds), only if nothing disturbed it: no write and no
     failure. Reads that came too late are left out, but what came before them counts: so the speed
     of a source is known even if it is too slow for all that it was asked for. Times are on
-    `time.monotonic`, which is one clock for all processes of a machine.
+    `time.monotonic`.
     """
 
     def __init__(self, tier: SourceTier, observed: OnRead) -> None:

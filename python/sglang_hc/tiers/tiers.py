@@ -127,7 +127,6 @@ class Tiers:
             "pins": len(self.retention.pins),
             "pinned_blocks": self.retention.pins.total_blocks,
         }
-        found |= self.capture.scatters.executor.levels()
         if self.disk is not None:
             found |= self.disk.levels()
         if self.restorer.planner.costs is not None:

@@ -29,7 +29,7 @@ def belongs_to(namespace: str | None, client: str | None) -> bool:
 
 
 class Stored(NamedTuple):
-    """What a stored block says of itself: see `store.disk.format.SlotHeader`."""
+    """What a stored block says of itself: see `store.disk.format.BlockHeader`."""
 
     parent: bytes
     position: int

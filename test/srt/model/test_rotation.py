@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.core import Core, run_in_child
+from support.examples import examples
 
 PLAIN = {"head_size": 64, "rotary_dim": 64, "max_position": 2048, "base": 10000}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -103,7 +104,7 @@ def moved_and_wanted(name: str, old: list[int], new: list[int], dtype: Any) -> t
 
 
 @pytest.mark.parametrize("name", MODULES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     places=st.lists(st.tuples(st.integers(0, 2047), st.integers(0, 2047)), min_size=1, max_size=6)
 )
@@ -197,7 +198,7 @@ def _flipped(runner: Any) -> None:
     attention.rotary_emb = rotary
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(128, 1 << 20))
 def test_the_check_reaches_to_the_end_of_the_context(context: int) -> None:
     from sglang_hc.srt.model.rotation import probes

@@ -1,121 +1,165 @@
-"""The byte budget and the ownership of slots under random workloads."""
+"""The byte budget, the ledger and what is found under random workloads of several servers."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import index_file
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.index import NAMESPACES_UNUSED, ROWS_PER_COMMIT, Index
+from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import Forgetting
 from support.disk_store import (
+    BUFFERED,
+    FILE,
     MEMORY,
+    block_files,
+    bytes_at_a_moment,
+    check_ledgers,
     data_of,
+    file_bytes,
+    is_served,
     make_path,
     open_store,
     put,
-    read_bytes,
     remove,
-    total_bytes,
 )
 
-OTHER = BlockLayout(LayerPlan(0, 0, 4), StateShape(4, 64, (128, 128), "float16"))
 PATHS = st.integers(0, 30)
-BUDGETS = st.sampled_from([5_400_000, 5_700_000, 6_300_000])
+SERVERS = st.integers(0, 2)
+BUDGETS = st.sampled_from([12 * FILE, 20 * FILE + 100, 33 * FILE - 1])
 
 
-class RandomWorkload(RuleBasedStateMachine):
-    """Two models take turns on two directories while everything that can happen happens."""
+class SeveralServers(RuleBasedStateMachine):
+    """Two servers of one model and one that has another part of its blocks share two directories.
+    Everything that can happen to them happens, one thing after the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(dir=MEMORY))
         self.disks = [self.folder / "a", self.folder / "b"]
         self.now = 1.7e9
-        self.store = None
-        self.other = False
-        self.budget = 5_700_000
-        self.count = 2
-        self.start(5_700_000, False, 2)
+        self.budgets = [20 * FILE] * 3
+        self.stores = [self.start(number) for number in range(3)]
+        self.shrunk = False
+        """The largest budget became smaller, and nobody did upkeep since."""
+        self.removed_by_hand = False
 
-    def start(self, budget: int, other: bool, count: int) -> None:
-        self.budget, self.other, self.count = budget, other, count
-        self.layout = {"layout": OTHER, "fingerprint": OTHER.fingerprint()} if other else {}
-        self.store = open_store(
-            *self.disks[:count],
-            size=budget,
-            backend=DirectBackend(direct=False),
-            clock=lambda: self.now,
-            ttl_s=100_000,
-            **self.layout,
-        )
+    def start(self, number: int) -> DiskStore:
+        return open_store(
+            *self.disks, size=self.budgets[number], backend=BUFFERED, clock=lambda: self.now,
+            ttl_s=100_000, part=WHOLE if number < 2 else b"p" * 16,
+        )  # fmt: skip
 
-    def path(self, seed: int) -> list:
-        names = {"fingerprint": OTHER.fingerprint()} if self.other else {}
-        return make_path(4, seed=seed, **names)
+    @rule(which=SERVERS, seed=PATHS)
+    def write(self, which: int, seed: int) -> None:
+        good = {Outcome.OK, Outcome.DUPLICATE}
+        if self.shrunk or len(set(self.budgets)) > 1:
+            good.add(Outcome.NO_SPACE)  # one server has much less than there is
+        assert set(put(self.stores[which], make_path(4, seed=seed))) <= good
 
-    @rule(seed=PATHS)
-    def write(self, seed: int) -> None:
-        blocks = self.path(seed)
-        if self.other:
-            answers = self.store.write_many(
-                [(b, memoryview(data_of(b, OTHER.slot_bytes))) for b in blocks]
-            )
-        else:
-            answers = put(self.store, blocks)
-        assert Outcome.IO_ERROR not in answers
+    @rule(which=SERVERS, seed=PATHS)
+    def read(self, which: int, seed: int) -> None:
+        store = self.stores[which]
+        for block in make_path(4, seed=seed):
+            known = store.contains([block.block_id])
+            served = is_served(store, block)
+            assert known or not served
+            assert served == bool(store.contains([block.block_id])), "what is gone is forgotten"
 
-    @rule(seed=PATHS)
-    @precondition(lambda self: not self.other)
-    def read(self, seed: int) -> None:
-        for block in self.path(seed):
-            known = self.store.contains([block.block_id])
-            status, got = read_bytes(self.store, block.block_id)
-            assert status is (Outcome.OK if known else Outcome.MISSING)
-            assert not known or np.array_equal(got, data_of(block))
+    @rule(which=SERVERS, seed=PATHS)
+    def find(self, which: int, seed: int) -> None:
+        store = self.stores[which]
+        for block in make_path(4, seed=seed):
+            there = any(Path(d.path(block.block_id)).exists() for d in store.shared_with)
+            if not store.contains([block.block_id]):
+                assert store.find(block.block_id) == there
+                assert not there or is_served(store, block)
 
-    @rule(seed=PATHS)
-    def delete(self, seed: int) -> None:
-        remove(self.store, [block.block_id for block in self.path(seed)][2:])
+    @rule(which=SERVERS, seed=PATHS)
+    def delete(self, which: int, seed: int) -> None:
+        remove(self.stores[which], [block.block_id for block in make_path(4, seed=seed)][2:])
 
-    @rule(seed=PATHS)
-    def touch(self, seed: int) -> None:
-        self.store.touch([block.block_id for block in self.path(seed)])
+    @rule(which=SERVERS, seed=PATHS, wanted=st.booleans())
+    def use(self, which: int, seed: int, wanted: bool) -> None:
+        ids = [block.block_id for block in make_path(4, seed=seed)]
+        self.stores[which].touch(ids)
+        self.stores[which].expect(dict.fromkeys(ids, 1.0 if wanted else None))
 
     @rule(seconds=st.sampled_from([1, 60, 30_000]))
     def wait(self, seconds: int) -> None:
         self.now += seconds
-        self.store.tick()
+        for store in self.stores:
+            store.tick()
+            assert not store.counters()["maintenance_errors"]
+        self.shrunk = False
 
-    @rule(budget=BUDGETS, other=st.booleans(), count=st.sampled_from([1, 2]))
-    def restart(self, budget: int, other: bool, count: int) -> None:
-        self.store.close()
-        self.start(budget, other, count)
+    @rule(which=SERVERS)
+    def clear(self, which: int) -> None:
+        store = self.stores[which]
+        store.forget_all()
+        assert len(store) == 0
+        assert store.erase_all().complete
+        assert not any(list(Path(d.folder.path).glob("?/?/*")) for d in store.directories)
+
+    @rule(which=SERVERS)
+    def forget(self, which: int) -> None:
+        """Blocks without a label, which are all, of all servers."""
+        assert self.stores[which].erase(Forgetting(None)).complete
+        assert not any(list(block_files(disk)) for disk in self.disks)
+
+    @rule(which=SERVERS, budget=BUDGETS, ends=st.booleans())
+    def restart(self, which: int, budget: int, ends: bool) -> None:
+        """With another budget. Or the server ends as one that is killed, in the middle of a write:
+        what it was writing stays behind, and counts until somebody looks."""
+        if ends:
+            for directory in self.stores[which].directories:
+                path = directory.membership.path_of(0, FILE)
+                evictor = self.stores[which].maintenance[directory]._evictor
+                file = evictor.make_file(path, FILE)
+                if file is not None:
+                    file.write([memoryview(data_of(bytes(16)))], 0)
+                    file.close()
+        self.stores[which].close()
+        before, self.budgets[which] = max(self.budgets), budget
+        self.shrunk |= max(self.budgets) < before
+        self.stores[which] = self.start(which)
+
+    @rule(count=st.integers(1, 9))
+    def remove_by_hand(self, count: int) -> None:
+        for disk in self.disks:
+            for path in sorted(block_files(disk))[:count]:
+                path.unlink()
+        self.removed_by_hand = True
 
     @invariant()
     def no_byte_above_the_budget(self) -> None:
-        for disk in self.disks[: self.count]:
-            assert total_bytes(disk) <= self.budget
+        most = max(file_bytes(disk) for disk in self.disks)
+        assert most <= max(self.budgets) or self.shrunk
 
     @invariant()
-    def every_slot_has_one_owner(self) -> None:
-        self.store.check_integrity()
+    def the_ledger_is_never_too_small(self) -> None:
+        for directory in self.stores[0].directories:
+            with directory.ledger.held():
+                used = directory.ledger.used
+            real = file_bytes(Path(directory.root).parent)
+            assert used is not None and used >= real
+            assert self.removed_by_hand or used == real
 
     def teardown(self) -> None:
-        self.store.close()
+        for store in self.stores:
+            store.close()
         shutil.rmtree(self.folder)
 
 
-TestRandomWorkload = RandomWorkload.TestCase
-TestRandomWorkload.settings = settings(
+TestSeveralServers = SeveralServers.TestCase
+TestSeveralServers.settings = settings(
     max_examples=25,
     stateful_step_count=30,
     deadline=None,
@@ -123,51 +167,34 @@ TestRandomWorkload.settings = settings(
 )
 
 
-def test_the_log_stays_in_its_share_while_somebody_reads(scratch: Path) -> None:
-    """An open reader keeps SQLite from truncating the log: writes are refused before it grows past
-    its share, and go on when the reader is gone."""
-    store = open_store(scratch, size=5_300_000, backend=DirectBackend(direct=False))
-    blocks = make_path(4)
-    put(store, blocks)
-    index = Index(str(scratch / "sglang-hc" / "index.sqlite"), read_only=True)
-    index._connection.execute("BEGIN")
-    index._connection.execute("SELECT count(*) FROM blocks").fetchall()
-    refused = False
-    for seed in range(1, 400):
-        refused |= Outcome.NO_SPACE in put(store, make_path(4, seed=seed))
-        assert total_bytes(scratch) <= 5_300_000
-        if refused:
-            break
-    assert refused and store.counters()["index_refused"] > 0
-    index._connection.execute("ROLLBACK")
-    index.close()
-    assert put(store, make_path(1, seed=999)) == [Outcome.OK]
-    store.close()
+def test_threads_of_several_servers_keep_the_budget(scratch: Path) -> None:
+    """At every moment, what is being written included."""
+    budget, writers = 30 * FILE, 6
+    stores = [open_store(scratch, size=budget) for _ in range(3)]
+    for store in stores:
+        store.tick()
+    wrong: list[Outcome] = []
 
+    def work(number: int) -> None:
+        store = stores[number % 3]
+        for turn in range(12):
+            for block in make_path(8, seed=turn * 2 + number % 2):
+                wrong.extend({*put(store, [block])} - {Outcome.OK, Outcome.DUPLICATE})
+                is_served(store, block)
+            store.directories[0].find_others()
+            remove(store, [make_path(1, seed=turn)[0].block_id])
 
-def test_a_transaction_fits_what_is_kept_free_in_the_log() -> None:
-    """32 rows in three trees; a page each at every level, with neighbours when it splits."""
-    pages = ROWS_PER_COMMIT * 3 * 5
-    assert pages * (4096 + 24) <= index_file.WAL_MAX_BYTES - index_file._WAL_TRUNCATE_AT
-
-
-def test_an_index_is_never_full_of_namespaces(scratch: Path) -> None:
-    """A service that gives each conversation a salt of its own had an index full of salts that
-    nothing was stored under any more, and the directory took no block until the next start."""
-    store = open_store(scratch, backend=DirectBackend(direct=False))
-    for start in range(0, 2 * NAMESPACES_UNUSED, ROWS_PER_COMMIT):
-        blocks = [
-            make_path(1, namespace=f"{number:05d}" + "\u00e9" * 120)[0]
-            for number in range(start, start + ROWS_PER_COMMIT)
-        ]
-        assert put(store, blocks) == [Outcome.OK] * ROWS_PER_COMMIT
-    store.check_integrity()
-    store.close()
-    index = Index(str(scratch / "sglang-hc" / "index.sqlite"))
-    used = "SELECT count(DISTINCT namespace) FROM blocks"
-    there = "SELECT count(*) FROM namespaces"
-    in_use, made = index._number(used), index._number(there)
-    assert in_use > ROWS_PER_COMMIT and made <= in_use + NAMESPACES_UNUSED
-    index.forget_unused(keep=1)
-    assert index._number(there) == in_use
-    index.close()
+    most = 0
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(writers)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, bytes_at_a_moment(scratch))
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 20 * FILE < most <= budget
+    assert file_bytes(scratch) <= budget
+    check_ledgers(stores[0])
+    for store in stores:
+        store.close()

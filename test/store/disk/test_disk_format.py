@@ -1,4 +1,4 @@
-"""The bytes of version 2, as docs/disk-format.md lays them out. These tests may grow but not
+"""The bytes of version 3, as docs/disk-format.md lays them out. These tests may grow but not
 change: what they spell out lies on disks."""
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.store.disk.format import (
+    Block,
+    BlockHeader,
     Chunk,
     FormatError,
-    SlabHeader,
-    SlotHeader,
     StoredModel,
     chunk_digest,
     clip_label,
-    slot_header_bytes,
+    header_bytes_for,
 )
-from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id
 from support.disk_store import LAYOUT, open_store, put
@@ -29,7 +28,7 @@ from support.disk_store import LAYOUT, open_store, put
 IDS = st.binary(min_size=16, max_size=16)
 
 
-def header(**changes: object) -> SlotHeader:
+def header(**changes: object) -> BlockHeader:
     fields = {
         "block_id": bytes(range(16)),
         "parent_id": bytes(range(16, 32)),
@@ -39,41 +38,34 @@ def header(**changes: object) -> SlotHeader:
         "tokens": b"\x00\x00\x12\x34" * 64,
         "label": "tenant",
         "table": ((5, 4096, b"d" * 16), (8, 8192, b"e" * 16)),
+        "part": b"part of a block!",
     }
-    return SlotHeader(**{**fields, **changes})  # type: ignore[arg-type]
+    return BlockHeader(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def packed(one: SlotHeader) -> bytes:
+def packed(one: BlockHeader) -> bytes:
     page = bytearray(one.header_bytes)
     one.pack_into(memoryview(page))
     return bytes(page)
 
 
-def test_slot_header_bytes_of_version_2() -> None:
+def test_header_bytes_of_version_3() -> None:
     page = packed(header())
     assert len(page) == 4096
     assert page[:8] == b"SGHCSLOT"
-    assert struct.unpack_from("<HHHH", page, 8) == (2, 1, 0, 2)
+    assert struct.unpack_from("<HHHH", page, 8) == (3, 1, 0, 2)
     assert page[16:64] == bytes(range(48))
     assert struct.unpack_from("<QII", page, 64) == (1_700_000_000_123_456, 256, 6)
     assert page[80:336] == b"\x00\x00\x12\x34" * 64
     assert page[336:342] == b"tenant" and page[342:592] == bytes(250)
-    assert struct.unpack_from("<I", page, 592) == (41,) and page[596:640] == bytes(44)
+    assert struct.unpack_from("<I", page, 592) == (41,)
+    assert page[596:612] == b"part of a block!" and page[612:640] == bytes(28)
     assert page[640:688] == struct.pack("<II16sII16s", 5, 4096, b"d" * 16, 8, 8192, b"e" * 16)
     assert page[688:4080] == bytes(3392)
     assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
 
 
-def test_slab_header_bytes_of_version_2() -> None:
-    page = SlabHeader(7, 1 << 20, 100, 123).pack()
-    assert page[:8] == b"SGHCSLAB" and len(page) == 4096
-    assert struct.unpack_from("<HHIQIIQ", page, 8) == (2, 0, 7, 1 << 20, 100, 0, 123)
-    assert page[40:4080] == bytes(4040)
-    assert page[4080:] == xxhash.xxh3_128_digest(page[:4080])
-    assert SlabHeader.unpack(page).offset(3) == 4096 + 3 * (1 << 20)
-
-
-def test_chunk_digest_of_version_2() -> None:
+def test_chunk_digest_of_version_3() -> None:
     name, plan, data = b"a" * 16, b"b" * 16, bytes(range(256)) * 16
     covered = name + plan + struct.pack("<II", 9, 4096) + data
     assert chunk_digest(name, plan, 9, memoryview(data)) == xxhash.xxh3_128_digest(covered)
@@ -81,7 +73,7 @@ def test_chunk_digest_of_version_2() -> None:
 
 @pytest.mark.parametrize(("chunks", "pages"), [(1, 1), (143, 1), (144, 2), (314, 2), (315, 3)])
 def test_header_grows_by_pages(chunks: int, pages: int) -> None:
-    assert slot_header_bytes(chunks) == pages * 4096
+    assert header_bytes_for(chunks) == pages * 4096
 
 
 @given(
@@ -101,7 +93,7 @@ def test_headers_come_back(
         label=clip_label(label),
         table=tuple(table),
     )
-    assert SlotHeader.unpack(memoryview(packed(one))) == one
+    assert BlockHeader.unpack(memoryview(packed(one))) == one
 
 
 @given(st.integers(0, 4095), st.integers(1, 255))
@@ -109,15 +101,15 @@ def test_any_changed_byte_of_a_header_is_noticed(at: int, mask: int) -> None:
     page = bytearray(packed(header()))
     page[at] ^= mask
     with pytest.raises(FormatError):
-        SlotHeader.unpack(memoryview(page))
+        BlockHeader.unpack(memoryview(page))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2, 4])
 def test_an_unknown_version_is_named(version: int) -> None:
     page = bytearray(packed(header()))
     page[8] = version
     with pytest.raises(FormatError) as caught:
-        SlotHeader.unpack(memoryview(page))
+        BlockHeader.unpack(memoryview(page))
     assert caught.value.version == version
 
 
@@ -127,9 +119,9 @@ def test_chunks_follow_the_header_without_gaps(pages: list[int]) -> None:
     for layer, count in enumerate(pages):
         chunks.append(Chunk(layer, end, 4096 * count))
         end += 4096 * count
-    slot = StoredModel(tuple(chunks), bytes(16), "tiny")
-    assert slot.block_bytes == end
-    assert slot.slot_bytes == slot_header_bytes(len(chunks)) + end
+    model = StoredModel(tuple(chunks), bytes(16), "tiny")
+    assert model.block_bytes == end
+    assert model.file_bytes == header_bytes_for(len(chunks)) + end
 
 
 @pytest.mark.parametrize("second", [4096 - 1, 4096 + 4096])
@@ -156,5 +148,5 @@ def test_any_text_is_a_namespace_label(scratch: Path, label: str) -> None:
     block = Block(b"n" * 16, b"p" * 16, label, 0, b"\0" * 8)
     assert put(store, [block]) == [Outcome.OK]
     assert len(store.in_use()) and store.contains([block.block_id]) == 1
-    assert LAYOUT.slot_bytes == store.slot_bytes
+    assert LAYOUT.slot_bytes == store.model.block_bytes
     store.close()

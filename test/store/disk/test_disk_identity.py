@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk.format import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import block_id, pack_tokens, root_id
-from support.disk_store import MEMORY, data_of, empty_slot, open_store, read_block
+from support.disk_store import (
+    MEMORY,
+    data_of,
+    empty_slot,
+    make_path,
+    open_store,
+    path_of_block,
+    put,
+    read_block,
+    read_bytes,
+)
 
 WORLDS = st.tuples(
     st.sampled_from(["llama", "qwen"]),
@@ -51,7 +61,7 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
             options = {"layout": layout, "fingerprint": fingerprint}
             store = open_store(Path(folder), backend=DirectBackend(direct=False), **options)
             data = data_of(block, layout.slot_bytes)
-            assert store.write_many([(block, memoryview(data))]) == [Outcome.OK]
+            assert store.write(block, memoryview(data)) is Outcome.OK
             store.close()
         for layout, fingerprint, block in made:
             options = {"layout": layout, "fingerprint": fingerprint}
@@ -64,3 +74,18 @@ def test_worlds_do_not_see_each_other(worlds: list[tuple]) -> None:
                 assert not mine or np.array_equal(into, data_of(other, layout.slot_bytes))
             assert block.block_id in store.block_ids()
             store.close()
+
+
+def test_a_ranks_part_of_a_block_is_not_served_to_another_rank(tmp_path: Path) -> None:
+    """Neither by its name, nor where somebody put the file."""
+    (block,) = make_path(1)
+    first, second = (open_store(tmp_path, part=part * 16) for part in (b"1", b"2"))
+    put(first, [block])
+    assert first.contains([block.block_id]) == 1
+    assert second.contains([block.block_id]) == 0 and not second.find(block.block_id)
+    theirs = path_of_block(first, block)
+    second.directories[0].backend.rename(str(theirs), second.directories[0].path(block.block_id))
+    assert second.directories[0].find(block.block_id)
+    assert read_bytes(second, block.block_id)[0] is Outcome.DAMAGED
+    first.close()
+    second.close()

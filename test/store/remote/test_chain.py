@@ -128,12 +128,6 @@ def test_clear_empties_both(chain: Chain, store: FakeStore, pool: HostPool) -> N
     assert find(chain, [block.block_id for block in path]) == 0
 
 
-def test_both_begin_when_told() -> None:
-    near, far = FakeIo(), FakeIo()
-    Chain(near, far).flush()
-    assert (len(near.flushed), len(far.flushed)) == (1, 1)
-
-
 def test_a_refused_write_is_counted_once() -> None:
     """With its answer if the other holder took the block, else by whoever asked."""
     (block,) = make_path(1)

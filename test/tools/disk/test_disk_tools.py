@@ -5,27 +5,36 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.writer import Block
+from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.cli.main import main
-from support.disk_store import FINGERPRINT, make_path, open_store, put, read_bytes
+from support.disk_store import (
+    BUFFERED,
+    FILE,
+    FINGERPRINT,
+    block_files,
+    check_ledgers,
+    flip,
+    is_served,
+    make_path,
+    open_store,
+    put,
+)
 
-BUFFERED = DirectBackend(direct=False)
+TENANT = make_path(3, seed=5, namespace="tenant-a")
+BLOCKS = make_path(8) + TENANT
 
 
-def fill(*folders: Path, count: int = 8) -> list[Block]:
-    store = open_store(*folders, backend=BUFFERED)
-    blocks = make_path(count) + make_path(3, seed=5, namespace="tenant-a")
-    put(store, blocks)
-    read_bytes(store, blocks[0].block_id)
+def fill(folder: Path) -> list[Block]:
+    store = open_store(folder, backend=BUFFERED)
+    assert put(store, BLOCKS) == [Outcome.OK] * 11
     store.close()
-    return blocks
+    return BLOCKS
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -39,80 +48,68 @@ def fsck_json(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, 
     return status, json.loads(text)["directories"]
 
 
-def slabs(folder: Path) -> list[Path]:
-    return sorted((folder / "sglang-hc").glob("slab-*.dat"))
+def file_of(folder: Path, block: Block) -> Path:
+    (path,) = (folder / "sglang-hc").glob(f"*/?/?/{block.block_id.hex()}")
+    return path
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_folders_of_replicas_and_ranks_are_walked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The directory that was given to --hc-disk is enough, and its own store counts as well."""
-    parts = [tmp_path / name for name in ("", "dp0/tp2-0", "dp0/tp2-1", "dp1/tp2-0", "pp2-1/tp4-3")]
-    for part in parts:
-        part.mkdir(parents=True, exist_ok=True)
-        fill(part, count=4)
-    (tmp_path / "other" / "sglang-hc").mkdir(parents=True)
-    status, found = fsck_json(capsys, tmp_path)
-    assert status == 0 and {report["path"] for report in found} == set(map(str, parts))
-    assert all(report["blocks"] == 7 for report in found)
-    flip(slabs(parts[2])[0], 4096 + 100)
-    status, found = fsck_json(capsys, tmp_path, "--repair")
-    assert [report["path"] for report in found if report["findings"]] == [str(parts[2])]
-    status, text = call(capsys, "inspect", tmp_path, "--json")
-    shown = json.loads(text)["directories"]
-    assert [one["path"] for one in shown] == [report["path"] for report in found]
-    assert sum(one["slots_used"] for one in shown) == 7 * 5 - 1
+# -- inspect --------------------------------------------------------------------------------------
 
 
-def test_inspect_counts_models_and_namespaces(
+def test_inspect_counts_models_parts_and_namespaces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path)
+    other = open_store(tmp_path, part=b"p" * 16)
+    put(other, BLOCKS[:2])
+    flip(file_of(tmp_path, BLOCKS[5]), 100)
+    other.close()
+    before = contents(tmp_path)
     status, text = call(capsys, "inspect", tmp_path, "--json")
-    directory = json.loads(text)["directories"][0]
-    assert status == 0 and directory["used_by"] is None and directory["slots_used"] == 11
-    (model,) = directory["models"]
-    assert model["fingerprint"] == FINGERPRINT.hex() and model["layers"] == 5
-    counts = {one["namespace"]: (one["blocks"], one["hits"]) for one in model["namespaces"]}
-    assert counts == {"": (8, 1), "tenant-a": (3, 0)}
+    assert contents(tmp_path) == before
+    (directory,) = json.loads(text)["directories"]
+    assert status == 0 and directory["used_by"] == []
+    whole, part = sorted(directory["models"], key=lambda model: model["part"])
+    assert whole["fingerprint"] == part["fingerprint"] == FINGERPRINT.hex()
+    assert (whole["part"], part["part"]) == ("", (b"p" * 16).hex())
+    assert (whole["blocks"], whole["unreadable"], part["blocks"]) == (11, 1, 2)
+    assert whole["file_bytes"] == FILE and whole["label"] == "tiny"
+    counts = {one["namespace"]: one["blocks"] for one in whole["namespaces"]}
+    assert counts == {"": 7, "tenant-a": 3}
     status, text = call(capsys, "inspect", tmp_path)
     assert status == 0 and "tenant-a" in text and "model tiny" in text and "not in use" in text
+    assert "1 unreadable" in text and f"part {(b'p' * 16).hex()}" in text
 
 
-def test_inspect_beside_a_running_server(
+def test_inspect_beside_running_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stores = [open_store(tmp_path), open_store(tmp_path)]
+    put(stores[0], make_path(2))
+    status, text = call(capsys, "inspect", tmp_path)
+    assert status == 0 and f"in use by process {os.getpid()}\n" in text
+    assert " 2 blocks" in text
+    for store in stores:
+        store.tick()
+        assert not store.directories[0].membership.alone, "whoever looks does not chase them away"
+    for store in stores:
+        store.close()
+    assert "not in use" in call(capsys, "inspect", tmp_path)[1]
+
+
+def test_inspect_of_a_copy_that_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = open_store(tmp_path, backend=BUFFERED)
-    put(store, make_path(2))
-    status, text = call(capsys, "inspect", tmp_path)
-    assert status == 0 and f"in use by process {os.getpid()}" in text and " 2 blocks" in text
-    status, text = call(capsys, "fsck", tmp_path)
-    assert status == 2 and "stop it first" in text
-    status, text = call(capsys, "fsck", tmp_path, "--repair")
-    assert status == 2 and "in use by process" in text
-    assert read_bytes(store, make_path(1)[0].block_id)[0] is Outcome.OK
-    store.close()
-
-
-def test_inspect_of_a_copy_without_write_permission(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where SQLite cannot make its shared memory file it reads a copy."""
-    store = open_store(tmp_path / "live", backend=BUFFERED)
+    store = open_store(tmp_path / "live")
     put(store, make_path(2))
     shutil.copytree(tmp_path / "live", tmp_path / "copy")
     store.close()
-    folder = tmp_path / "copy" / "sglang-hc"
-    (folder / "index.sqlite-shm").unlink()
-    (folder / "index.sqlite-shm").mkdir()
+    for path in sorted((tmp_path / "copy").rglob("*")):
+        path.chmod(0o400 if path.is_file() else 0o500)
     status, text = call(capsys, "inspect", tmp_path / "copy")
-    assert status == 0 and "2 blocks" in text
+    assert status == 0 and "2 blocks" in text and "not in use" in text
 
 
 @pytest.mark.parametrize("command", ["inspect", "fsck"])
@@ -121,127 +118,115 @@ def test_a_directory_without_a_store_is_a_usage_error(
 ) -> None:
     status, text = call(capsys, command, tmp_path)
     assert status == 2 and "no disk tier here" in text and "--hc-disk" in text
+    assert not list(tmp_path.iterdir())
 
 
-def test_fsck_of_a_good_store_finds_nothing_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(tmp_path / "a", tmp_path / "b")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    status, reports = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
-    assert status == 0
-    for report in reports:
-        assert report["blocks"] in (5, 6) and report["findings"] == []
-        assert report["blocks"] + report["free_slots"] == report["slots"]
-    assert before == {path: path.read_bytes() for path in before}
-    status, text = call(capsys, "fsck", tmp_path / "a", tmp_path / "b")
-    assert status == 0 and "nothing wrong" in text
-
-
-def test_fsck_finds_and_drops_damaged_blocks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = fill(tmp_path)
-    flip(slabs(tmp_path)[2], 4096 + 9000)
-    flip(slabs(tmp_path)[4], 4096 + 20)
-    status, (report,) = fsck_json(capsys, tmp_path)
-    assert status == 1 and report["blocks"] == 9
-    assert [finding["kind"] for finding in report["findings"]] == ["block", "block"]
-    status, text = call(capsys, "fsck", tmp_path)
-    assert status == 1 and "NOT repaired" in text and "--repair" in text
-    status, (report,) = fsck_json(capsys, tmp_path, "--repair")
-    assert status == 0 and all(finding["repaired"] for finding in report["findings"])
-    status, (report,) = fsck_json(capsys, tmp_path)
-    assert status == 0 and report["blocks"] == 9
-    assert report["blocks"] + report["free_slots"] == report["slots"], "no orphan slot"
-    store = open_store(tmp_path, backend=BUFFERED)
-    found = [store.contains([block.block_id]) for block in blocks]
-    assert sum(found) == 9
-    store.check_integrity()
-    store.close()
-
-
-def test_fsck_tidies_slab_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(tmp_path)
-    files = slabs(tmp_path)
-    files[0].unlink()
-    os.truncate(files[1], 4096)
-    flip(files[2], 100)
-    files[3].write_bytes(files[3].read_bytes() + b"x" * 4096)
-    shutil.copy(files[4], files[4].with_name("slab-00000099.dat"))
-    status, (report,) = fsck_json(capsys, tmp_path)
-    kinds = [finding["kind"] for finding in report["findings"]]
-    assert status == 1 and kinds.count("slab") == 5
-    assert fsck_json(capsys, tmp_path, "--repair")[0] == 0
-    status, (report,) = fsck_json(capsys, tmp_path)
-    assert status == 0 and report["blocks"] == 7 and report["findings"] == []
-    assert not files[4].with_name("slab-00000099.dat").exists()
-
-
-@pytest.mark.parametrize("damage", ["missing", "malformed", "row", "marked"])
-def test_fsck_rebuilds_a_damaged_index(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    blocks = fill(tmp_path)
-    index = tmp_path / "sglang-hc" / "index.sqlite"
-    if damage == "missing":
-        index.unlink()
-    elif damage == "malformed":
-        content = bytearray(index.read_bytes())
-        content[4096:] = os.urandom(len(content) - 4096)
-        index.write_bytes(content)
-    elif damage == "row":
-        with sqlite3.connect(index) as connection:
-            connection.execute("UPDATE blocks SET slot=77 WHERE block_id=?", (blocks[3].block_id,))
-    else:
-        (index.parent / "index.damaged").touch()
-    assert call(capsys, "fsck", tmp_path)[0] == 1
-    status, (report,) = fsck_json(capsys, tmp_path, "--repair")
-    assert status == 0 and report["findings"]
-    assert report["blocks"] == (10 if damage == "row" else 11)
-    assert call(capsys, "fsck", tmp_path)[0] == 0
-
-
-def test_fsck_of_one_directory_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A directory is complete by itself: damage in the other one is not its business."""
-    fill(tmp_path / "a", tmp_path / "b")
-    flip(slabs(tmp_path / "b")[0], 4096 + 9000)
-    status, (first,) = fsck_json(capsys, tmp_path / "a")
-    assert status == 0 and first["blocks"] == 6
-    status, (first, second) = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
-    assert status == 1 and first["findings"] == []
-    assert [finding["kind"] for finding in second["findings"]] == ["block"]
-    assert fsck_json(capsys, tmp_path / "a", tmp_path / "b", "--repair")[0] == 0
-    status, (first, second) = fsck_json(capsys, tmp_path / "a", tmp_path / "b")
-    assert status == 0 and (first["blocks"], second["blocks"]) == (6, 4)
-
-
-def test_fsck_refuses_an_unknown_version(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(tmp_path)
-    with sqlite3.connect(tmp_path / "sglang-hc" / "index.sqlite") as connection:
-        connection.execute("PRAGMA user_version=9")
-        connection.execute("UPDATE meta SET value='9'")
-    before = {path: path.read_bytes() for path in slabs(tmp_path)}
-    for words in (["fsck", tmp_path], ["fsck", tmp_path, "--repair"], ["inspect", tmp_path]):
-        status, text = call(capsys, *words)
-        assert status == 2 and "disk format 9" in text
-    assert before == {path: path.read_bytes() for path in slabs(tmp_path)}
-
-
+@pytest.mark.parametrize("command", ["inspect", "fsck"])
 def test_a_directory_that_cannot_be_read_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:  # fmt: skip
     """As of another user: `inspect` ended with a traceback."""
+    fill(tmp_path)
 
     def deny(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "listdir", deny)
-    for command in ("inspect", "fsck"):
-        status, text = call(capsys, command, tmp_path)
-        assert status == 2 and "cannot" in text and f"Permission denied: '{tmp_path}'" in text
+    status, text = call(capsys, command, tmp_path)
+    assert status == 2 and "Permission denied" in text and str(tmp_path) in text
+
+
+# -- fsck -----------------------------------------------------------------------------------------
+
+
+def test_fsck_of_good_directories_finds_nothing_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        fill(folder)
+    before = contents(tmp_path)
+    for words in ([], ["--repair"]):
+        status, reports = fsck_json(capsys, *folders, *words)
+        assert status == 0
+        for report, folder in zip(reports, folders, strict=True):
+            assert report == {
+                "path": str(folder), "blocks": 11, "bytes_verified": 11 * FILE, "findings": []
+            }  # fmt: skip
+    assert contents(tmp_path) == before
+    status, text = call(capsys, "fsck", *folders)
+    assert status == 0 and text.count("nothing wrong") == 2
+
+
+def test_fsck_finds_and_removes_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a server that has the directory open."""
+    store = open_store(tmp_path, backend=BUFFERED)
+    put(store, BLOCKS)
+    foreign = open_store(tmp_path, fingerprint=bytes(16))
+    (other,) = make_path(1, fingerprint=bytes(16))
+    put(foreign, [other])
+    files = [file_of(tmp_path, block) for block in BLOCKS]
+    flip(files[0], 9000)  # a chunk
+    flip(files[1], 20)  # the header
+    os.truncate(files[2], FILE - 4096)
+    files[3].write_bytes(files[3].read_bytes() + bytes(4096))
+    shutil.copy(files[5], files[4])  # another block
+    files[6].unlink()
+    files[6].mkdir()
+    wrong = Path(store.directories[0].path(other.block_id))
+    wrong.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file_of(tmp_path, other), wrong)
+    files[7].with_name(f"{'0' * 32}.tmp").touch()  # no block, nobody's business
+    status, (report,) = fsck_json(capsys, tmp_path)
+    assert status == 1 and report["blocks"] == 6
+    found = {Path(finding["path"]): finding["detail"] for finding in report["findings"]}
+    assert found.keys() == {*files[:5], files[6], wrong}
+    assert "layer" in found[files[0]] and "digest" in found[files[1]]
+    assert f"{FILE - 4096} bytes where {FILE} are a block" in found[files[2]]
+    assert "another block than its name" in found[files[4]]
+    assert "another model than its folder" in found[wrong]
+    status, text = call(capsys, "fsck", tmp_path)
+    assert status == 1 and text.count("NOT removed") == 7 and "--repair" in text
+    assert all(path.exists() for path in found)
+    status, (report,) = fsck_json(capsys, tmp_path, "--repair")
+    assert status == 0 and all(finding["repaired"] for finding in report["findings"])
+    assert not any(path.exists() for path in found)
+    assert fsck_json(capsys, tmp_path)[1][0]["blocks"] == 6
+    assert sum(is_served(store, block) for block in BLOCKS) == 5
+    assert {*put(store, BLOCKS)} == {Outcome.OK, Outcome.DUPLICATE}
+    assert all(is_served(store, block) for block in BLOCKS) and is_served(foreign, other)
+    store.maintenance[store.directories[0]]._evictor.count()
+    check_ledgers(store)
+    store.close()
+    foreign.close()
+
+
+def test_fsck_beside_a_server_that_evicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What goes meanwhile is nothing that is wrong, and repairs take nothing that is in order."""
+    store = open_store(tmp_path, size=30 * FILE, backend=BUFFERED)
+    stop = threading.Event()
+
+    def work() -> None:
+        seed = 0
+        while not stop.is_set():
+            put(store, make_path(4, seed=seed % 40))
+            seed += 1
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for _ in range(12):
+        status, (report,) = fsck_json(capsys, tmp_path, "--repair")
+        assert status == 0 and not report["findings"]
+    stop.set()
+    worker.join()
+    assert all(is_served(store, name) for name in store.block_ids())
+    check_ledgers(store)
+    store.close()
 
 
 def test_the_repair_that_fsck_proposes_can_be_pasted(
@@ -250,5 +235,5 @@ def test_the_repair_that_fsck_proposes_can_be_pasted(
     folder = tmp_path / "two words"
     folder.mkdir()
     fill(folder)
-    flip(slabs(folder)[0], 10_000)
+    flip(next(block_files(folder)), 10_000)
     assert f"sglang-hc fsck '{folder}' --repair" in call(capsys, "fsck", folder)[1]

@@ -26,6 +26,7 @@ from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.simulator.workloads import Session, Turn, Workload
 from sglang_hc.tools.simulator.workloads import Span as Text
+from support.examples import examples
 
 
 def model(forms: str = "kv", gpus: int = 2) -> SimulatedModel:
@@ -158,7 +159,7 @@ def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> 
 
 @pytest.mark.parametrize("by_layers", [True, False])
 @pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     rate=st.floats(0.25, 32), blocks=st.integers(8, 128), asked=st.integers(1, 500),
 )  # fmt: skip

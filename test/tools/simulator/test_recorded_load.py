@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_hc.queue.requests import Serial
 from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tools.simulator.jobs import pack_span
 from sglang_hc.tools.simulator.traces import Timing, read_trace
@@ -38,8 +39,8 @@ def test_prompts_share_what_they_shared(tmp_path: Path, many: list) -> None:
     path.unlink(missing_ok=True)
     recorder = Recorder(path, {}, b"f" * 16)
     for number, (namespace, prompt, answer) in enumerate(many):
-        recorder.arrived(f"r{number}", Prefix(namespace, pack_tokens(prompt)))
-        recorder.finished(f"r{number}", Prefix(namespace, pack_tokens(prompt + answer)))
+        recorder.arrived(Serial(number), Prefix(namespace, pack_tokens(prompt)))
+        recorder.finished(Serial(number), Prefix(namespace, pack_tokens(prompt + answer)))
     recorder.close()
     turns = [session.turns[0] for session in read_trace(path, Timing()).sessions]
     assert len(turns) == len(many)
@@ -54,12 +55,12 @@ def test_a_second_turn_continues_the_first_answer(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, {}, b"f" * 16)
     first, answer = list(range(100)), list(range(500, 560))
-    recorder.arrived("one", Prefix(None, pack_tokens(first)))
-    recorder.finished("one", Prefix(None, pack_tokens(first + answer)))
-    recorder.arrived("two", Prefix(None, pack_tokens([*first, *answer, 7, 8])))
-    recorder.arrived("aborted", Prefix(None, pack_tokens([1])))
-    recorder.gone("aborted")
-    recorder.finished("two", Prefix(None, pack_tokens([*first, *answer, 7, 8, 9])))
+    recorder.arrived(Serial(0), Prefix(None, pack_tokens(first)))
+    recorder.finished(Serial(0), Prefix(None, pack_tokens(first + answer)))
+    recorder.arrived(Serial(1), Prefix(None, pack_tokens([*first, *answer, 7, 8])))
+    recorder.arrived(Serial(2), Prefix(None, pack_tokens([1])))
+    recorder.gone(Serial(2))
+    recorder.finished(Serial(1), Prefix(None, pack_tokens([*first, *answer, 7, 8, 9])))
     recorder.close()
     with path.open("a") as file:
         file.write('{"op":"arr')  # the server was ended while it wrote

@@ -1,9 +1,9 @@
 """The one small interface between the store and the file system.
 
-Everything the store does to slab files goes through `DirectBackend` and `File`, so that tests can
-put power cuts, torn writes, full disks, I/O errors and slow disks in between. The index is
-SQLite's. Errors are OSError with errno. All calls may come from several threads at once; files are
-only written at places their caller owns.
+Everything the store does to block files goes through `DirectBackend` and `File`, so that tests can
+put power cuts, torn writes, full disks, I/O errors and slow disks in between. Errors are OSError
+with errno. All calls may come from several threads at once; a file is written by who made it, and
+never again once it has a block's name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -35,20 +36,10 @@ class File(Protocol):
         """Fill the buffers from `offset`. Returns the bytes read: fewer only at the end of file."""
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write all bytes or raise. Not durable before `sync` has returned."""
-
-    def sync(self) -> None:
-        """Make everything written so far durable. After an error nothing written counts."""
-
-    def allocate(self, size: int) -> None:
-        """Reserve the file's bytes up to `size`, zero where never written; never shrinks it. Where
-        the file system cannot reserve, a later write may find it full."""
-
-    def size(self) -> int:
-        """Present size in bytes."""
+        """Write all bytes or raise."""
 
     def close(self) -> None:
-        """Give the file back. Does not sync."""
+        """Give the file back."""
 
 
 def aligned_buffer(size: int) -> memoryview:
@@ -56,24 +47,73 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
+def make_folders(path: str) -> None:
+    """Make a folder, and those above it, where they are missing. Raises OSError."""
+    if not os.path.isdir(path):
+        make_folders(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(path, DIRECTORY_MODE)
+
+
 class DirectBackend:
-    """Where slab files live: in the operating system's file systems, with O_DIRECT if `direct`."""
+    """Files in the operating system's file systems, read and written with O_DIRECT if `direct`."""
 
     def __init__(self, direct: bool = True) -> None:
         self.direct = direct
 
-    def open(self, path: str, create: bool = False) -> File:
-        """Open for reading and writing; `create` makes a new file and fails if it is there."""
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        if create:
-            flags |= os.O_CREAT | os.O_EXCL
-        return DirectFile(os.open(path, flags, FILE_MODE))
+    def open(self, path: str) -> File:
+        """Open for reading."""
+        return self._open(path, os.O_RDONLY)
+
+    def create(self, path: str) -> File:
+        """Make a new file, for reading and writing; fails if it is there."""
+        return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def reuse(self, path: str) -> File:
+        """Open a file that is there for writing over it."""
+        return self._open(path, os.O_RDWR)
+
+    def _open(self, path: str, flags: int) -> File:
+        flags |= os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        try:
+            return DirectFile(os.open(path, flags, FILE_MODE))
+        except OSError as error:
+            if error.errno == errno.EINVAL and os.path.isdir(path):  # what O_DIRECT says of it
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path) from None
+            raise
+
+    def rename(self, path: str, target: str) -> None:
+        """Give a file or a folder another name, in place of a file that has it. Folders above it
+        are made where they are missing."""
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            os.stat(path)
+            make_folders(os.path.dirname(target))
+            os.rename(path, target)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        """Remove a file, or what somebody put in its place."""
+        try:
+            os.unlink(path)
+        except IsADirectoryError:
+            shutil.rmtree(path)
+
+    def last_use(self, path: str) -> int:
+        """When a block was used last: the time of change of its file, in ns since 1970."""
+        return os.stat(path).st_mtime_ns
+
+    def note_use(self, path: str, when: int) -> None:
+        """Change what `last_use` says."""
+        os.utime(path, ns=(when, when))
+
+    def free_bytes(self, path: str) -> int:
+        """Room that the file system has for this user."""
+        disk = os.statvfs(path)
+        return disk.f_bavail * disk.f_frsize
 
     def sync_directory(self, path: str) -> None:
-        """Make creations and removals in a directory durable."""
+        """Make creations, renames and removals in a directory durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -106,38 +146,26 @@ class DirectFile:
             rest = _skip(rest, wrote)
             offset += wrote
 
-    def sync(self) -> None:
-        os.fdatasync(self._descriptor)
-
-    def allocate(self, size: int) -> None:
-        try:
-            os.posix_fallocate(self._descriptor, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            os.ftruncate(self._descriptor, max(size, self.size()))
-
-    def size(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-def probe_direct(folder: str) -> bool:
-    """Whether files in `folder` can be written and read with O_DIRECT; says so when not.
+def probe_direct(path: str) -> bool:
+    """Whether a file of this name can be written and read with O_DIRECT; says so when not.
 
-    Raises OSError when they cannot be written at all.
+    Raises OSError when it cannot be written at all, but not where there is no room.
     """
-    path = os.path.join(folder, "probe.tmp")
     page = aligned_buffer(CHUNK_ALIGN)
     try:
-        with closing(DirectBackend().open(path, create=not os.path.exists(path))) as file:
+        with closing(DirectBackend().create(path)) as file:
             file.write([page], 0)
             return file.read([page], 0) == CHUNK_ALIGN
     except OSError as error:
+        if error.errno in FULL:  # by blocks as a rule, which will make room
+            return True
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
+        folder = os.path.dirname(path)
         logger.warning("%s: O_DIRECT refused (%s); using the page cache", folder, error)
         return False
     finally:

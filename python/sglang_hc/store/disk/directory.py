@@ -1,4 +1,4 @@
-"""One open `--hc-disk` directory: its index, its slabs and this model's blocks in it."""
+"""One open `--hc-disk` directory: this model's blocks in it, and when each was used last."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import os
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk.backend import FILE_MODE
+from sglang_hc.store.disk.backend import FILE_MODE, DirectBackend, make_folders
+from sglang_hc.store.disk.folders import LABEL_NAME, ModelFolder, folder_of
 from sglang_hc.store.disk.format import StoredModel
-from sglang_hc.store.disk.index import ROWS_PER_COMMIT, Index
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
-from sglang_hc.store.disk.slabs import SlabSet
+from sglang_hc.store.disk.sharing import Ledger, Membership
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "sglang-hc"
-INDEX_NAME = "index.sqlite"
-DAMAGED_NAME = "index.damaged"
-LOCK_NAME = "lock"
 GIGABYTE = 10**9
-_TOUCHES_KEPT = 1 << 16
-_ACCESS_QUANTUM_S = 10
-_SILENCE_S = 60.0
-
-
+TOUCHES_KEPT = 1 << 16
+NOTED_NS = 10 * 10**9
+"""A use is noted on the disk where the last one noted is so much older."""
+AHEAD_NS = 60 * 10**9
+"""How far clocks of servers may differ."""
 _STARTED = time.time() - time.monotonic()
 
 
@@ -55,7 +51,7 @@ class DirectoryLost(DirectoryError):
 class DirectorySpec:
     """One `--hc-disk DIR[:SIZE_GB]`. size_bytes None: a share of what is free at start.
 
-    users: stores that divide this disk among them, each in a directory of its own.
+    users: ranks of this server that keep parts of the same blocks in it.
     """
 
     path: str
@@ -63,7 +59,7 @@ class DirectorySpec:
     users: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> DirectorySpec:
+    def parse(cls, text: str, users: int = 1) -> DirectorySpec:
         """Raises DirectoryError. Only a last part that is a number is a size: `/a:b` is a path, and
         `/a:200GB` is neither."""
         match = re.fullmatch(r"(?s)(.+):([0-9]+(?:\.[0-9]+)?)", text)
@@ -72,83 +68,72 @@ class DirectorySpec:
                 raise DirectoryError(
                     f"--hc-disk {text!r}: give DIR or DIR:SIZE_GB, for example /mnt/ssd:200"
                 )
-            return cls(text)
+            return cls(text, users=users)
         size = int(float(match[2]) * GIGABYTE)
         if size <= 0:
             raise DirectoryError(f"--hc-disk {text!r}: the size must be more than 0 GB")
-        return cls(match[1], size)
-
-    def for_user(self, name: str, users: int) -> DirectorySpec:
-        """The part of this disk that one of `users` stores has: a folder, and its share of room."""
-        size = None if self.size_bytes is None else self.size_bytes // users
-        return DirectorySpec(os.path.join(self.path, name), size, users * self.users)
+        return cls(match[1], size, users)
 
 
 class Directory:
-    """An open directory for one model: where its blocks lie, and which were used when. Thread-safe.
+    """An open directory for one model. Thread-safe. Made by `opening.open_directory`.
 
-    Made by `opening.open_directory`. lock: descriptor that holds the lock. number: the model's in
-    this index.
+    budget: bytes that the files of all models in it may take, by whichever server.
 
-    places: block identity -> packed `Place` of this model's blocks. A dictionary that is only
-    changed by the store; looking into it needs no lock. breaker: gives the directory a pause when
-    its I/O keeps failing. failure: why it is out of use until a restart. hangs: a thread has not
-    come back from it. unerased: what was forgotten, but is still on the disk. making_room: held by
-    the thread that evicts.
+    blocks: identities of this model's blocks that are here as far as this server knows, the longest
+    unused first, with the time of their last use in ns since 1970; 0 before `learn_uses`. Looking
+    into it needs no lock. It is only changed by the store. breaker: gives the directory a pause
+    when its I/O keeps failing. hangs: a thread has not come back from it. making_room: held by the
+    thread that evicts. clearings: how often it was to be cleared. cleared: how many of these are
+    done; as long as some are not, nothing that is not known is found, and nothing is written.
+    owes_clearing: one of them failed, and nobody is at it.
     """
 
     def __init__(
         self,
         root: str,
-        lock: int,
-        index: Index,
-        slabs: SlabSet,
         model: StoredModel,
-        number: int,
+        spec: DirectorySpec,
+        budget: int,
+        backend: DirectBackend,
+        sharing: tuple[Ledger, Membership],
         clock: Callable[[], float],
     ) -> None:
         self.root = root
-        self.index = index
-        self.slabs = slabs
         self.model = model
-        self.number = number
+        self.folder: ModelFolder = folder_of(root, model)
+        self.budget = budget
+        self.capacity = budget // self.folder.file_bytes // spec.users
+        """Blocks that fit, where all users have as many."""
+        self.backend = backend
+        self.ledger, self.membership = sharing
         self.clock = clock
         self.breaker = CircuitBreaker(clock)
-        self.places: dict[bytes, int] = {}
-        self.unerased: dict[bytes, int] = {}
-        self.failure: str | None = None
+        self.blocks: OrderedDict[bytes, int] = OrderedDict.fromkeys(self.folder.block_ids(), 0)
+        self.knows_uses = False
         self.hangs = False
+        self.clearings = self.cleared = 0
+        self.owes_clearing = False
+        self._changing = threading.Lock()
+        """Held over memory alone, while `blocks` or `clearings` change."""
         self.making_room = threading.Lock()
-        self._lock_file = lock
-        self._removed: deque[bytes] | None = None
-        """None until somebody asks: nobody mirrors the disk in most processes that have one."""
-        self._undeleted: deque[Row] = deque()
-        """Owners of slots whose rows the index would not delete yet."""
-        self._touches: deque[tuple[int, int, Sequence[bytes]]] = deque(maxlen=_TOUCHES_KEPT)
-        """Uses that the index was not told of yet: (microseconds since 1970, hits, identities in
-        path order)."""
-        self._silent_until = 0.0
+        self._changed: deque[bytes] | None = None
+        """None until somebody asks: most servers mirror no disk."""
+        self._touches: deque[tuple[int, Sequence[bytes]]] = deque(maxlen=TOUCHES_KEPT)
+        """Uses that were not noted yet: (ns since 1970, identities in path order)."""
         self._counting = threading.Lock()
         self._counted: Counter[str] = Counter()
 
-    def load(self) -> None:
-        """Read where the blocks lie. Raises IndexDamaged."""
-        places = self.index.places(self.number)
-        taken = [*places.values(), *self.index.other_places(self.number)]
-        if not {*map(type, places)} <= {bytes}:
-            raise IndexDamaged("a row holds values of a wrong type")
-        try:
-            packed = np.fromiter(taken, dtype=np.int64, count=len(taken))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise IndexDamaged(f"a row holds something else than a place: {error}") from error
-        self.slabs.adopt(packed)
-        self.places = places
+    def write_label(self) -> None:
+        """Make this model's folder, and say in it whose it is. Raises OSError."""
+        make_folders(self.folder.path)
+        write_small(os.path.join(self.folder.path, LABEL_NAME), self.model.label)
 
     # -- health -------------------------------------------------------------------------------
 
     def usable(self) -> bool:
         """Whether this directory may be asked now. Cheap; takes no lock."""
-        return self.failure is None and not self.hangs and self.breaker.allows()
+        return not self.hangs and self.breaker.allows()
 
     def count(self, name: str, amount: int = 1) -> None:
         """Count something that no answer to a read or a write tells."""
@@ -161,7 +146,7 @@ class Directory:
             return self._counted.copy()
 
     def io_failed(self) -> None:
-        """A read or write of a slot failed. After several in a row the directory gets a pause."""
+        """A read or write failed. After several in a row the directory gets a pause."""
         if self.breaker.failed():
             self.count("directory_pauses")
             logger.error(
@@ -170,7 +155,7 @@ class Directory:
             )
 
     def io_succeeded(self) -> None:
-        """A read or write of a slot came back well."""
+        """A read or write came back well."""
         if self.breaker.succeeded():
             logger.warning("%s answers again; it is used again", self.root)
 
@@ -182,218 +167,181 @@ class Directory:
             state = "does not answer; it is not used until it does" if hangs else "answers again"
             logger.error("%s %s", self.root, state)
 
-    def index_refused(self, error: IndexFull) -> None:
-        """The index did not take a change. Each time is counted, one in a minute is logged."""
-        self.count("index_refused")
-        now = self.clock()
-        if now >= self._silent_until:
-            self._silent_until = now + _SILENCE_S
-            logger.warning("%s: the index takes no changes now: %s", self.root, error)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Index work. A damaged index takes the directory out of use; IndexDamaged is raised then,
-        and from then on."""
-        if self.failure:
-            raise IndexDamaged(self.failure)
-        try:
-            yield
-        except IndexDamaged as error:
-            self.fail(f"the index is damaged: {error}")
-            raise
-
-    @contextmanager
-    def _if_possible(self) -> Iterator[None]:
-        """Index work that may be left undone. A refusal is counted; `guarded` tells of damage."""
-        try:
-            with self.guarded():
-                yield
-        except IndexFull as error:
-            self.index_refused(error)
-        except IndexDamaged:
-            pass
-
-    def fail(self, reason: str) -> None:
-        """Take the directory out of use; the index is rebuilt at the next start."""
-        if self.failure is None:
-            self.failure = reason
-            logger.error(
-                "%s: %s. Its blocks are not found until a restart; requests and other directories "
-                "go on. The next start rebuilds the index, or run: sglang-hc fsck %s --repair",
-                self.root,
-                reason,
-                os.path.dirname(self.root),
-            )
-            try:
-                os.close(os.open(os.path.join(self.root, DAMAGED_NAME), os.O_CREAT, FILE_MODE))
-            except OSError as error:
-                logger.error("%s: cannot leave a mark: %s", self.root, error)
-
     # -- blocks -------------------------------------------------------------------------------
 
-    def acquire(self, block_id: bytes) -> Place | None:
-        """Where a block of this model lies, with a lease on its slot, so that the slot is not used
-        again meanwhile; None when the block is not here."""
-        while True:
-            packed = self.places.get(block_id)
-            if packed is None:
-                return None
-            place = Place.unpack(packed)
-            if not self.slabs.lease(place):
-                self.remove([block_id])  # its slab is gone: it is not found again
-                return None
-            if self.places.get(block_id) == packed:
-                return place
-            self.slabs.unlease([place])  # it moved meanwhile
+    def path(self, block_id: bytes) -> str:
+        """Of a block's file, whether it is there or not."""
+        return self.folder.block_path(block_id)
 
-    def free_slots(self) -> int:
-        """Slots that can be taken without evicting anything."""
-        size = self.model.slot_bytes
-        used, there = self.slabs.usage(size)
-        return there - used + self.slabs.growable_slots(size)
+    def add(self, block_id: bytes, used: int) -> None:
+        """A block is here now. used: when it was used last."""
+        with self._changing:
+            self.blocks[block_id] = used
 
-    def remove(self, block_ids: Iterable[bytes]) -> int:
-        """Remove blocks of this model and free their slots. Returns how many this call removed: of
-        two that remove the same block only one gets it."""
-        if self.failure:
-            return 0
-        owners = []
-        for block_id in block_ids:
-            packed = self.places.pop(block_id, None)
-            if packed is not None:
-                owners.append(Row(self.number, block_id, *Place.unpack(packed)))
-        return self._removed_from_memory(owners)
+    def forget(self, block_id: bytes) -> bool:
+        """A block is not here any more. False when that was known."""
+        with self._changing:
+            if self.blocks.pop(block_id, None) is None:
+                return False
+        self._note(block_id)
+        return True
 
-    def _removed_from_memory(self, owners: Sequence[Row]) -> int:
-        if self._removed is not None:
-            self._removed.extend(owner.block_id for owner in owners)
-        self._delete(owners)
-        return len(owners)
-
-    def forget(self) -> dict[bytes, int]:
-        """Nothing that was here is found from now on; for `delete_forgotten`. Waits for no disk."""
-        forgotten = self.unerased | self.places
-        self.places, self.unerased = {}, {}
-        return forgotten
-
-    def delete_forgotten(self, forgotten: dict[bytes, int]) -> int:
-        """Delete the rows and free the slots of what was forgotten; returns how many."""
-        if self.failure:
-            return 0
-        owners = (Row(self.number, name, *Place.unpack(at)) for name, at in [*forgotten.items()])
-        return self._removed_from_memory([*owners])
-
-    def remove_rows(self, rows: Sequence[Row]) -> int:
-        """Remove blocks of any model. Returns how many this call removed."""
-        count = self.remove(row.block_id for row in rows if row.model == self.number)
-        return count + self._delete([row for row in rows if row.model != self.number])
-
-    def disown(self, rows: Sequence[Row]) -> list[Place]:
-        """Remove at most ROWS_PER_COMMIT blocks of any model. Returns the slots of those that this
-        call removed, which stay taken: they are the caller's. Raises IndexDamaged, IndexFull."""
-        mine = [row for row in rows if row.model == self.number]
-        for row in mine:
-            if self.places.get(row.block_id) == row.place.pack():
-                self.places.pop(row.block_id, None)
-        if self._removed is not None:
-            self._removed.extend(row.block_id for row in mine)
-        with self.guarded():
-            try:
-                return self.index.delete(rows)
-            except IndexFull:
-                self._undeleted.extend(mine)
-                raise
-
-    def drop_damaged(self, owner: Row) -> bool:
-        """Remove a block that failed its checks; its slot is not used again before a restart.
-
-        Call while the slot is leased. False when another thread has removed it already.
-        """
-        mine = owner.model == self.number
-        first = (self.remove([owner.block_id]) if mine else self._delete([owner])) > 0
-        if first:
-            self.slabs.quarantine(owner.place)
-        return first
-
-    def drop_slab(self, number: int) -> bool:
-        """Remove a whole slab with every block in it. False while it is used."""
-        self.remove([i for i, packed in self.places.copy().items() if packed >> 32 == number])
-        with self.guarded():
-            return self.slabs.drop(number)
-
-    def _delete(self, owners: Sequence[Row]) -> int:
-        """Delete rows and free their slots; what the index refuses is left to `retry_removals`.
-        Returns how many slots are free."""
-        count = 0
-        for start in range(0, len(owners), ROWS_PER_COMMIT):
-            some = owners[start : start + ROWS_PER_COMMIT]
-            with self._if_possible():
-                try:
-                    freed = self.index.delete(some)
-                except IndexFull:
-                    self._undeleted.extend(one for one in some if one.model == self.number)
-                    raise
-                self.slabs.release(freed)
-                count += len(freed)
-        return count
+    def forget_all(self) -> None:
+        """Nothing that is here is found from now on. Waits for no disk."""
+        with self._changing:
+            self.clearings += 1
+            self.blocks.clear()
 
     @property
-    def is_owed_removals(self) -> bool:
-        """The index refuses to delete rows of blocks that were removed: their slots stay taken."""
-        return bool(self._undeleted)
+    def is_clearing(self) -> bool:
+        """Whether files are here that must not be found."""
+        return self.cleared < self.clearings
 
-    def retry_removals(self) -> bool:
-        """Delete rows of removed blocks that the index had refused to. True when it did. A block
-        that was written again to the same slot meanwhile keeps its row."""
-        rows = [self._undeleted.popleft() for _ in range(len(self._undeleted))]
-        live = self.places
-        return self._delete([r for r in rows if live.get(r.block_id) != r.place.pack()]) > 0
+    def _note(self, block_id: bytes) -> None:
+        if self._changed is not None:
+            self._changed.append(block_id)
 
-    def take_removed(self) -> list[bytes]:
-        """Identities of blocks that left since the last call; nothing is noted before the first."""
-        if self._removed is None:
-            self._removed = deque()
-        return [self._removed.popleft() for _ in range(len(self._removed))]
+    def oldest(self, count: int) -> list[tuple[bytes, int]]:
+        """The longest unused blocks, at most so many, and their last uses."""
+        with self._changing:
+            return list(islice(self.blocks.items(), count))
+
+    def _place(self, block_id: bytes, used: int, last: bool) -> None:
+        """Put a block that is here at the end of the order, or at its beginning."""
+        with self._changing, suppress(KeyError):  # it was removed meanwhile
+            self.blocks.move_to_end(block_id, last)
+            self.blocks[block_id] = used
+
+    def used_elsewhere(self, block_id: bytes, used: int) -> None:
+        """Another server used a block."""
+        self._place(block_id, used, last=True)
+
+    def find_others(self) -> None:
+        """Take in what other servers stored and removed. Raises OSError."""
+        there = dict.fromkeys(self.folder.block_ids())
+        before = dict.fromkeys(self.blocks.copy())
+        for block_id in [name for name in before if name not in there]:
+            if not os.path.exists(self.path(block_id)):  # stored while the names were read
+                self.forget(block_id)
+        for block_id in [name for name in there if name not in before]:
+            self.find(block_id)
+
+    def find(self, block_id: bytes) -> bool:
+        """Ask the disk for a block that is not known to be here. Raises OSError."""
+        clearings = self.clearings
+        try:
+            used = self.backend.last_use(self.path(block_id))
+        except FileNotFoundError:
+            return False
+        with self._changing:
+            if self.is_clearing or clearings != self.clearings:
+                return False
+            self.blocks.setdefault(block_id, used)
+        self._note(block_id)
+        return True
+
+    def remove(self, block_ids: Iterable[bytes]) -> int:
+        """Remove blocks of this model. Returns how many files there were. Raises OSError."""
+        return sum(self.unlink(self.folder, block_id) for block_id in block_ids)
+
+    def unlink(self, folder: ModelFolder, block_id: bytes) -> bool:
+        """Remove a block of any model. False when there is none. Raises OSError."""
+        try:
+            with self.ledger.held():
+                self.backend.unlink(folder.block_path(block_id))
+                self.ledger.freed(folder.file_bytes)
+        except FileNotFoundError:
+            return False
+        finally:
+            if folder == self.folder:
+                self.forget(block_id)
+        return True
+
+    def take_changes(self) -> list[bytes]:
+        """Identities of blocks that came or left by themselves since the last call; nothing is
+        noted before the first."""
+        if self._changed is None:
+            self._changed = deque()
+        return [self._changed.popleft() for _ in range(len(self._changed))]
 
     # -- use ----------------------------------------------------------------------------------
 
+    def learn_uses(self) -> None:
+        """Read from the disk when the blocks were used that were here at the start, and bring them
+        into that order. Once; raises OSError."""
+        if self.knows_uses:
+            return
+        found = dict(self.uses_in(self.folder))
+        for block_id in [name for name, used in self.blocks.copy().items() if not used]:
+            if block_id not in found:
+                self.forget(block_id)
+        names = list(found)
+        times = np.fromiter(found.values(), dtype=np.int64, count=len(found))
+        newest_first = np.argsort(-times, kind="stable").tolist()
+        for block_id in map(names.__getitem__, newest_first):
+            if self.blocks.get(block_id) == 0:
+                self._place(block_id, found[block_id], last=False)
+        self.knows_uses = True
+
+    def uses_in(self, folder: ModelFolder) -> Iterator[tuple[bytes, int]]:
+        """As `ModelFolder.uses`. A use that is still to come, from a clock that was ahead, becomes
+        one of now, on the disk too. Raises OSError."""
+        now = int(self.clock() * 1e9)
+        for block_id, used in folder.uses():
+            if used > now + AHEAD_NS:
+                with suppress(FileNotFoundError):
+                    self.backend.note_use(folder.block_path(block_id), now)
+            yield block_id, min(used, now)
+
+    def use_time(self, position: int) -> int:
+        """When a block is used that is stored now, in ns since 1970: coarse on purpose, and less by
+        the blocks before it, so that those of one prefix age from their end."""
+        return int(self.clock() * 1e9) // NOTED_NS * NOTED_NS - position * 1000
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """See `DiskStore.touch`."""
-        self._touches.append((int(self.clock() * 1e6), 0, block_ids))
+        self._touches.append((int(self.clock() * 1e9), block_ids))
 
-    def hit(self, block_id: bytes, position: int) -> None:
-        """Note that a block was served."""
-        self._touches.append((self.access_time(position), 1, (block_id,)))
-
-    def access_time(self, position: int) -> int:
-        """Microseconds since 1970, coarse on purpose and less by the block's position, so that the
-        blocks of one prefix that are used together age from their end."""
-        return int(self.clock()) // _ACCESS_QUANTUM_S * _ACCESS_QUANTUM_S * 1_000_000 - position
-
-    def flush_touches(self) -> None:
-        """Write the noted uses to the index."""
-        uses: dict[bytes, tuple[int, int]] = {}
+    def note_touches(self) -> None:
+        """Bring what was used to the end of the order, a block before what it continues, and note
+        the use on the disk unless that was done just before. Raises OSError."""
         with suppress(IndexError):  # another thread may take the last one
             while self._touches:
-                when, hits, block_ids = self._touches.popleft()
-                for position, block_id in enumerate(block_ids):
-                    if block_id in self.places:
-                        accessed, before = uses.get(block_id, (0, 0))
-                        uses[block_id] = (max(accessed, when - position), before + hits)
-        with self._if_possible():
-            self.index.touch(self.number, uses)
+                when, block_ids = self._touches.popleft()
+                for position in range(len(block_ids) - 1, -1, -1):
+                    self._used(block_ids[position], when - position * 1000)
+
+    def _used(self, block_id: bytes, when: int) -> None:
+        before = self.blocks.get(block_id)
+        if before is None or before > when:
+            return
+        is_noted = before + NOTED_NS > when
+        self._place(block_id, before if is_noted else when, last=True)
+        if not is_noted:
+            try:
+                self.backend.note_use(self.path(block_id), when)
+            except FileNotFoundError:
+                self.forget(block_id)
 
     def close(self) -> None:
-        """Close everything and give the lock back."""
-        self.slabs.close()
-        self.index.close()
-        os.close(self._lock_file)
+        """Leave the directory to others."""
+        self.membership.close()
+        self.ledger.close()
 
 
-def used_bytes(root: str) -> int:
-    """Sizes of all files in a store's folder."""
-    total = 0
-    for entry in os.scandir(root):
-        with suppress(FileNotFoundError):
-            total += entry.stat(follow_symlinks=False).st_size
-    return total
+def write_small(path: str, text: str) -> None:
+    """Make a small file for people say this, whole or not at all. Raises OSError."""
+    with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        if file.read() == text:  # there may be no room to write it again
+            return
+    fresh = f"{path}.{os.urandom(4).hex()}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(fresh, flags, FILE_MODE)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(fresh)
+        raise

@@ -1,44 +1,36 @@
 """Erasing: what was stored is in no file any more, and no later start can find it again.
 
-A block that is evicted leaves its bytes in its slot until the slot has another owner, and an index
-that is rebuilt finds it there. What is erased here is overwritten:
-
-1. the rows of the blocks go, and their slots stay taken
-2. their slots are overwritten with zeros, and so is every slot that no block owns and that is not
-   blank: it may hold what was evicted, replaced, damaged or never finished
-3. the slabs are synced
-4. the index forgets namespaces without a block, and its log is written out, synced and emptied
-
-A crash before the end leaves some of it erased. Beside the erasing the store serves as ever.
+Removal is made durable: the folders that files were removed from are synced. Bytes that a file had
+are the device's to give away; who must not find them there encrypts it (docs/security.md). Beside
+the erasing the store serves as ever.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import islice
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from typing import NamedTuple
 
-import numpy as np
-
-from sglang_hc.forms import CHUNK_ALIGN
-from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.format import LABEL_MAX, Damaged, SlotHeader, read_header
-from sglang_hc.store.disk.index import NAMESPACE_BYTES, ROWS_PER_COMMIT
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place, Row
+from sglang_hc.store.disk.folders import (
+    ModelFolder,
+    cleared_folders,
+    cleared_name,
+    model_folders,
+)
+from sglang_hc.store.disk.format import LABEL_MAX, BlockHeader, Damaged, read_header
+from sglang_hc.store.disk.sharing import NEW
 from sglang_hc.tree.forgetting import Forgetting, Stored
 
 logger = logging.getLogger(__name__)
 
-IN_USE_S = 60.0
-"""How long erasing waits for a slot that somebody reads or writes."""
-
-_ZEROS = aligned_buffer(1 << 20)
-_TROUBLE = (OSError, IndexFull, IndexDamaged, KeyError)
-"""What a directory may say that fails, or whose slab has just been dropped."""
+WRITES_S = 60.0
+"""How long clearing waits for what is being written."""
 
 
 class Erased(NamedTuple):
@@ -51,175 +43,154 @@ class Erased(NamedTuple):
 class _Found(NamedTuple):
     """A block that may have to go. header: None where it cannot be read."""
 
-    row: Row
-    header: SlotHeader | None
+    folder: ModelFolder
+    block_id: bytes
+    header: BlockHeader | None
 
 
 def forget(directories: Sequence[Directory], what: Forgetting) -> Erased:
     """Erase the blocks of some namespaces, of every model. None of them may be on its way to the
     disk. A directory that cannot be read or written is left as it is, and the answer says so."""
-    found = {directory: _candidates(directory, what) for directory in directories}
+    found: dict[Directory, list[_Found]] = {}
+    for directory in directories:
+        some = _candidates(directory, what)
+        if some is not None:
+            found[directory] = some
     known = {
-        header.block_id: Stored(header.parent_id, header.position, header.tokens)
+        one.header.block_id: Stored(one.header.parent_id, one.header.position, one.header.tokens)
         for some in found.values()
-        for _, header in some or ()
-        if header is not None
+        for one in some
+        if one.header is not None
     }
-    blocks, complete = 0, None not in found.values()
+    blocks, complete = 0, len(found) == len(directories)
     for directory, some in found.items():
-        rows = [one.row for one in some or () if _is_named(one.header, what, known)]
-        count, done = _erase(directory, rows)
+        count, done = _erase(directory, [one for one in some if _is_named(one, what, known)])
         blocks, complete = blocks + count, complete and done
     return Erased(blocks, complete)
 
 
-def clear(forgotten: Mapping[Directory, Mapping[bytes, int]]) -> Erased:
-    """Erase every block of the model that the directories are open for: what `Directory.forget`
-    gave of each. Slabs that no other model has a block in are removed as files."""
-    blocks, complete = 0, True
-    for directory, places in forgotten.items():
-        names = places.items()
-        rows = [Row(directory.number, name, *Place.unpack(packed)) for name, packed in names]
-        count, done = _erase(directory, rows, whole_slabs=True)
-        if not done:
-            directory.unerased |= places  # for who tries again
+def clear(directories: Sequence[Directory], is_writing: Callable[[], bool]) -> Erased:
+    """Erase every block of the model that the directories are open for. is_writing: whether
+    something is still being written that is to go."""
+    asked = [directory.clearings for directory in directories]
+    end = time.monotonic() + WRITES_S
+    while is_writing() and time.monotonic() < end:
+        time.sleep(0.001)
+    blocks, complete = 0, not is_writing()
+    for directory, clearings in zip(directories, asked, strict=True):
+        count, done = _clear_unless_broken(directory, clearings)
         blocks, complete = blocks + count, complete and done
     return Erased(blocks, complete)
+
+
+def clear_late(directory: Directory) -> None:
+    """Erase what a clear could not: until then the directory takes nothing. Raises OSError."""
+    _clear(directory, directory.clearings)
+    directory.owes_clearing = False
+
+
+def remove_cleared(directory: Directory) -> None:
+    """Remove the files of what was cleared; another server may be at it too. Raises OSError."""
+    for folder in cleared_folders(directory.root):
+        for block_id in folder.block_ids():
+            directory.unlink(folder, block_id)
+        shutil.rmtree(folder.path, ignore_errors=True)
+        if os.path.lexists(folder.path):
+            raise OSError(errno.EIO, f"{folder.path} cannot be removed")
+
+
+def _clear_unless_broken(directory: Directory, clearings: int) -> Erased:
+    try:
+        return Erased(_clear(directory, clearings), True)
+    except OSError as error:
+        directory.owes_clearing = directory.is_clearing  # or only files are left to be removed
+        return Erased(0, _missed(directory, error))
+
+
+def _clear(directory: Directory, clearings: int) -> int:
+    """One rename, and nothing is found any more, by whomever. clearings: that this one does.
+    Returns the blocks that were there. Raises OSError."""
+    _check_answers(directory)
+    count = sum(1 for _ in directory.folder.block_ids())
+    with suppress(FileNotFoundError):
+        directory.backend.rename(directory.folder.path, cleared_name(directory.folder).path)
+    directory.backend.sync_directory(directory.root)
+    directory.cleared = max(directory.cleared, clearings)
+    remove_cleared(directory)
+    directory.backend.sync_directory(directory.root)
+    with suppress(OSError):
+        directory.write_label()
+    return count
 
 
 def _candidates(directory: Directory, what: Forgetting) -> list[_Found] | None:
-    """Blocks whose label in the index, which is cut off, may be one that is forgotten; None where
-    that cannot be found out."""
-    found = []
+    """Blocks whose label, which may be cut off, may be one that is forgotten, and those that cannot
+    be read. None for a directory that is out of order."""
     try:
-        with directory.guarded():
-            labels = directory.index.namespaces()
-            named = {n for n, label in labels.items() if what.may_name(label, NAMESPACE_BYTES)}
-            rows = list(directory.index.rows_of(named)) if named else []
-        for row in rows:
-            if directory.slabs.lease(row.place):
-                try:
-                    found.append(_Found(row, _header(directory, row)))
-                finally:
-                    directory.slabs.unlease([row.place])
-    except _TROUBLE as error:
+        _check_answers(directory)
+        directory.membership.look()  # what dead servers were writing goes too
+        remove_cleared(directory)
+        folders = model_folders(directory.root)
+        every = (_look_at(directory, f, block_id) for f in folders for block_id in f.block_ids())
+        return [one for one in every if one is not None and _may_be_named(one, what)]
+    except OSError as error:
         _missed(directory, error)
         return None
-    return found
 
 
-def _header(directory: Directory, row: Row) -> SlotHeader | None:
-    """What the slot of a block says of it; None for nothing that can be believed."""
+def _look_at(directory: Directory, folder: ModelFolder, block_id: bytes) -> _Found | None:
+    """None for a block that is gone. Raises OSError."""
     try:
-        header = read_header(partial(directory.slabs.read, row.place))
-    except Damaged:
+        with closing(directory.backend.open(folder.block_path(block_id))) as file:
+            return _Found(folder, block_id, read_header(file.read))
+    except (Damaged, IsADirectoryError):
+        return _Found(folder, block_id, None)
+    except FileNotFoundError:
         return None
-    return header if header.block_id == row.block_id else None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return _Found(folder, block_id, None)
 
 
-def _is_named(header: SlotHeader | None, what: Forgetting, known: Mapping[bytes, Stored]) -> bool:
-    """Whether a candidate is forgotten. What cannot be read is."""
-    if header is None:
-        return True
-    return what.may_name(header.label, LABEL_MAX) and what.names_block(
-        header.label, known[header.block_id], known
+def _may_be_named(one: _Found, what: Forgetting) -> bool:
+    header = one.header
+    return (
+        header is None or header.block_id != one.block_id or what.may_name(header.label, LABEL_MAX)
     )
 
 
-def _erase(directory: Directory, rows: Sequence[Row], *, whole_slabs: bool = False) -> Erased:
-    """Erase these blocks of one directory, and what earlier blocks left behind. whole_slabs: remove
-    the slabs that are empty then."""
-    count, slabs = 0, directory.slabs
-    touched: set[int] = set()
+def _is_named(one: _Found, what: Forgetting, known: dict[bytes, Stored]) -> bool:
+    """Whether a candidate is forgotten. What cannot be read, or is another block, is."""
+    if one.header is None or one.header.block_id != one.block_id:
+        return True
+    return what.names_block(one.header.label, known[one.block_id], known)
+
+
+def _erase(directory: Directory, some: Sequence[_Found]) -> Erased:
+    """Erase these blocks of one directory. Several parts of a block are one block."""
+    blocks = len({block_id for _, block_id, _ in some})
+    try:
+        for folder, block_id, _ in some:
+            directory.unlink(folder, block_id)
+        _sync(directory)
+    except OSError as error:
+        return Erased(blocks, _missed(directory, error))
+    return Erased(blocks, True)
+
+
+def _sync(directory: Directory) -> None:
+    """Make all removals durable, of blocks that were evicted before too. Raises OSError."""
+    leaves = (leaf for folder in model_folders(directory.root) for leaf, _ in folder.leaves())
+    for path in (os.path.join(directory.root, NEW), *leaves):
+        with suppress(FileNotFoundError):  # nothing was stored there, or another server cleared it
+            directory.backend.sync_directory(path)
+
+
+def _check_answers(directory: Directory) -> None:
+    """Raises TimeoutError for a directory that hangs: whoever asks it does not come back."""
     if directory.hangs:
-        return Erased(0, _missed(directory, TimeoutError("it does not answer")))
-    try:
-        for some in _batches(rows):
-            places = directory.disown(some)
-            count += len(places)
-            if whole_slabs:
-                slabs.release(places)
-            else:
-                _overwrite(directory, [place for place in places if slabs.lease(place)], touched)
-        if whole_slabs:
-            _drop_empty(directory)
-        _sweep(directory, touched)
-        slabs.sync(touched & slabs.sizes().keys())
-        with directory.guarded():
-            directory.index.settle()
-    except _TROUBLE as error:
-        return Erased(count, _missed(directory, error))
-    return Erased(count, True)
-
-
-def _drop_empty(directory: Directory) -> None:
-    """Remove the slabs in which no slot is taken."""
-    with directory.guarded():
-        for slab in directory.index.slabs():
-            if len(directory.slabs.unowned(slab.slab)) == slab.slots:
-                directory.slabs.drop(slab.slab)
-
-
-def _sweep(directory: Directory, touched: set[int]) -> None:
-    """Overwrite every slot that no block owns and that is not blank. Those in use are waited for:
-    whoever writes one may fail, and leave in it what was there before."""
-    slabs = directory.slabs
-    in_use = slabs.leased()
-    for number in slabs.sizes():
-        for some in _batches(slabs.unowned(number)):
-            in_use |= _claim_and_overwrite(directory, some, touched)
-    end = time.monotonic() + IN_USE_S
-    while in_use & slabs.leased():
-        if time.monotonic() >= end:
-            raise TimeoutError("a slot is in use and cannot be erased now")
-        time.sleep(0.001)
-    for some in _batches(sorted(in_use)):
-        _claim_and_overwrite(directory, some, touched)
-
-
-def _claim_and_overwrite(
-    directory: Directory, places: Sequence[Place], touched: set[int]
-) -> set[Place]:
-    """Returns those that are in use now."""
-    mine, in_use = directory.slabs.claim(places)
-    _overwrite(directory, mine, touched, blank_too=False)
-    return in_use
-
-
-def _overwrite(
-    directory: Directory, places: Sequence[Place], touched: set[int], *, blank_too: bool = True
-) -> None:
-    """Write zeros to leased slots that belong to nobody else, and give them back. Their slabs are
-    added to `touched`. A slot that cannot be overwritten is not used again before a restart.
-    blank_too: also where a slot has no header. Raises OSError."""
-    slabs = directory.slabs
-    page = aligned_buffer(CHUNK_ALIGN)
-    try:
-        for place in places:
-            if not blank_too:
-                slabs.read(place, [page])
-                if not np.frombuffer(page, dtype=np.uint8).any():
-                    continue
-            size = slabs.sizes()[place.slab]
-            whole, rest = divmod(size, len(_ZEROS))
-            slabs.write(place, [_ZEROS] * whole + [_ZEROS[:rest]] * bool(rest))
-            touched.add(place.slab)
-    except OSError:
-        for place in places:
-            slabs.quarantine(place)
-        raise
-    finally:
-        slabs.release(places)
-        slabs.unlease(places)
-
-
-T = TypeVar("T")
-
-
-def _batches(items: Iterable[T]) -> Iterator[list[T]]:
-    rest = iter(items)
-    while some := list(islice(rest, ROWS_PER_COMMIT)):
-        yield some
+        raise TimeoutError("it does not answer")
 
 
 def _missed(directory: Directory, error: Exception) -> bool:

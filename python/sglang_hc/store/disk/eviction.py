@@ -1,133 +1,270 @@
-"""Making room on a directory: new slabs, old blocks out, slabs from one model to another.
+"""Room for one more file in a directory, and what goes for it.
 
-Blocks that no waiting request needs are evicted first, the least recently used before others. When
-every block is needed, the one that is needed last goes first (AttentionStore section 3.3.2).
+Where a block has to go, its file stays: it gets another name and is written over. File systems are
+slow at making and removing files, and slower at making some where others have just gone. Other
+servers may have used a block: its file says so, and is asked before it goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property, partial
-from heapq import nlargest
+import logging
+from contextlib import suppress
+from itertools import islice
 
+from sglang_hc.store.disk.backend import File
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.index_file import Place, Row
+from sglang_hc.store.disk.folders import ModelFolder, cleared_folders, model_folders
+from sglang_hc.store.disk.sharing import unfinished_bytes
+from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
-HIGH, LOW = 0.95, 0.90
-"""Shares of the slots that a directory can have."""
+logger = logging.getLogger(__name__)
 
-_BATCH_SHARE = 64
-_PAGE = 256
-_MOST_PAGES = 64
+BATCH_BLOCKS = 64
+"""Most blocks that are removed at once: other servers wait for the lock meanwhile."""
+
+NEARLY_FULL = 0.9
+"""Of the limit: from then on it is known what other models and parts have here."""
 
 
 class Evictor:
-    """Frees slots of the size that a directory's model needs. Its methods raise IndexDamaged.
+    """Keeps the files of one directory within bounds: those of blocks are made and removed here.
 
-    uses: when waiting requests will use blocks, see `DiskStore.expect`; changed by its owner.
+    limit: bytes that the files may take: the budget, or less where the disk has no room for it.
     """
 
-    def __init__(self, directory: Directory, uses: Mapping[bytes, float]) -> None:
-        self._directory = directory
-        self._slot_bytes = directory.model.slot_bytes
-        self._uses = uses
+    def __init__(self, directory: Directory, uses: dict[bytes, float]) -> None:
+        """uses: see `Victims`."""
+        self.directory = directory
+        self._victims = Victims(directory, uses)
+        self._doubts = False
+        """Files are gone that this server alone would have removed: the ledger counts them."""
+        self._is_full = False
+        self.limit = directory.budget
 
-    def slot(self, behind: Place | None = None, more: int = 0) -> Place | None:
-        """A leased free slot, as of `SlabSet.allocate`; None when nothing can go. Raises OSError
-        and IndexFull too."""
-        directory = self._directory
-        take = partial(directory.slabs.allocate, self._slot_bytes, behind, more)
-        slot = take()
-        while slot is None:
-            with directory.making_room:
-                slot = take()  # another thread made room
-                if slot is None and not self._make_room():
+    def open(self) -> None:
+        """Count what is there, and take less than the budget where the disk has less room. Raises
+        OSError."""
+        directory = self.directory
+        with directory.ledger.held():
+            own = len(directory.blocks) * directory.folder.file_bytes
+            directory.ledger.used = used = own + self._count_files(besides=directory.folder)
+        self.limit = self._room(used)
+        if self.limit < directory.budget:
+            self._is_full = True
+            logger.warning(
+                "%s: the disk has room for %.1f of the %.1f GB of the budget; blocks are evicted "
+                "when that is full",
+                directory.root, self.limit / 1e9, directory.budget / 1e9,
+            )  # fmt: skip
+
+    def make_file(self, path: str, size: int) -> File | None:
+        """A file of so many bytes at `path`, to be written over: a new one, or that of a block that
+        goes for it. None when nothing can go. Raises OSError."""
+        directory = self.directory
+        with directory.making_room, directory.ledger.held():
+            counted, removed = False, 0
+            while (used := self._used()) + size > self.limit:
+                victim = self._victims.next()
+                if (victim is None and counted) or removed == BATCH_BLOCKS:
                     return None
-            slot = slot or take()
-        return slot
+                if victim is None:  # what others stored can go, what somebody removed is free
+                    directory.find_others()
+                    directory.ledger.used = self._count_files()
+                    counted = True
+                elif victim.folder.file_bytes != size or used > self.limit:
+                    removed += self._evict_one(victim) > 0
+                elif self._take_file(victim, path):
+                    file = self._open_again(path, size)
+                    if file is not None:
+                        return file
+            directory.ledger.used = used + size
+            try:
+                return directory.backend.create(path)
+            except OSError:
+                directory.ledger.freed(size)
+                raise
 
-    def trim(self) -> None:
-        """If more than HIGH of the slots are taken, evict down to LOW, nothing that is needed: so
-        writers find free slots without waiting."""
-        directory = self._directory
-        used, there = directory.slabs.usage(self._slot_bytes)
-        there += directory.slabs.growable_slots(self._slot_bytes)
-        if used > HIGH * there:
-            with directory.making_room:
-                self._evict(used - int(LOW * there), needed=False)
+    def drop_file(self, path: str, size: int) -> None:
+        """Remove a file of `make_file` again. Raises OSError."""
+        directory = self.directory
+        with directory.ledger.held(), suppress(FileNotFoundError):
+            directory.backend.unlink(path)
+            directory.ledger.freed(size)
 
-    def expire(self, before: float) -> None:
-        """Remove every block last used before that time (seconds since 1970)."""
-        directory = self._directory
-        removed = 1
-        while removed:
-            with directory.guarded():
-                old = directory.index.oldest(_PAGE, before=int(before * 1e6))
-            removed = directory.remove_rows(old)
-            directory.count("expired_blocks", removed)
+    def publish(self, path: str, block_id: bytes, size: int) -> None:
+        """Give a file of `make_file` the name of its block, in place of what has it: another server
+        may have written the block meanwhile. Raises OSError."""
+        directory = self.directory
+        target = directory.path(block_id)
+        if directory.membership.alone and not self._is_there(target):
+            directory.backend.rename(path, target)
+            return
+        with directory.ledger.held():
+            if self._is_there(target):
+                directory.backend.unlink(target)
+                directory.ledger.freed(size)
+            directory.backend.rename(path, target)
 
-    def _make_room(self) -> bool:
-        directory = self._directory
-        with directory.guarded():
-            if directory.slabs.grow(self._slot_bytes):
-                return True
-            if self._take_foreign_slab() and directory.slabs.grow(self._slot_bytes):
-                return True
-        if directory.retry_removals():
-            return True
-        _, there = directory.slabs.usage(self._slot_bytes)
-        return self._evict(max(1, there // _BATCH_SHARE), needed=True) > 0
-
-    @cached_property
-    def _newest_access(self) -> dict[int, int]:
-        """Of each slab. Read once: nobody uses another model's slabs while this one is served."""
-        return self._directory.index.newest_access()
-
-    def _take_foreign_slab(self) -> bool:
-        """Drop the longest unused slabs of other slot sizes until one of ours fits in their place.
-        False when none is left that is older than all we have here."""
-        directory, size = self._directory, self._slot_bytes
-        foreign = [number for number, other in directory.slabs.sizes().items() if other != size]
-        if not foreign:
+    def _is_there(self, path: str) -> bool:
+        try:
+            self.directory.backend.last_use(path)
+        except FileNotFoundError:
             return False
-        directory.flush_touches()
-        oldest = directory.index.oldest(1, slot_bytes=size)
-        for accessed, number in sorted((self._newest_access.get(n, 0), n) for n in foreign):
-            if oldest and accessed >= oldest[0].accessed:
-                return False
-            if directory.drop_slab(number) and directory.slabs.growable_slots(size):
-                return True
-        return False
+        return True
 
-    def _evict(self, wanted: int, *, needed: bool) -> int:
-        """Evict until `wanted` slots are free again. Returns blocks evicted; none while the index
-        refuses, because that frees nothing.
+    def disk_is_full(self, size: int) -> None:
+        """The disk has no room for a file of that size although the limit has: take less from now
+        on. Raises OSError."""
+        directory = self.directory
+        if not self._is_full:
+            self._is_full = True
+            logger.warning("%s: the disk is full; older blocks go", directory.root)
+        with directory.making_room, directory.ledger.held():
+            self.limit = min(self.limit, self._used())
+            self._evict(size)  # what fills the disk may be in it by now
 
-        needed: evict blocks that waiting requests need too, if there are no others.
-        """
-        directory = self._directory
-        if directory.is_owed_removals:
+    def expire(self, before: int) -> None:
+        """Remove every block of this model last used before that time, in ns since 1970. Raises
+        OSError."""
+        directory = self.directory
+        directory.learn_uses()
+        directory.note_touches()
+        while old := self._older(before):
+            with directory.making_room, directory.ledger.held():
+                freed = sum(map(self._remove, old))
+            directory.count("expired_blocks", freed // directory.folder.file_bytes)
+
+    def _older(self, than: int) -> list[Victim]:
+        folder, known = self.directory.folder, self.directory.oldest(PAGE)
+        old = (Victim(used, folder, name) for name, used in known if used < than)
+        return list(islice(old, BATCH_BLOCKS))
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def count(self) -> None:
+        """Put the ledger right: files may have been removed by hand. Raises OSError."""
+        with self.directory.ledger.held():
+            self.directory.ledger.used = self._count_files()
+
+    def look_for_room(self) -> None:
+        """The disk may have got more room, or less. Raises OSError."""
+        with self.directory.ledger.held():
+            used = self._used()
+        self.limit = self._room(used)
+
+    def trim(self) -> bool:
+        """Evict some of what is above the limit, as after a start with a smaller budget. False when
+        nothing is, or nothing can go. Raises OSError."""
+        directory = self.directory
+        with directory.making_room, directory.ledger.held():
+            above = self._used() - self.limit
+            most = BATCH_BLOCKS * directory.folder.file_bytes
+            return above > 0 and self._evict(min(above, most)) > 0
+
+    def look_for_foreign(self) -> None:
+        """Other models and parts may have stored more since all that was known of them went. Raises
+        OSError."""
+        directory = self.directory
+        with directory.ledger.held():
+            nearly_full = self._used() > NEARLY_FULL * self.limit
+        if nearly_full:
+            self._victims.look_for_foreign()
+
+    # -- while the ledger is held ----------------------------------------------------------------
+
+    def _used(self) -> int:
+        used = self.directory.ledger.used
+        if self._doubts:
+            self.directory.find_others()  # so that no other block goes for those that are gone
+        return self._count_files() if used is None or self._doubts else used
+
+    def _count_files(self, besides: ModelFolder | None = None) -> int:
+        """Bytes that all files take, by a look at their names. besides: a folder that is counted
+        already."""
+        root = self.directory.root
+        self._doubts = False
+        unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
+        folders = [one for one in model_folders(root) if one != besides] + cleared_folders(root)
+        return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
+
+    def _room(self, used: int) -> int:
+        directory = self.directory
+        return min(directory.budget, used + directory.backend.free_bytes(directory.root))
+
+    def _evict(self, wanted: int) -> int:
+        """Evict until so many bytes are free. Returns how many are; fewer when nothing more can
+        go."""
+        freed = 0
+        while freed < wanted and (victim := self._victims.next()) is not None:
+            freed += self._evict_one(victim)
+        return freed
+
+    def _evict_one(self, victim: Victim) -> int:
+        freed = self._remove(victim)
+        self.directory.count("evicted_blocks", freed > 0)
+        return freed
+
+    def _remove(self, victim: Victim) -> int:
+        """Remove a block, unless somebody else used it since. Returns the bytes that are free.
+        Raises OSError; the block is not known any more then, or it would be the first to go again
+        and again."""
+        directory = self.directory
+        if not self._may_go(victim):
             return 0
-        directory.flush_touches()
-        behind: Row | None = None
-        evicted = 0
-        last: list[Row] = []
-        for _ in range(_MOST_PAGES):
-            with directory.guarded():
-                page = directory.index.oldest(_PAGE, behind, slot_bytes=self._slot_bytes)
-            if not page:
-                break
-            behind = page[-1]
-            victims = [row for row in page if row.block_id not in self._uses]
-            evicted += directory.remove_rows(victims[: wanted - evicted])
-            if evicted >= wanted or directory.is_owed_removals:
-                break
-            last += [row for row in page if row.block_id in self._uses]
-            last = nlargest(wanted - evicted, last, key=self._use)
-        if needed and evicted < wanted and not directory.is_owed_removals:
-            evicted += directory.remove_rows(last[: wanted - evicted])
-        directory.count("evicted_blocks", evicted)
-        return evicted
+        try:
+            directory.backend.unlink(victim.path)
+        except FileNotFoundError:
+            self._doubts = self._doubts or directory.membership.alone
+            return 0
+        finally:
+            self._forget(victim)
+        directory.ledger.freed(victim.folder.file_bytes)
+        return victim.folder.file_bytes
 
-    def _use(self, row: Row) -> float:
-        return self._uses.get(row.block_id, 0.0)
+    def _take_file(self, victim: Victim, path: str) -> bool:
+        """Evict a block and leave its file at `path`. False when it is not there to go. Raises as
+        `_remove`."""
+        directory = self.directory
+        if not self._may_go(victim):
+            return False
+        try:
+            directory.backend.rename(victim.path, path)
+        except FileNotFoundError:
+            self._doubts = self._doubts or directory.membership.alone
+            return False
+        finally:
+            self._forget(victim)
+        directory.count("evicted_blocks")
+        return True
+
+    def _open_again(self, path: str, size: int) -> File | None:
+        """The file of a block that was evicted; None where somebody put something else in its
+        place, which is removed."""
+        directory = self.directory
+        try:
+            return directory.backend.reuse(path)
+        except OSError as error:
+            directory.backend.unlink(path)
+            directory.ledger.freed(size)
+            if isinstance(error, IsADirectoryError):
+                return None
+            raise
+
+    def _may_go(self, victim: Victim) -> bool:
+        """Whether no other server, and no other rank, has used a block since it was looked at."""
+        directory = self.directory
+        mine = victim.folder == directory.folder
+        if directory.membership.alone and mine:
+            return True
+        try:
+            used = directory.backend.last_use(victim.path)
+        except FileNotFoundError:
+            self._forget(victim)
+            return False
+        if used > victim.used and mine:
+            directory.used_elsewhere(victim.block_id, used)
+        return used <= victim.used
+
+    def _forget(self, victim: Victim) -> None:
+        if victim.folder == self.directory.folder:
+            self.directory.forget(victim.block_id)

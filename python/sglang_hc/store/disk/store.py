@@ -1,7 +1,8 @@
 """The disk store: blocks of one model over one or several directories.
 
-A block lies whole in one directory. A directory that failed, or whose I/O keeps failing, is out of
-use: its blocks are not found, and the other directories go on.
+A block lies whole in one file of one directory. A directory that failed, or whose I/O keeps
+failing, is out of use: its blocks are not found, and the other directories go on. Several servers
+may have a directory open.
 
 Lookups, `touch`, `expect` and `order` are for the scheduler thread: they look into memory, never at
 a disk, and wait for nobody. Reads, writes and removals are for any number of I/O threads at once.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
@@ -23,20 +24,14 @@ import numpy as np
 from sglang_hc.forms import CHUNK_ALIGN
 from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.backend import DirectBackend
-from sglang_hc.store.disk.directory import (
-    Directory,
-    DirectoryLost,
-    DirectorySpec,
-    steady_time,
-)
+from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec, steady_time
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import StoredModel
-from sglang_hc.store.disk.index_file import IndexDamaged, IndexFull, Place
+from sglang_hc.store.disk.format import Block, StoredModel
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
 from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader, Read
-from sglang_hc.store.disk.writer import Block, BlockWriter
+from sglang_hc.store.disk.writer import BlockWriter
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -46,32 +41,29 @@ _DEFAULTS = Upkeep()
 
 
 class DiskStore:
-    """See the module. Made by `open`; `close` it, so that the next start is quick."""
+    """See the module. Made by `open`; `close` it, so that others know that it is gone."""
 
     def __init__(
         self,
-        directories: Sequence[Directory],
+        evictors: Sequence[Evictor],
         model: StoredModel,
+        uses: dict[bytes, float],
         upkeep: Upkeep,
         left_out: int = 0,
     ) -> None:
-        """left_out: further directories whose devices fail."""
-        self.directories = tuple(directories)
+        """evictors: of the open directories. uses: that they look at. left_out: further directories
+        whose devices fail."""
+        self.directories = tuple(one.directory for one in evictors)
         self._left_out = left_out
         self.model = model
-        self.slot_bytes = model.block_bytes
-        """Bytes of one block, which is a slot of the host tier."""
-        self._uses: dict[bytes, float] = {}
-        evictors = {d: Evictor(d, self._uses) for d in directories}
-        self._readers = {directory: BlockReader(directory) for directory in directories}
-        self._writer = BlockWriter(evictors, model.slot_bytes)
-        share = 1 / len(directories)
-        self.maintenance = [Maintenance(d, evictors[d], upkeep, share) for d in directories]
-        self._in_use_before = set(directories)
-        for one in self.maintenance:
-            with suppress(IndexDamaged, IndexFull):  # it is out of use then, or tries again
-                one.expire()
-            if upkeep.background:
+        self._uses = uses
+        self._readers = {one: BlockReader(one) for one in self.directories}
+        self.evictors = {one.directory: one for one in evictors}
+        self._writer = BlockWriter(self.evictors)
+        self.maintenance = {one.directory: Maintenance(one, upkeep) for one in evictors}
+        self._in_use_before = set(self.directories)
+        if upkeep.background:
+            for one in self.maintenance.values():
                 one.start()
 
     @classmethod
@@ -86,17 +78,18 @@ class DiskStore:
         """Open, and make where missing, the directories for one model.
 
         backend: None for the real disk. A directory whose device fails is left out, unless all
-        fail. Raises DirectoryError with a message for users; nothing stays open or locked then.
+        fail. Raises DirectoryError with a message for users; nothing stays open then.
         """
-        opened: list[Directory] = []
+        opened: list[Evictor] = []
+        uses: dict[bytes, float] = {}
         try:
             for spec in directories:
-                opening = Opening(spec, model, backend, clock)
+                opening = Opening(spec, model, uses, backend, clock)
                 opened += _open_unless_lost(opening, last=not opened and spec is directories[-1])
-            return cls(opened, model, upkeep, len(directories) - len(opened))
+            return cls(opened, model, uses, upkeep, len(directories) - len(opened))
         except BaseException:
-            for directory in opened:
-                directory.close()
+            for evictor in opened:
+                evictor.directory.close()
             raise
 
     # -- scheduler thread ---------------------------------------------------------------------
@@ -104,22 +97,21 @@ class DiskStore:
     @property
     def capacity(self) -> int:
         """Blocks that fit into all directories."""
-        size = self.model.slot_bytes
-        return sum(directory.slabs.data_bytes // size for directory in self.directories)
+        return sum(directory.capacity for directory in self.directories)
 
     def in_use(self) -> list[Directory]:
-        """The directories that may be asked now: neither failed nor paused because of failures."""
+        """The directories that may be asked now: neither hanging nor paused because of failures."""
         return [directory for directory in self.directories if directory.usable()]
 
     def contains(self, block_ids: Sequence[bytes]) -> int:
-        """How many of the first identities are here without a gap. A block in a directory that is
-        out of use is not here. A yes is no promise: the read proves it."""
-        known = [directory.places for directory in self.in_use()]
+        """How many of the first identities are here without a gap, as far as is known. A block in a
+        directory that is out of use is not here. A yes is no promise: the read proves it."""
+        known = [directory.blocks for directory in self.in_use()]
         if len(known) == 1:
             return len(list(takewhile(known[0].__contains__, block_ids)))
         for count, block_id in enumerate(block_ids):
-            for places in known:
-                if block_id in places:
+            for blocks in known:
+                if block_id in blocks:
                     break
             else:
                 return count
@@ -128,44 +120,38 @@ class DiskStore:
     def directory_of(self, block_id: bytes) -> Directory | None:
         """The directory in use that has this block; None when none has."""
         for directory in self.directories:
-            if block_id in directory.places and directory.usable():
+            if block_id in directory.blocks and directory.usable():
                 return directory
         return None
 
     def absence(self, block_id: bytes) -> Outcome:
         """The answer to a read of a block that `directory_of` does not find."""
-        out = any(block_id in d.places for d in self.directories if not d.usable())
+        out = any(block_id in d.blocks for d in self.directories if not d.usable())
         return Outcome.IO_ERROR if out else Outcome.MISSING
 
     def __len__(self) -> int:
-        return sum(len(directory.places) for directory in self.in_use())
+        return sum(len(directory.blocks) for directory in self.in_use())
 
     def block_ids(self) -> list[bytes]:
         """Identities of all blocks here, for whoever mirrors them from the start. One that lies in
         two directories is named twice."""
-        return [name for directory in self.in_use() for name in directory.places.copy()]
+        return [name for directory in self.in_use() for name in directory.blocks.copy()]
 
-    def drain_removed(self) -> list[bytes]:
-        """Identities of blocks that left since the last call: evicted, expired, deleted, damaged.
-        For whoever mirrors what is on disk; a block may have been written again meanwhile. Nothing
-        is noted before the first call."""
-        return [name for directory in self.directories for name in directory.take_removed()]
-
-    def take_directory_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(identities in directories that are in use again, identities in those that went out of
-        use), each since the last call. For one caller, who mirrors what can be read."""
+    def take_changes(self) -> list[bytes]:
+        """Identities of blocks that left, or that others stored, since the last call, those of
+        directories that went out of use or came back too. For one caller, who mirrors what can be
+        read. Nothing is noted before the first call."""
         now = set(self.in_use())
         before, self._in_use_before = self._in_use_before, now
-        back = [name for directory in now - before for name in directory.places.copy()]
-        lost = [name for directory in before - now for name in directory.places.copy()]
-        return back, lost
+        changed = [name for directory in now ^ before for name in directory.blocks.copy()]
+        return changed + [name for one in self.directories for name in one.take_changes()]
 
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """Note that a prefix path was used, wherever it was served from; identities in path order,
         so that a block never looks younger than its parent. Blocks that are not here are ignored.
         The sequence must not change afterwards.
 
-        Costs one append for each directory in use; upkeep writes it to the indexes.
+        Costs one append for each directory in use; upkeep does the rest.
         """
         for directory in self.in_use():
             directory.touch(block_ids)
@@ -180,14 +166,18 @@ class DiskStore:
             else:
                 self._uses[block_id] = use
 
-    def order(self) -> list[Directory]:
-        """The directories in use, in the order in which the next block should be offered to them:
-        each in its turn, in proportion to its budget."""
-        return self._writer.dealer.order()
+    def order(self, block_id: bytes) -> list[Directory]:
+        """The directories in use, in the order in which this block should be offered to them."""
+        return self._writer.dealer.order(block_id)
 
     def counters(self) -> Counter[str]:
         """What no answer tells: sums since the store was opened."""
         return sum((directory.counters() for directory in self.directories), Counter())
+
+    def forget_all(self) -> None:
+        """Nothing that is here is found from now on: the first half of `erase_all`. Waits for no
+        disk."""
+        self._writer.clear()
 
     # -- I/O threads --------------------------------------------------------------------------
 
@@ -196,102 +186,92 @@ class DiskStore:
         """How often the store was cleared."""
         return self._writer.clearings
 
-    def write_many(
+    @property
+    def shared_with(self) -> list[Directory]:
+        """Directories that other servers have open too, and that may be asked now."""
+        return [one for one in self.in_use() if not one.membership.alone]
+
+    def find(self, block_id: bytes) -> bool:
+        """Whether another server has stored a block that is not known here. Asks the disk."""
+        return any(_find(directory, block_id) for directory in self.shared_with)
+
+    def write(
         self,
-        items: Sequence[tuple[Block, memoryview]],
-        first: Directory | None = None,
+        block: Block,
+        data: memoryview,
+        order: Iterable[Directory] | None = None,
         clearings: int | None = None,
-    ) -> list[Outcome]:
-        """Store blocks with their bytes, as `forms.BlockLayout` lays them out in page-aligned
-        memory (O_DIRECT); one answer per item. They are dealt over the directories, or go to
-        `first` and to the others only where that one has no room or fails.
+    ) -> Outcome:
+        """Store a block with its bytes, as `forms.BlockLayout` lays them out in page-aligned memory
+        (O_DIRECT). The bytes must not change meanwhile. Evicts when there is no room.
 
-        Of every 32, those that go to one directory share a sync and a commit, and lie side by side
-        where there is room. The bytes must not change meanwhile. Evicts when there is no room.
-        After OK a block survives a power cut; before, no lookup sees it. clearings: as they were
-        when the blocks were handed over, None for now; those that are cleared are DROPPED.
+        order: directories that are asked one after the other; None for `order`. After OK lookups
+        see the block, and it survives the end of this process, not of the machine's power.
+        clearings: as they were when it was handed over, None for now; what is cleared is DROPPED.
         """
-        for _, data in items:
-            self._check(data)
+        self._check(data)
+        order = self.order(block.block_id) if order is None else order
         now = self.clearings if clearings is None else clearings
-        return self._writer.write_many(items, first, now)
+        return self._writer.write(block, data, order, now)
 
-    def read_many(self, reads: Sequence[Read]) -> list[Outcome]:
-        """Fetch blocks, or some layers of them, and verify them; one answer each.
+    def read(self, read: Read) -> Outcome:
+        """Fetch a block, or some layers of it, and verify it.
 
-        Blocks that lie side by side are read by one call of up to 4 MiB. A block that is damaged or
-        cannot be read is removed, and its slot is not used again before a restart; the next lookup
-        says no, unless another directory has the block too. A late block stays.
+        A block that is damaged or cannot be read is removed; the next lookup says no, unless
+        another directory has the block too. A late block stays.
         """
-        by_directory: dict[Directory | None, list[Read]] = {}
-        for read in reads:
-            self._check(read.into)
-            by_directory.setdefault(self.directory_of(read.block_id), []).append(read)
-        absent = by_directory.pop(None, [])
-        outcomes = {read: self.absence(read.block_id) for read in absent}
-        for directory, some in by_directory.items():
-            assert directory is not None
-            outcomes |= self._readers[directory].read_many(some)
-        return [outcomes[read] for read in reads]
+        self._check(read.into)
+        directory = self.directory_of(read.block_id)
+        if directory is None:
+            return self.absence(read.block_id)
+        return self._readers[directory].read(read)
 
-    def forget_all(self) -> dict[Directory, dict[bytes, int]]:
-        """As `Directory.forget`, of all: the first half of `erase_all`. Waits for no disk."""
-        return self._writer.clear()
-
-    def erase_all(self, forgotten: Mapping[Directory, Mapping[bytes, int]]) -> Erased:
-        """Erase the blocks that `forget_all` gave, those in paused directories too. Gone for good
-        when this returns, and says so, whatever happens to process, index or power."""
-        blocks, complete = erasing.clear(forgotten)
+    def erase_all(self) -> Erased:
+        """Erase what `forget_all` made not to be found. Gone for good when this returns, and says
+        so, whatever happens to process or power."""
+        blocks, complete = erasing.clear(self.directories, lambda: self._writer.is_behind)
         return Erased(blocks, complete and not self._left_out)
 
-    def erase(self, what: Forgetting | None) -> Erased:
-        """As `erase_all`, the blocks of some namespaces, of every model, or every block of this one
-        for None. No block of these may be waiting to be written."""
-        if what is None:
-            return self.erase_all(self.forget_all())
+    def erase(self, what: Forgetting) -> Erased:
+        """As `erase_all`, the blocks of some namespaces, of every model. No block of these may be
+        waiting to be written."""
         blocks, complete = erasing.forget(self.directories, what)
         return Erased(blocks, complete and not self._left_out)
 
     def tick(self) -> None:
         """One round of upkeep in every directory."""
-        for one in self.maintenance:
+        for one in self.maintenance.values():
             one.tick()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when slots, leases and lookups disagree. For a quiet moment."""
-        for directory in self.directories:
-            mine = [Place.unpack(packed) for packed in directory.places.values()]
-            assert len(mine) == len(set(mine)), "two blocks own one slot"
-            owned = [row.place for row in directory.index.all_rows()]
-            assert set(mine) <= set(owned), "a block without a row"
-            directory.slabs.check(owned)
-
-    def stop_upkeep(self) -> None:
-        """End it for good, in the middle of what it is doing."""
-        for one in self.maintenance:
-            one.stop()
-
     def close(self) -> None:
-        """Finish upkeep, write access times, close, unlock. No other call may be running."""
-        self.stop_upkeep()
+        """Finish upkeep and leave the directories. No other call may be running."""
         for directory in self.directories:
             self.close_directory(directory)
 
     def close_directory(self, directory: Directory) -> None:
         """As `close`, of one: a directory that hangs does not come back from here."""
-        self.maintenance[self.directories.index(directory)].stop()
+        self.maintenance[directory].stop()
         if directory.usable():
-            directory.flush_touches()
+            with suppress(OSError):
+                directory.note_touches()
         directory.close()
 
     def _check(self, data: memoryview) -> None:
-        if data.format != "B" or len(data) < self.slot_bytes:
-            raise ValueError(f"{data.nbytes} bytes for a block of {self.slot_bytes}")
+        if data.format != "B" or len(data) < self.model.block_bytes:
+            raise ValueError(f"{data.nbytes} bytes for a block of {self.model.block_bytes}")
         if np.frombuffer(data, dtype=np.uint8).ctypes.data % CHUNK_ALIGN:
             raise ValueError("a block's memory must start at a page")
 
 
-def _open_unless_lost(opening: Opening, last: bool) -> list[Directory]:
+def _find(directory: Directory, block_id: bytes) -> bool:
+    try:
+        return directory.find(block_id)
+    except OSError:
+        directory.io_failed()
+        return False
+
+
+def _open_unless_lost(opening: Opening, last: bool) -> list[Evictor]:
     """The directory, if its device works. last: there is no other one, so that the error is raised.
     Raises DirectoryError."""
     try:

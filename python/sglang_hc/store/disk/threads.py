@@ -1,19 +1,21 @@
-"""The disk store behind `BlockIo`: threads of each directory write in batches and read in runs."""
+"""The disk store behind `BlockIo`: each directory has threads that read and threads that write."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.reader import RUN_BYTES, Read
+from sglang_hc.store.disk.finding import Finder
+from sglang_hc.store.disk.format import Block
+from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.store import DiskStore
-from sglang_hc.store.disk.writer import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.workers import Workers
@@ -21,36 +23,34 @@ from sglang_hc.tree.forgetting import Forgetting
 
 logger = logging.getLogger(__name__)
 
-_Erasing = tuple[int, Forgetting | Mapping[Directory, Mapping[bytes, int]]]
+_Erasing = tuple[int, Forgetting | None]
 """Ticket, and what is erased: some namespaces, or all that was forgotten."""
 
-READ_THREADS = 2
-"""Runs of blocks under way per directory: while one is verified the disk reads another."""
+READ_THREADS = 3
+"""Blocks under way per directory: while one is verified the disk reads others."""
 
 WRITE_THREADS = 2
-"""Batches under way per directory, so that while one is hashed, synced or made visible the disk
-has the bytes of another to write."""
-
-BATCH_BLOCKS = 32
-BATCH_BYTES = 64 << 20
-"""Most that one sync covers, so that a slow disk gives signs of life and gives pins back."""
+"""Blocks under way per directory: while one is hashed or gets its name the disk writes another."""
 
 
-SILENT_S = 30.0
-"""How long one piece of work on a disk may take before its directory is out of use until it ends:
-a fraction of it for one that works."""
+@dataclass(frozen=True)
+class Patience:
+    """silent_s: how long one piece of work on a disk may take before its directory is out of use
+    until it ends: a fraction of it for one that works. close_s: longest that all directories may
+    take to finish what was submitted: a write that is too late is not begun."""
 
-CLOSE_S = 45.0
-"""Longest that all directories may take to finish what was submitted: a write that is too late is
-not begun."""
+    silent_s: float = 30.0
+    close_s: float = 45.0
+
+
+PATIENCE = Patience()
 
 
 class DiskThreads:
     """BlockIo on threads of this process. Each directory has its own, so that one that hangs holds
-    up nobody but those who wait for its blocks, and those for SILENT_S.
+    up nobody but those who wait for its blocks, and those for `Patience.silent_s`.
 
-    counts: gets with each poll what no answer tells. on_done: called on a thread of this class
-    after each answer, for whoever sleeps until then.
+    counts: gets with each poll what no answer tells. patience: None for PATIENCE.
     """
 
     name = "disk"
@@ -60,25 +60,24 @@ class DiskThreads:
         store: DiskStore,
         pool: HostPool,
         counts: Counter[str],
-        on_done: Callable[[], None] = lambda: None,
+        patience: Patience | None = None,
     ) -> None:
+        self.patience = patience or PATIENCE
         self._store = store
         self._pool = pool
         self.counts = counts
         self._counted: Counter[str] = Counter()
-        self._on_done = on_done
         self._done: deque[BlockDone] = deque()
         self._has_named = False
-        batch = max(1, min(BATCH_BLOCKS, BATCH_BYTES // store.slot_bytes))
-        run = max(1, RUN_BYTES // store.slot_bytes)
+        self._finder = Finder(store)
         self._erasing: Workers[_Erasing] = Workers("hc-erase", self._erase)
         self._reads: dict[Directory, Workers[SlotRead]] = {}
         self._writes: dict[Directory, Workers[tuple[int, SlotWrite]]] = {}
         """With how often the store had been cleared."""
         for directory in store.directories:
             write = partial(self._write, directory)
-            self._reads[directory] = Workers("hc-read", self._read, lambda: run, READ_THREADS)
-            self._writes[directory] = Workers("hc-write", write, lambda: batch, WRITE_THREADS)
+            self._reads[directory] = Workers("hc-read", self._read, threads=READ_THREADS)
+            self._writes[directory] = Workers("hc-write", write, threads=WRITE_THREADS)
 
     @property
     def capacity(self) -> int:
@@ -91,21 +90,23 @@ class DiskThreads:
         return [SourceTier.DISK] * len(block_ids)
 
     def changes(self) -> Mapping[bytes, bool]:
-        back, lost = self._store.take_directory_changes()
-        gone = [*lost, *self._store.drain_removed()]
+        changed = self._store.take_changes()
         if not self._has_named:
-            self._has_named, back = True, self._store.block_ids()
+            self._has_named, changed = True, self._store.block_ids()
         here = self._store.contains
-        return dict.fromkeys(back, True) | {name: bool(here([name])) for name in gone}
+        return {name: bool(here([name])) for name in changed}
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return False
+        if not self._store.shared_with:
+            return False
+        unknown = block_ids[self._store.contains(block_ids) :]
+        return bool(unknown) and self._finder.ask(unknown)
 
     def wants(self, block_id: bytes) -> bool:
         return not self._store.contains((block_id,))
 
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> bool:
-        for directory in self._store.order():
+        for directory in self._store.order(block.block_id):
             if len(self._writes[directory]) < max(1, WRITE_QUEUE // len(self._writes)):
                 write = SlotWrite(ticket, block, slot, deadline)
                 self._writes[directory].submit((self._store.clearings, write))
@@ -122,9 +123,6 @@ class DiskThreads:
         else:
             self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline, layers))
 
-    def flush(self) -> None:
-        """Threads begin at once."""
-
     def poll(self) -> list[BlockDone]:
         self._watch()
         before, self._counted = self._counted, self._store.counters()
@@ -140,7 +138,9 @@ class DiskThreads:
 
     def erase(self, ticket: int, what: Forgetting | None, block_ids: Sequence[bytes]) -> int:
         """As in BlockIo; what is erased is not found from now on where it is everything."""
-        self._erasing.submit((ticket, self._store.forget_all() if what is None else what))
+        if what is None:
+            self._store.forget_all()
+        self._erasing.submit((ticket, what))
         return 1
 
     def levels(self) -> dict[str, int]:
@@ -148,20 +148,22 @@ class DiskThreads:
         return {"disk_blocks": len(store), "disk_directories": len(store.in_use())}
 
     def close(self) -> None:
-        """As in BlockIo, for at most CLOSE_S; what hangs is left behind, its directory locked."""
-        if not self._erasing.close(CLOSE_S):
+        """As in BlockIo, for a while; what hangs is left behind, its directory open."""
+        close_s = self.patience.close_s
+        if not self._erasing.close(close_s):
             logger.error("sglang-hc: erasing is not over; the directories are left open")
             return
+        self._finder.close(close_s)
         directories = self._store.directories
         closing = Workers[Directory]("hc-close", self._close, threads=len(directories))
         for directory in directories:
             closing.submit(directory)
-        if not closing.close(CLOSE_S):
+        if not closing.close(close_s):
             logger.error("sglang-hc: a directory does not answer; it is left open")
 
     def _watch(self) -> None:
         """Directories that hang are out of use, and nobody waits for them."""
-        latest = time.monotonic() - SILENT_S
+        latest = time.monotonic() - self.patience.silent_s
         for directory, reads in self._reads.items():
             writes = self._writes[directory]
             directory.note_hang(min(reads.busy_since, writes.busy_since) < latest)
@@ -176,51 +178,41 @@ class DiskThreads:
     def answer(self, ticket: int, outcome: Outcome, blocks: int = 0) -> None:
         """Say how an operation ended. Any thread."""
         self._done.append(BlockDone(ticket, outcome, "disk", time.monotonic(), blocks))
-        self._on_done()
 
     def _erase(self, asked: list[_Erasing]) -> None:
         for ticket, what in asked:
             blocks, complete = 0, False
             try:
-                if isinstance(what, Forgetting):
-                    blocks, complete = self._store.erase(what)
-                else:
-                    blocks, complete = self._store.erase_all(what)
+                store = self._store
+                blocks, complete = store.erase_all() if what is None else store.erase(what)
             finally:
                 self.answer(ticket, Outcome.OK if complete else Outcome.IO_ERROR, blocks)
 
     def _read(self, batch: list[SlotRead]) -> None:
-        reads = [
-            Read(one.block_id, self._pool.view(one.slot), one.layers, one.deadline) for one in batch
-        ]
-        self._answer_all(batch, lambda: self._store.read_many(reads))
+        for one in batch:
+            outcome = Outcome.IO_ERROR
+            try:
+                into = self._pool.view(one.slot)
+                outcome = self._store.read(Read(one.block_id, into, one.layers, one.deadline))
+            finally:
+                self.answer(one.ticket, outcome)
 
     def _write(self, directory: Directory, batch: list[tuple[int, SlotWrite]]) -> None:
-        now, clearings = time.monotonic(), self._store.clearings
-        fresh: list[SlotWrite] = []
-        for asked, move in batch:
-            if asked != clearings:
-                self.answer(move.ticket, Outcome.DROPPED)
-            elif move.deadline <= now:
-                self.answer(move.ticket, Outcome.TIMED_OUT)
-            else:
-                fresh.append(move)
-        items = [(move.block, self._pool.view(move.slot)) for move in fresh]
-        self._answer_all(fresh, lambda: self._store.write_many(items, directory, clearings))
+        for clearings, one in batch:
+            outcome = Outcome.IO_ERROR
+            try:
+                outcome = self._write_one(directory, one, clearings)
+            finally:
+                self.answer(one.ticket, outcome)
+
+    def _write_one(self, first: Directory, one: SlotWrite, clearings: int) -> Outcome:
+        if one.deadline <= time.monotonic():
+            return Outcome.TIMED_OUT
+        others = [d for d in self._store.order(one.block.block_id) if d is not first]
+        return self._store.write(one.block, self._pool.view(one.slot), [first, *others], clearings)
 
     def _close(self, batch: list[Directory]) -> None:
         for directory in batch:
             self._writes[directory].close()
             self._reads[directory].close()
             self._store.close_directory(directory)
-
-    def _answer_all(
-        self, batch: Sequence[SlotRead | SlotWrite], work: Callable[[], Sequence[Outcome]]
-    ) -> None:
-        """Do the work of a batch; whatever happens, each of it gets an answer."""
-        outcomes: Sequence[Outcome] = [Outcome.IO_ERROR] * len(batch)
-        try:
-            outcomes = work()
-        finally:
-            for move, outcome in zip(batch, outcomes, strict=True):
-                self.answer(move.ticket, outcome)

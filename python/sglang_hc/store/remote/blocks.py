@@ -122,9 +122,6 @@ class RemoteBlocks:
             self._store.write(ticket, block, slot, deadline)
         return True
 
-    def flush(self) -> None:
-        self._store.flush()
-
     def poll(self) -> list[BlockDone]:
         for found in self._store.found():
             self._answered(found)

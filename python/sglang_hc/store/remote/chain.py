@@ -51,7 +51,8 @@ class Chain:
         ]
 
     def ask(self, block_ids: Sequence[bytes]) -> bool:
-        return self._far.ask(block_ids[self.contains(block_ids) :])
+        unknown = block_ids[self.contains(block_ids) :]
+        return self._near.ask(unknown) or self._far.ask(unknown)
 
     def wants(self, block_id: bytes) -> bool:
         return self._near.wants(block_id) or self._far.wants(block_id)
@@ -67,10 +68,6 @@ class Chain:
     def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         holder = self._near if self._near.contains((block_id,)) else self._far
         holder.read(ticket, block_id, slot, deadline)
-
-    def flush(self) -> None:
-        self._near.flush()
-        self._far.flush()
 
     def poll(self) -> list[BlockDone]:
         """Of a write to both holders one answer is passed on when both have ended, as until then

@@ -73,8 +73,6 @@ class StoreIo(Protocol):
     def found(self) -> list[Found]:
         """Look-ups and erasures that are over since the last call."""
 
-    def flush(self) -> None: ...
-
     def poll(self) -> list[BlockDone]:
         """Reads and writes that are over since the last call."""
 
@@ -180,9 +178,6 @@ class RemoteStore:
             assert job.outcome is not None
             found.append(Found(job.ticket, job.outcome, job.count))
         return found
-
-    def flush(self) -> None:
-        """The threads begin at once."""
 
     def poll(self) -> list[BlockDone]:
         self._watch()

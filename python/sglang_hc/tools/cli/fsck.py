@@ -1,4 +1,4 @@
-"""`sglang-hc fsck DIR... [--repair]`: verify every block of the disk tier at rest."""
+"""`sglang-hc fsck DIR... [--repair]`: verify every block of the disk tier."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "directories",
         nargs="+",
         metavar="DIR",
-        help="directory given to --hc-disk; no server may use it meanwhile",
+        help="directory given to --hc-disk; servers may use it meanwhile",
     )
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="drop damaged blocks, tidy slab files, rebuild a damaged index; "
-        "without it nothing is changed",
+        help="remove damaged blocks; without it nothing is changed",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -52,12 +51,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(report: DirectoryReport) -> list[str]:
     lines = [
-        f"{report.path}: {report.blocks} blocks verify, {report.bytes_verified / 1e6:.1f} MB read, "
-        f"{report.free_slots} of {report.slots} slots free"
+        f"{report.path}: {report.blocks} blocks verify, {report.bytes_verified / 1e6:.1f} MB read"
     ]
     for finding in report.findings[:_SHOWN]:
-        state = "repaired" if finding.repaired else "NOT repaired"
-        lines.append(f"  {finding.kind}: {finding.detail} ({state})")
+        state = "removed" if finding.repaired else "NOT removed"
+        lines.append(f"  {finding.path}: {finding.detail} ({state})")
     if len(report.findings) > _SHOWN:
         lines.append(f"  and {len(report.findings) - _SHOWN} more (--json lists all)")
     if not report.findings:

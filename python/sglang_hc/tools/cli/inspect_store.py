@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from itertools import chain
 
 import msgspec
 
 from sglang_hc.store.disk.directory import DirectoryError
 from sglang_hc.tools.cli.main import UsageError
-from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, stores_in, summarize
+from sglang_hc.tools.disk.summary import DirectorySummary, ModelSummary, summarize
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the summary of each directory. Returns 0."""
     try:
-        stores = chain.from_iterable(map(stores_in, args.directories))
-        summaries = [summarize(path) for path in stores]
+        summaries = [summarize(path) for path in args.directories]
     except DirectoryError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
@@ -42,38 +40,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(summary: DirectorySummary, now: float) -> list[str]:
-    state = f"in use by process {summary.used_by}" if summary.used_by else "not in use"
-    lines = [
-        f"{summary.path}: format {summary.format_version}, {state}",
-        f"  files {_size(summary.file_bytes)}, {summary.slots_used} of {summary.slots} "
-        "preallocated slots used",
-    ]
+    users = ", ".join(summary.used_by)
+    state = f"in use by process {users}" if users else "not in use"
+    lines = [f"{summary.path}: {_size(summary.file_bytes)} of blocks, {state}"]
     for model in summary.models:
         lines += _model_lines(model, now)
-    if not summary.slots_used:
+    if not any(model.blocks for model in summary.models):
         lines.append("  no blocks")
     return lines
 
 
 def _model_lines(model: ModelSummary, now: float) -> list[str]:
+    part = f", part {model.part}" if model.part else ""
+    unreadable = f", {model.unreadable} unreadable" if model.unreadable else ""
     lines = [
-        f"  model {model.label} ({model.fingerprint}): {model.blocks} blocks, "
-        f"{model.layers} stored layers, slots of {_size(model.slot_bytes)}, "
-        f"opened {_age(now - model.opened)} ago"
+        f"  model {model.label} ({model.fingerprint}{part}): {model.blocks} blocks of "
+        f"{_size(model.file_bytes)}{unreadable}"
     ]
     if not model.namespaces:
         return lines
-    row = "    {:<24} {:>9} {:>10} {:>12} {:>12} {:>12} {:>9}".format
-    lines.append(row("namespace", "blocks", "in slots", "oldest", "newest", "last use", "hits"))
+    row = "    {:<24} {:>9} {:>10} {:>12} {:>12} {:>12}".format
+    lines.append(row("namespace", "blocks", "bytes", "oldest", "newest", "last use"))
     lines += [
         row(
             (one.namespace or "(none)")[:24],
             one.blocks,
-            _size(one.slot_bytes),
+            _size(one.blocks * model.file_bytes),
             _age(now - one.oldest_write),
             _age(now - one.newest_write),
-            _age(now - one.newest_access),
-            one.hits,
+            _age(now - one.newest_use),
         )
         for one in model.namespaces
     ]

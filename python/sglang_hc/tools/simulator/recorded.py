@@ -8,8 +8,8 @@ server's ends the replay, because all that follows would differ too.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from sglang_hc.policy.eviction import POLICIES, EvictionPolicy, IsProtected, make_policy
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.tiers.trace import TRACE_VERSION
-from sglang_hc.tools.workloads.traces import TraceError, json_object
+from sglang_hc.tools.simulator.record_lines import NONSENSE, Event, Header, block_tokens
+from sglang_hc.tools.workloads.traces import TraceError, json_object, json_value
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, block_id, root_id
@@ -113,14 +114,16 @@ class Replay:
         self._line = 0
 
     def feed(self, line: int, event: dict[str, Any]) -> None:
-        """Replay one event. Raises KeyError and other errors of a record that makes no sense."""
+        """Replay one event, of the types that `Event` names. Raises one of NONSENSE for one that
+        does not follow from those before."""
         self._line = line
         self._now += 1.0
         self._tier.gone.clear()
         getattr(self, f"_{event['op']}")(event)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the replayed tiers are sound."""
+        """Raise AssertionError unless the replayed tiers are sound: those of a server's record
+        are."""
         self._tier.check_integrity()
         self._window.check_integrity()
 
@@ -132,13 +135,17 @@ class Replay:
 
     def _root(self, event: dict[str, Any]) -> None:
         number = event["block"]
-        self._blocks[number] = (None, b"", root_id(FINGERPRINT, str(number)))
+        self._define(number, (None, b"", root_id(FINGERPRINT, str(number))))
 
     def _block(self, event: dict[str, Any]) -> None:
-        number, parent = event["block"], event["parent"]
-        tokens = base64.b64decode(event["tokens"])
+        parent, tokens = event["parent"], block_tokens(event)
         above = b"" if parent is None else self._blocks[parent][2]
-        self._blocks[number] = (parent, tokens, block_id(FINGERPRINT, above, tokens))
+        self._define(event["block"], (parent, tokens, block_id(FINGERPRINT, above, tokens)))
+
+    def _define(self, number: int, block: tuple[int | None, bytes, bytes]) -> None:
+        if number in self._blocks:  # defined anew it could be above itself
+            raise ValueError(f"block {number} comes twice")
+        self._blocks[number] = block
 
     def _path(self, number: int) -> Prefix:
         """What ends in a block."""
@@ -267,45 +274,57 @@ def replay_record(path: Path) -> Comparison:
     _, header = next(events)
     if header.get("eviction") not in POLICIES:
         raise TraceError(f"{path}: unknown eviction policy {header.get('eviction')!r}")
-    replay = Replay(header)
+    with _refusing(f"{path}:1"):
+        replay = Replay(header)
     comparison = replay.comparison
     for line, event in events:
-        try:
+        with _refusing(f"{path}:{line}"):
             replay.feed(line, event)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise TraceError(
-                f"{path}:{line}: does not follow from the lines before ({error!r})"
-            ) from error
         comparison.lines = line
         if not comparison.equal:
             break
     else:
-        replay.check_integrity()
+        with _refusing(f"{path}:{comparison.lines}"):
+            replay.check_integrity()
     return comparison
 
 
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    try:
+        yield
+    except NONSENSE as error:
+        raise TraceError(
+            f"{where}: does not follow from the lines before ({repr(error)[:200]})"
+        ) from error
+
+
 def read_record(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, event), the header first; a last line that was cut off is left out. Raises
-    TraceError, at the latest for the first line of what is no record of this version."""
-    lines = _events(path)
-    number, header = next(lines, (1, {}))
+    """(line number, values), the header's (`Header`) first, then of events (`Event`); a last line
+    that was cut off is left out. Raises TraceError, at the latest for the first line of what is no
+    record of this version."""
+    lines = _lines(path)
+    number, first = next(lines, (1, "{}"))
+    where = f"{path}:{number}"
+    header = json_object(first, where)
     if header.get("trace") != "sglang-hc":
         raise TraceError(f"{path}: not a record of --hc-trace; `sglang-hc simulate` reads others")
     if header.get("version") != TRACE_VERSION:
         raise TraceError(
             f"{path}: version {header.get('version')}; this release reads version {TRACE_VERSION}"
         )
-    yield number, header
-    yield from lines
+    yield number, {**json_value(first, Header, where)}
+    for number, line in lines:
+        yield number, {**json_value(line, Event, f"{path}:{number}")}
 
 
-def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
                     return
-                yield number, json_object(line, f"{path}:{number}")
+                yield number, line
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -6,11 +6,11 @@ policies: what would have been hit with twice the memory?
 
 from __future__ import annotations
 
-import base64
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sglang_hc.tools.simulator.record_lines import block_tokens
 from sglang_hc.tools.simulator.workloads import Session, Span, Turn
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import TOKEN_BYTES
@@ -29,6 +29,10 @@ class _Paths:
         self._known: dict[int, list[tuple[bytes, int]]] = {}  # below each block, by tokens
 
     def define(self, number: int, parent: int | None, tokens: bytes) -> None:
+        if number in self._blocks:  # defined anew it could be above itself
+            raise ValueError(f"block {number} comes twice")
+        if parent is not None and parent not in self._blocks:
+            raise KeyError(parent)
         self._blocks[number] = (parent, tokens)
 
     def spans(self, number: int) -> list[Span]:
@@ -69,8 +73,8 @@ def recorded_sessions(
 ) -> list[Session]:
     """One session of one turn per request that was queued; retracted ones count once.
 
-    An answer is what a finished request has beyond its prompt. Raises KeyError for a record that
-    makes no sense.
+    An answer is what a finished request has beyond its prompt. Raises KeyError or ValueError for a
+    record that makes no sense.
     """
     paths = _Paths(fresh)
     arrived: dict[int, tuple[float, tuple[Span, ...], int]] = {}
@@ -80,7 +84,7 @@ def recorded_sessions(
         if op == "root":
             paths.define(event["block"], None, b"")
         elif op == "block":
-            paths.define(event["block"], event["parent"], base64.b64decode(event["tokens"]))
+            paths.define(event["block"], event["parent"], block_tokens(event))
         elif op == "arrive" and event["req"] not in arrived:
             spans = paths.spans(event["path"])
             if spans:

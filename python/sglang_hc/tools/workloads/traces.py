@@ -160,7 +160,7 @@ def sharegpt(path: Path) -> Iterator[TraceSession]:
     What comes before an answer was asked with it; what is never answered is left out.
     """
     text = path.read_text(encoding="utf-8-sig")
-    for number, talk in enumerate(_decoded(text, list[_Conversation], str(path))):
+    for number, talk in enumerate(json_value(text, list[_Conversation], str(path))):
         session = TraceSession(str(number if talk.id is None else talk.id), [])
         asked: list[str] = []
         for part in talk.conversations:
@@ -199,15 +199,16 @@ def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
     with open(path, encoding="utf-8-sig") as file:
         for line, text in enumerate(file, 1):
             if text.strip():
-                yield f"{path}:{line}", _decoded(text, kind, f"{path}:{line}")
+                yield f"{path}:{line}", json_value(text, kind, f"{path}:{line}")
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
     """One JSON object. Raises TraceError."""
-    return _decoded(text, dict[str, Any], where)
+    return json_value(text, dict[str, Any], where)
 
 
-def _decoded(text: str, kind: type[T], where: str) -> T:
+def json_value(text: str, kind: type[T], where: str) -> T:
+    """A value of `kind` from one JSON text; where: the place in the file. Raises TraceError."""
     try:
         values = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

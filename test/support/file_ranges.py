@@ -1,4 +1,4 @@
-"""Places in slab files, for faults that strike one block or one layer of it."""
+"""Places in the files of blocks, for faults that strike one block or one layer of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Bytes [begin, end) of a slab file."""
+    """Bytes [begin, end) of a block's file."""
 
     path: Path
     begin: int

@@ -1,0 +1,354 @@
+"""Who leaves for room or by age, whoever stored it and whoever uses it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_hc.store.disk.directory import NOTED_NS
+from sglang_hc.store.disk.eviction import BATCH_BLOCKS
+from sglang_hc.store.disk.maintenance import COUNT_S
+from sglang_hc.store.disk.victims import PAGE
+from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
+from support.disk_filling import START, fill, left, names
+from support.disk_store import (
+    FILE,
+    Faults,
+    FaultyBackend,
+    block_files,
+    check_ledgers,
+    file_bytes,
+    is_served,
+    make_path,
+    open_store,
+    path_of_block,
+    put,
+    remove,
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(START)
+
+
+def test_the_least_recently_used_make_room(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    fill(store, range(5), clock)
+    assert len(store) == 40 and not store.counters()["evicted_blocks"]
+    clock.now += 60
+    store.touch(names(1))
+    fill(store, range(5, 9), clock)
+    assert left(store) == [1, 5, 6, 7, 8]
+    assert store.counters()["evicted_blocks"] == 32
+    check_ledgers(store)
+    store.close()
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_prefix_ages_from_its_end(scratch: Path, clock: Clock, touched: bool) -> None:
+    """Evicting a parent before its child would leave the child unreachable."""
+    store = open_store(scratch, size=10 * FILE, clock=clock)
+    path = make_path(10)
+    put(store, path)
+    if touched:
+        clock.now += 60
+        store.touch([block.block_id for block in path])
+    for gone in range(1, 10):
+        clock.now += 60
+        put(store, make_path(1, seed=gone))
+        assert store.contains([block.block_id for block in path]) == 10 - gone
+    store.close()
+
+
+def test_what_a_waiting_request_needs_is_not_evicted(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    fill(store, range(1), clock)
+    store.expect(dict.fromkeys(names(0), 3.0))
+    fill(store, range(1, 12), clock)
+    assert left(store) == [0, 8, 9, 10, 11]
+    store.expect(dict.fromkeys(names(0)))
+    fill(store, range(12, 14), clock)
+    assert 0 not in left(store), "nobody needs it any more"
+    store.close()
+
+
+def test_when_all_is_needed_what_is_needed_last_goes_first(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    ranks = random.Random(4).sample(range(12), 12)
+    for seed, rank in enumerate(ranks):
+        store.expect(dict.fromkeys(names(seed), float(rank)))
+        fill(store, range(seed, seed + 1), clock)
+    kept = {ranks[seed] for seed in left(store)}
+    assert {0, 1, 2, 3} <= kept <= {0, 1, 2, 3, 4, ranks[-1]}
+    check_ledgers(store)
+    store.close()
+
+
+def test_the_file_of_a_block_that_goes_is_written_over(scratch: Path, clock: Clock) -> None:
+    """One goes for one, and no file is made or removed."""
+    store = open_store(scratch, size=16 * FILE, clock=clock)
+    fill(store, range(2), clock)
+    files = {path.stat().st_ino for path in block_files(scratch)}
+    fill(store, range(2, 5), clock)
+    assert {path.stat().st_ino for path in block_files(scratch)} == files
+    assert left(store) == [3, 4] and store.counters()["evicted_blocks"] == 24
+    store.close()
+
+
+@pytest.mark.parametrize("count", [PAGE - 1, PAGE + 1, 9 * PAGE])
+def test_blocks_are_evicted_in_order_beyond_a_page(scratch: Path, clock: Clock, count: int) -> None:
+    """All but those that were used last are needed by somebody."""
+    store = open_store(scratch, size=count * FILE, clock=clock)
+    folder = store.directories[0].folder
+    store.close()
+    ids = [number.to_bytes(16, "little") for number in range(count)]
+    for number, block_id in enumerate(ids):
+        path = Path(folder.block_path(block_id))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, ns=(number, number + 1))
+    store = open_store(scratch, size=count * FILE, clock=clock)
+    store.expect(dict.fromkeys(ids[:-1], 1.0))
+    put(store, make_path(1))
+    assert store.contains(ids) == count - 1
+    assert sum(1 for _ in block_files(scratch)) == count
+    store.close()
+
+
+def test_a_smaller_budget_is_kept_after_a_round_of_upkeep(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, clock=clock)
+    fill(store, range(20), clock)
+    store.close()
+    store = open_store(scratch, size=20 * FILE, clock=clock)
+    assert put(store, make_path(1, seed=99)) == [Outcome.NO_SPACE], "it has not caught up"
+    assert file_bytes(scratch) < 160 * FILE, "but it has begun"
+    store.tick()
+    assert file_bytes(scratch) == 20 * FILE and left(store) == [18, 19]
+    assert put(store, make_path(1, seed=99)) == [Outcome.OK]
+    check_ledgers(store)
+    store.close()
+
+
+# -- uses -----------------------------------------------------------------------------------------
+
+
+def test_uses_survive_a_restart(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    fill(store, range(5), clock)
+    clock.now += 60
+    store.touch(names(0))
+    store.touch(names(2))
+    store.close()
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    fill(store, range(5, 8), clock)
+    assert left(store) == [0, 2, 5, 6, 7]
+    store.close()
+
+
+def test_uses_bring_blocks_to_the_end_of_the_order(scratch: Path, clock: Clock) -> None:
+    """Which decides where there are more than are sorted at once. What is gone stays gone."""
+    store = open_store(scratch, clock=clock)
+    fill(store, range(3), clock)
+    (directory,) = store.directories
+    store.touch(names(0))
+    directory.note_touches()
+    assert list(directory.blocks)[-8:] == names(0)[::-1]
+    directory.used_elsewhere(names(1)[0], int(clock.now * 1e9))
+    assert list(directory.blocks)[-1] == names(1)[0]
+    remove(store, names(1))
+    directory.used_elsewhere(names(1)[0], int(clock.now * 1e9))
+    clock.now += 60
+    store.touch(names(1) + names(2))
+    directory.note_touches()
+    assert left(store) == [0, 2] and list(directory.blocks)[:8] == names(0)[::-1]
+    store.close()
+
+
+def test_a_use_is_noted_on_the_disk_now_and_then(scratch: Path, clock: Clock) -> None:
+    noted: list[str] = []
+    faults = Faults()
+    store = open_store(scratch, clock=clock, backend=FaultyBackend(faults))
+    fill(store, range(1), clock)
+    faults.on_note = noted.append
+    (directory,) = store.directories
+    for seconds in (0.0, NOTED_NS / 1e9 - 1, 1.0, NOTED_NS / 1e9 - 1, 1.0):
+        clock.now += seconds
+        store.touch(names(0))
+        directory.note_touches()
+    assert len(noted) == 8 * 2
+    store.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_uses_of_another_server_are_respected(scratch: Path, clock: Clock, shared: bool) -> None:
+    """Its files say when it used them; who is alone need not ask."""
+    faults, asked = Faults(), []
+    store = open_store(scratch, size=40 * FILE, clock=clock, backend=FaultyBackend(faults))
+    fill(store, range(5), clock)
+    other = open_store(scratch, size=40 * FILE, clock=clock) if shared else None
+    store.tick()
+    clock.now += 60
+    if other is not None:
+        assert all(is_served(other, block) for block in make_path(8, seed=0))
+        other.touch(names(0))
+        other.directories[0].note_touches()
+    faults.on_stat = asked.append
+    fill(store, range(5, 7), clock)
+    assert left(store) == ([0, 3, 4, 5, 6] if shared else [2, 3, 4, 5, 6])
+    if other is not None:
+        other.directories[0].find_others()
+        assert left(other) == left(store)
+        other.close()
+    assert bool(asked) == shared or len(asked) == 16, "only whether the name is taken"
+    check_ledgers(store)
+    store.close()
+
+
+def test_blocks_of_a_clock_that_was_ahead_are_not_kept_for_ever(
+    scratch: Path, clock: Clock
+) -> None:
+    """A clock was a year ahead until it was set right: what was written then must not be younger
+    than all that is written in the next year."""
+    clock.now += 365 * 86400
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    fill(store, range(1), clock)
+    (path,) = [path_of_block(store, names(0)[3])]
+    store.close()
+    clock.now = START
+    store = open_store(scratch, size=40 * FILE, clock=clock)
+    store.tick()
+    assert path.stat().st_mtime == START, "the next start sees it too"
+    fill(store, range(1, 6), clock)
+    assert left(store) == [1, 2, 3, 4, 5]
+    store.close()
+
+
+# -- age ------------------------------------------------------------------------------------------
+
+
+def test_blocks_expire(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, ttl_s=3600, clock=clock)
+    put(store, [*make_path(8, seed=1), *make_path(8, seed=2)])
+    clock.now += 3000
+    store.touch(names(2))
+    clock.now += 1000
+    store.tick()
+    assert left(store) == [2]
+    assert store.counters()["expired_blocks"] == 8
+    check_ledgers(store)
+    store.close()
+    clock.now += 4000
+    store = open_store(scratch, ttl_s=3600, clock=clock)
+    store.tick()
+    assert len(store) == 0, "expired while nothing was running"
+    assert file_bytes(scratch) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("count", [BATCH_BLOCKS, 3 * BATCH_BLOCKS + 1])
+def test_all_that_is_too_old_expires_in_one_round(scratch: Path, clock: Clock, count: int) -> None:
+    """Unless another server used it: then it stays, and those behind it still go."""
+    store = open_store(scratch, size=400 * FILE, ttl_s=3600, clock=clock)
+    blocks = make_path(count)
+    put(store, blocks)
+    other = open_store(scratch, size=400 * FILE, clock=clock)
+    store.tick()
+    clock.now += 3000
+    used = [block.block_id for block in blocks[-BATCH_BLOCKS:]]  # the first to be looked at
+    other.touch(used)
+    other.directories[0].note_touches()
+    clock.now += 1000
+    store.tick()
+    assert sorted(store.block_ids()) == sorted(used)
+    check_ledgers(store)
+    store.close()
+    other.close()
+
+
+# -- files that are removed by hand ---------------------------------------------------------------
+
+
+def test_room_that_was_made_by_hand_is_used(scratch: Path, clock: Clock) -> None:
+    """Who is alone finds out as soon as it evicts; the others count now and then."""
+    for shared in (False, True):
+        folder = scratch / str(shared)
+        store = open_store(folder, size=40 * FILE, clock=clock)
+        fill(store, range(5), clock)
+        other = open_store(folder, size=40 * FILE, clock=clock) if shared else store
+        store.tick()
+        for block_id in (name for seed in range(4) for name in names(seed)):
+            path_of_block(store, block_id).unlink()
+        clock.now += COUNT_S
+        if shared:
+            store.tick()
+        fill(store, range(10, 14), clock)
+        assert left(store) == [4, 10, 11, 12, 13], "nothing had to go"
+        check_ledgers(store)
+        store.close()
+        if shared:
+            other.close()
+
+
+def test_a_file_that_cannot_be_removed_stops_eviction_once(scratch: Path, clock: Clock) -> None:
+    """It was the first to go for every write."""
+    faults = Faults()
+    store = open_store(scratch, size=16 * FILE, clock=clock, backend=FaultyBackend(faults))
+    fill(store, range(2), clock)
+    stuck = path_of_block(store, names(0)[-1])
+
+    def refuse(path: str) -> None:
+        if path == str(stuck):
+            raise PermissionError(1, "Operation not permitted", path)
+
+    faults.on_take = refuse
+    clock.now += 60
+    assert put(store, make_path(3, seed=9)) == [Outcome.IO_ERROR, Outcome.OK, Outcome.OK]
+    check_ledgers(store)
+    store.close()
+
+
+def test_a_folder_in_place_of_a_file_is_evicted_too(scratch: Path, clock: Clock) -> None:
+    store = open_store(scratch, size=16 * FILE, clock=clock)
+    fill(store, range(2), clock)
+    path = path_of_block(store, names(0)[-1])
+    path.unlink()
+    (path / "deep").mkdir(parents=True)
+    fill(store, range(2, 3), clock)
+    assert not path.exists() and left(store) == [1, 2]
+    store.close()
+
+
+# -- the thread -----------------------------------------------------------------------------------
+
+
+def test_background_upkeep_runs_and_stops(scratch: Path) -> None:
+    store = open_store(scratch, background=True)
+    assert any(thread.name == "hc-disk-maintenance" for thread in threading.enumerate())
+    store.close()
+    assert not any(thread.name == "hc-disk-maintenance" for thread in threading.enumerate())
+
+
+def test_a_round_that_fails_is_counted_and_the_next_one_goes_on(
+    scratch: Path, clock: Clock
+) -> None:
+    """One exception ended the backup thread for good in another store."""
+    store = open_store(scratch, clock=clock, ttl_s=10)
+    put(store, make_path(2))
+    shutil.rmtree(scratch / "sglang-hc" / "servers")
+    (scratch / "sglang-hc" / "servers").touch()
+    clock.now += 1000
+    store.tick()
+    assert store.counters()["maintenance_errors"] == 1 and len(store) == 2
+    (scratch / "sglang-hc" / "servers").unlink()
+    store.tick()
+    clock.now += 1000
+    store.tick()
+    assert store.counters()["maintenance_errors"] == 1 and len(store) == 0
+    store.close()

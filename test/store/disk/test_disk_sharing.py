@@ -1,0 +1,342 @@
+"""Several servers in one directory: who is there, what others stored, and what the dead left.
+
+A hook of the backend does what another thread or server does at the worst moment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.disk.finding import ABSENT_S, ANSWER_S, MOST_ABSENT, Finder
+from sglang_hc.store.disk.maintenance import LOOK_S
+from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
+from sglang_hc.store.disk.threads import DiskThreads
+from sglang_hc.store.host_pool import HostPool
+from sglang_hc.store.outcome import Outcome
+from support.clock import Clock
+from support.disk_store import (
+    FILE,
+    LAYOUT,
+    Faults,
+    FaultyBackend,
+    check_ledgers,
+    file_bytes,
+    is_served,
+    make_path,
+    open_store,
+    path_of_block,
+    put,
+    remove,
+)
+from support.waiting import HANGS_S, until
+
+BLOCKS = make_path(6)
+NAMES = [block.block_id for block in BLOCKS]
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def pair(scratch: Path, faults: Faults) -> Iterator[tuple[DiskStore, DiskStore]]:
+    """Two servers that know each other; the faults are the first one's."""
+    one = open_store(scratch, backend=FaultyBackend(faults))
+    other = open_store(scratch)
+    one.tick()
+    other.tick()
+    yield one, other
+    check_ledgers(one)
+    for store in (one, other):
+        store.close()
+
+
+def once(action: Callable[[], object]) -> Callable[[str], None]:
+    """A hook that does something the first time it is called."""
+    done: list[str] = []
+
+    def hook(path: str) -> None:
+        if not done:
+            done.append(path)
+            action()
+
+    return hook
+
+
+def test_each_finds_what_the_other_stored(pair: tuple[DiskStore, DiskStore]) -> None:
+    one, other = pair
+    assert one.take_changes() == []
+    put(other, BLOCKS)
+    assert one.contains(NAMES) == 0 and not one.find(bytes(16))
+    assert one.find(NAMES[0]) and one.contains(NAMES) == 1
+    assert one.take_changes() == NAMES[:1], "whoever mirrors it is told"
+    one.directories[0].find_others()
+    assert one.contains(NAMES) == 6 and sorted(one.take_changes()) == sorted(NAMES[1:])
+    assert all(is_served(one, block) for block in BLOCKS)
+    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6
+    remove(one, NAMES[3:])
+    assert other.contains(NAMES) == 6
+    other.directories[0].find_others()
+    assert other.contains(NAMES) == 3
+
+
+def test_a_write_looks_whether_another_server_has_the_block(
+    pair: tuple[DiskStore, DiskStore],
+) -> None:
+    one, other = pair
+    put(other, BLOCKS)
+    assert put(one, BLOCKS) == [Outcome.DUPLICATE] * 6 and one.contains(NAMES) == 6
+
+
+def test_who_is_alone_asks_nobody(scratch: Path) -> None:
+    store = open_store(scratch)
+    put(store, BLOCKS)
+    store.close()
+    faults, asked = Faults(), []
+    store = open_store(scratch, backend=FaultyBackend(faults))
+    faults.on_stat = asked.append
+    assert not store.find(bytes(16)) and not store.shared_with and not asked
+    store.close()
+
+
+def test_two_servers_write_a_block_at_once(
+    pair: tuple[DiskStore, DiskStore], faults: Faults, scratch: Path
+) -> None:
+    """One file takes the place of the other, and is counted once."""
+    one, other = pair
+    faults.on_write = once(lambda: put(other, BLOCKS[:1]))
+    assert put(one, BLOCKS[:1]) == [Outcome.OK]
+    assert file_bytes(scratch) == FILE
+    check_ledgers(one)
+    assert is_served(one, BLOCKS[0]) and is_served(other, BLOCKS[0])
+
+
+def test_the_other_evicts_while_a_block_is_read(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    one, other = pair
+    put(one, BLOCKS)
+    other.directories[0].find_others()
+    faults.on_read = once(lambda: remove(other, NAMES[:1]))
+    assert is_served(one, BLOCKS[0]), "an open file stays"
+    faults.on_open = once(lambda: remove(other, NAMES[1:2]))
+    assert not is_served(one, BLOCKS[1])
+    assert one.contains(NAMES[1:]) == 0 and one.contains(NAMES[2:]) == 4
+    assert one.counters()["directory_pauses"] == 0
+
+
+# -- what comes in between ------------------------------------------------------------------------
+
+
+def test_a_block_is_not_found_again_by_who_asked_before_a_clear(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    """The answer of the disk was from before."""
+    one, other = pair
+    put(other, BLOCKS)
+    faults.on_stat = once(one.forget_all)
+    assert not one.find(NAMES[0]) and one.contains(NAMES) == 0
+    assert not one.find(NAMES[0]), "the files are there still"
+    one.directories[0].find_others()
+    assert one.contains(NAMES) == 0
+    assert one.erase_all() == (6, True)
+    put(other, make_path(3, seed=1))
+    assert one.find(make_path(1, seed=1)[0].block_id), "from now on as ever"
+
+
+def test_a_whole_clear_while_the_disk_is_asked(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    one, other = pair
+    put(other, BLOCKS)
+
+    class Late(FaultyBackend):
+        def last_use(self, path: str) -> int:
+            used = super().last_use(path)
+            one.forget_all()
+            one.erase_all()
+            return used
+
+    one.directories[0].backend = Late(faults)
+    assert not one.find(NAMES[0])
+    one.directories[0].backend = FaultyBackend(faults)
+    assert one.contains(NAMES) == 0
+
+
+def test_a_use_that_is_noted_does_not_bring_a_cleared_block_back(
+    pair: tuple[DiskStore, DiskStore], faults: Faults
+) -> None:
+    one, _ = pair
+    put(one, BLOCKS)
+    one.directories[0].clock = Clock(4e9)
+    one.touch(NAMES)
+    faults.on_note = once(one.forget_all)
+    one.directories[0].note_touches()
+    assert one.contains(NAMES) == 0 and len(one) == 0
+
+
+def test_learning_uses_does_not_bring_a_block_back(scratch: Path) -> None:
+    store = open_store(scratch)
+    put(store, BLOCKS)
+    store.close()
+    clock = Clock(1e9)  # all uses are to come: each is put right on the disk
+    faults = Faults()
+    store = open_store(scratch, backend=FaultyBackend(faults), clock=clock)
+    faults.on_note = once(lambda: remove(store, NAMES[:3]))
+    store.directories[0].learn_uses()
+    faults.on_note = once(store.forget_all)
+    assert sorted(store.block_ids()) == sorted(NAMES[3:])
+    store.close()
+    store = open_store(scratch, backend=FaultyBackend(faults), clock=lambda: 5e8)
+    store.directories[0].learn_uses()
+    assert sorted(store.block_ids()) == sorted(NAMES[3:])
+    store.close()
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+def test_who_is_there_is_found_out_now_and_then(scratch: Path) -> None:
+    clock = Clock(1e9)
+    one = open_store(scratch, clock=clock)
+    one.tick()
+    other = open_store(scratch, clock=clock)
+    assert not other.directories[0].membership.alone and one.directories[0].membership.alone
+    assert living_servers(one.directories[0].root) == [str(os.getpid())]
+    put(other, BLOCKS)
+    clock.now += LOOK_S - 1
+    one.tick()
+    assert one.contains(NAMES) == 0
+    clock.now += 1
+    one.tick()
+    assert one.contains(NAMES) == 6 and one.shared_with == list(one.directories)
+    last = make_path(2, seed=1)
+    put(other, last)
+    remove(other, NAMES[3:])
+    other.close()
+    clock.now += LOOK_S
+    one.tick()
+    assert not one.shared_with
+    assert sorted(one.block_ids()) == sorted(NAMES[:3] + [block.block_id for block in last])
+    one.close()
+    assert living_servers(one.directories[0].root) == []
+
+
+def test_what_a_dead_server_was_writing_is_removed(scratch: Path) -> None:
+    store = open_store(scratch, size=10 * FILE)
+    root = scratch / "sglang-hc"
+    dead = f"{os.getpid()}-0123abcd"
+    (root / SERVERS / dead).touch()
+    (root / NEW / f"{dead}-7-{FILE}").write_bytes(b"half")
+    (root / NEW / "by hand").touch()
+    (root / NEW / "folder").mkdir()
+    (root / SERVERS / "folder").mkdir()
+    mine = store.directories[0].membership.path_of(1, FILE)
+    Path(mine).touch()
+    with store.directories[0].ledger.held():
+        store.directories[0].ledger.used = 2 * FILE
+    store.tick()
+    assert sorted(os.listdir(root / NEW)) == sorted(["folder", os.path.basename(mine)])
+    assert not (root / SERVERS / dead).exists()
+    assert store.directories[0].membership.alone
+    with store.directories[0].ledger.held():
+        assert store.directories[0].ledger.used == FILE, "what is being written counts"
+    Path(mine).unlink()
+    (root / NEW / "folder").rmdir()
+    store.close()
+
+
+def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
+    store = open_store(scratch, size=10 * FILE)
+    put(store, BLOCKS)
+    for text in (b"", b"nonsense", b"9" * 19, b"9" * 21, b"-0000000000000000001", b"\xff" * 20):
+        (scratch / "sglang-hc" / "lock").write_bytes(text)
+        (extra,) = make_path(1, seed=9)
+        assert put(store, [extra]) == [Outcome.OK]
+        check_ledgers(store)
+        remove(store, [extra.block_id])
+    store.close()
+
+
+# -- asking, off the scheduler thread -------------------------------------------------------------
+
+
+class Answers:
+    """A store that answers questions when a test lets it."""
+
+    def __init__(self) -> None:
+        self.there: set[bytes] = set()
+        self.asked: Counter[bytes] = Counter()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def contains(self, block_ids: tuple[bytes, ...]) -> int:
+        return 0
+
+    def find(self, block_id: bytes) -> bool:
+        self.asked[block_id] += 1
+        assert self.go_on.wait(HANGS_S)
+        if block_id == b"broken":
+            raise RuntimeError("for the test")
+        return block_id in self.there
+
+
+def test_a_question_is_asked_once_and_its_answer_holds_for_a_while() -> None:
+    store, clock = Answers(), Clock()
+    finder = Finder(store, clock)  # type: ignore[arg-type]
+    store.there, names = set(NAMES[:2]), NAMES[:4]
+    store.go_on.clear()
+    assert finder.ask(names) and finder.ask(names)
+    clock.now += ANSWER_S
+    assert not finder.ask(names), "it takes too long"
+    clock.now -= ANSWER_S
+    store.go_on.set()
+    until(lambda: finder._ended)
+    assert store.asked == Counter(NAMES[:3]), "up to the first that is not there"
+    assert not finder.ask(names[2:]) and store.asked[NAMES[2]] == 1
+    clock.now += ABSENT_S
+    assert finder.ask(names[2:]), "others go on storing"
+    until(lambda: not finder.ask(names[2:]))
+    assert finder.ask([b"broken"])
+    until(lambda: not finder.ask([b"broken"]), show=lambda: "it was not found")
+    finder.close(HANGS_S)
+
+
+def test_so_many_absent_blocks_are_remembered() -> None:
+    store = Answers()
+    finder = Finder(store, Clock())  # type: ignore[arg-type]
+    for number in range(MOST_ABSENT + 1):
+        asked = number.to_bytes(16, "big")
+        until(lambda asked=asked: not finder.ask([asked]), pause=0.0)  # type: ignore[misc]
+    assert len(finder._absent) == MOST_ABSENT
+    assert not finder.ask([MOST_ABSENT.to_bytes(16, "big")])
+    assert finder.ask([bytes(16)]), "the oldest is asked for again"
+    finder.close(HANGS_S)
+
+
+def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
+    one, other = open_store(scratch), open_store(scratch)
+    one.tick()
+    io = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    put(other, BLOCKS[:4])
+    assert io.changes() == {} and io.contains(NAMES) == 0
+    until(lambda: not io.ask(NAMES))
+    assert io.contains(NAMES) == 4
+    assert io.changes() == dict.fromkeys(NAMES[:4], True)
+    assert not io.ask(NAMES[:4]) and not io.ask([])
+    fresh = make_path(3, seed=1)
+    put(other, fresh)
+    path_of_block(other, fresh[2]).unlink()
+    names = [block.block_id for block in fresh]
+    until(lambda: not io.ask(names))
+    assert io.contains(names) == 2
+    io.close()
+    other.close()
