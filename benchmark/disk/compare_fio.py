@@ -8,11 +8,12 @@ Named workloads (all by default, or `--only NAME`):
   scheduler  microseconds on the calling thread of contains, touch and take_changes
 
 The store works as in a server: `DiskThreads` with its readers and writers in each directory and
-O_DIRECT. fio runs psync with O_DIRECT and as many jobs in each directory as the store has threads.
-Both have one file for each block, of the same length, which is written and read by one call (the
-store's calls end at 4 MiB), and neither syncs. What the store does besides: it computes a digest of
-every byte, gives each file its name when it is whole, and notes its time; in `replace` it chooses
-what goes and renames its file before it writes over it. fio opens and closes its files.
+O_DIRECT. fio runs psync with O_DIRECT and as many jobs in each directory as the store has readers:
+a job reads what it wrote. Both have one file for each block, of the same length, which is written
+and read by one call (the store's calls end at 4 MiB), and neither syncs. What the store does
+besides: it computes a digest of every byte, gives each file its name when it is whole, and notes
+its time; in `replace` it chooses what goes and renames its file before it writes over it. fio opens
+and closes its files.
 
 `store_under_way` and `fio_under_way` tell how many reads or writes each directory had on average
 over the time: what is missing to the number of threads is time in which the disk waited. The arms
@@ -48,7 +49,7 @@ from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.reader import Read
-from sglang_hc.store.disk.threads import READ_THREADS, WRITE_THREADS, DiskThreads
+from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench.machine import command
 
@@ -195,16 +196,15 @@ def throughput(
     # Blocks are dealt by a hash, so that directories do not get exactly as many.
     served = Served(own, layout, share + share // 8 + 8)
     first, second = make_blocks(count, 1), make_blocks(count, 2)
-    readers, writers = READ_THREADS * directories, WRITE_THREADS * directories
 
-    def turn(ours: Speed, kind: str, jobs: int) -> tuple[Speed, Speed]:
-        return ours, fio(theirs, kind, jobs, request, count)
+    def turn(ours: Speed, kind: str) -> tuple[Speed, Speed]:
+        return ours, fio(theirs, kind, READ_THREADS * directories, request, count)
 
-    results = {"write": turn(served.write(first), "write", writers)}
+    results = {"write": turn(served.write(first), "write")}
     if "read" in only:
-        results["read"] = turn(served.read(first), "read", readers)
+        results["read"] = turn(served.read(first), "read")
     if "replace" in only:
-        results["replace"] = turn(served.write(second), "write", writers)
+        results["replace"] = turn(served.write(second), "write")
     served.close()
     return results
 
@@ -215,7 +215,7 @@ def compare(
     rows: list[dict[str, object]] = []
     for kib, directories in ((kib, directories) for kib in sizes for directories in (1, 2)):
         layout = layout_of(kib)
-        jobs = directories * READ_THREADS * WRITE_THREADS  # as many files for each of them
+        jobs = directories * READ_THREADS  # as many files for each of them
         count = max(1, total // layout.slot_bytes // jobs) * jobs
         taken = [throughput(root, directories, layout, count, only) for _ in range(rounds)]
         for name in AGAINST_FIO:
