@@ -13,7 +13,7 @@ from itertools import islice
 
 from sglang_hc.store.disk.backend import File
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.folders import ModelFolder, cleared_folders, model_folders
+from sglang_hc.store.disk.folders import cleared_folders, model_folders
 from sglang_hc.store.disk.sharing import unfinished_bytes
 from sglang_hc.store.disk.victims import PAGE, Victim, Victims
 
@@ -46,8 +46,7 @@ class Evictor:
         OSError."""
         directory = self.directory
         with directory.ledger.held():
-            own = len(directory.blocks) * directory.folder.file_bytes
-            directory.ledger.used = used = own + self._count_files(besides=directory.folder)
+            directory.ledger.used = used = self._count_files()
         self.limit = self._room(used)
         if self.limit < directory.budget:
             self._is_full = True
@@ -178,13 +177,12 @@ class Evictor:
             self.directory.find_others()  # so that no other block goes for those that are gone
         return self._count_files() if used is None or self._doubts else used
 
-    def _count_files(self, besides: ModelFolder | None = None) -> int:
-        """Bytes that all files take, by a look at their names. besides: a folder that is counted
-        already."""
+    def _count_files(self) -> int:
+        """Bytes that all files take, by a look at their names."""
         root = self.directory.root
         self._doubts = False
         unfinished = unfinished_bytes(root)  # first: what gets its name meanwhile counts twice
-        folders = [one for one in model_folders(root) if one != besides] + cleared_folders(root)
+        folders = model_folders(root) + cleared_folders(root)
         return unfinished + sum(f.file_bytes * sum(1 for _ in f.block_ids()) for f in folders)
 
     def _room(self, used: int) -> int:
