@@ -46,9 +46,8 @@ def disk_samples(
             path = DirectorySpec.parse(disk).path
             os.makedirs(path, mode=0o700, exist_ok=True)
             folders.append(tempfile.mkdtemp(prefix="profile-", dir=path))
-        size = (
-            4 * sizes[-1][1] * layout.slot_bytes
-        )  # headers too, and all in one of several folders
+        # Headers too, and all of them in one of several folders.
+        size = 4 * sizes[-1][1] * layout.slot_bytes
         specs = [DirectorySpec(folder, size) for folder in folders]
         model = StoredModel.of(layout.chunks(), layout.fingerprint("profile"), "profile")
         store = DiskStore.open(specs, model, Upkeep(background=False))

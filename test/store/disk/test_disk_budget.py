@@ -122,7 +122,7 @@ class SeveralServers(RuleBasedStateMachine):
             for directory in self.stores[which].directories:
                 path = directory.membership.path_of(0, FILE)
                 evictor = self.stores[which].maintenance[directory]._evictor
-                file = evictor.make_file(path, FILE)
+                file = evictor.make_file(path)
                 if file is not None:
                     file.write([memoryview(data_of(bytes(16)))], 0)
                     file.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk.directory import NOTED_NS
-from sglang_hc.store.disk.eviction import BATCH_BLOCKS
+from sglang_hc.store.disk.directory import AHEAD_NS, NOTED_NS, TOUCHES_KEPT
+from sglang_hc.store.disk.eviction import BATCH_BLOCKS, NEARLY_FULL
 from sglang_hc.store.disk.maintenance import COUNT_S
 from sglang_hc.store.disk.victims import PAGE
 from sglang_hc.store.outcome import Outcome
@@ -223,10 +223,59 @@ def test_blocks_of_a_clock_that_was_ahead_are_not_kept_for_ever(
     store.close()
     clock.now = START
     store = open_store(scratch, size=40 * FILE, clock=clock)
-    store.tick()
+    store.directories[0].learn_uses()
     assert path.stat().st_mtime == START, "the next start sees it too"
     fill(store, range(1, 6), clock)
     assert left(store) == [1, 2, 3, 4, 5]
+    store.close()
+
+
+@pytest.mark.parametrize("ahead", [AHEAD_NS, AHEAD_NS + 1])
+def test_clocks_of_servers_may_differ_a_little(scratch: Path, clock: Clock, ahead: int) -> None:
+    noted: list[str] = []
+    faults = Faults()
+    store = open_store(scratch, clock=clock)
+    fill(store, range(1), clock)
+    path = path_of_block(store, names(0)[0])
+    now = int(clock.now * 1e9)
+    os.utime(path, ns=(now, now + ahead))
+    store.close()
+    faults.on_note = noted.append
+    store = open_store(scratch, clock=clock, backend=FaultyBackend(faults))
+    (directory,) = store.directories
+    directory.learn_uses()
+    assert directory.blocks[names(0)[0]] == now
+    assert noted == ([] if ahead == AHEAD_NS else [str(path)])
+    store.close()
+
+
+@pytest.mark.parametrize("used", [0.9, 0.95])
+def test_uses_are_learned_when_room_is_nearly_gone(
+    scratch: Path, clock: Clock, used: float
+) -> None:
+    """With a million blocks that takes seconds: not at each start, and not in a write."""
+    store = open_store(scratch, size=160 * FILE, clock=clock)
+    fill(store, range(round(160 * used / 8)), clock)
+    store.close()
+    store = open_store(scratch, size=160 * FILE, clock=clock)
+    store.tick()
+    assert store.directories[0].knows_uses == (used > NEARLY_FULL)
+    store.close()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_so_many_uses_are_kept_until_they_are_noted(scratch: Path, clock: Clock, more: int) -> None:
+    store = open_store(scratch, clock=clock)
+    fill(store, range(1), clock)
+    store.tick()
+    clock.now += 60
+    store.touch(names(0)[:1])
+    for _ in range(TOUCHES_KEPT - 1 + more):
+        store.touch(())
+    (directory,) = store.directories
+    directory.note_touches()
+    used = path_of_block(store, names(0)[0]).stat().st_mtime
+    assert (used == clock.now) == (more == 0), "the oldest go"
     store.close()
 
 

@@ -310,6 +310,21 @@ def test_a_question_is_asked_once_and_its_answer_holds_for_a_while() -> None:
     finder.close(HANGS_S)
 
 
+def test_a_question_that_hangs_holds_up_nobody_else() -> None:
+    store, clock = Answers(), Clock()
+    finder = Finder(store, clock)  # type: ignore[arg-type]
+    store.go_on.clear()
+    assert finder.ask(NAMES[:1]) and finder.ask(NAMES[1:2])
+    clock.now += ANSWER_S
+    assert not finder.ask(NAMES[1:2]) and not finder.ask(NAMES[2:3])
+    assert len(finder._asked) == 2, "nothing piles up behind it"
+    store.go_on.set()
+    until(lambda: len(finder._ended) == 2)
+    assert finder.ask(NAMES[2:3])
+    until(lambda: not finder.ask(NAMES[2:3]))
+    finder.close(HANGS_S)
+
+
 def test_so_many_absent_blocks_are_remembered() -> None:
     store = Answers()
     finder = Finder(store, Clock())  # type: ignore[arg-type]
@@ -339,4 +354,26 @@ def test_a_request_waits_for_what_another_server_has(scratch: Path) -> None:
     until(lambda: not io.ask(names))
     assert io.contains(names) == 2
     io.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("seconds", "looks"), [(0.05, 60), (0.5, 12), (3.0, 2)])
+def test_a_large_directory_is_read_less_often(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, looks: int
+) -> None:
+    """What others stored is looked for in a hundredth of the time."""
+    clock, looked = Clock(), []
+    one, other = open_store(scratch, clock=clock), open_store(scratch, clock=clock)
+
+    def slow() -> None:
+        looked.append(clock.now)
+        clock.now += seconds
+
+    monkeypatch.setattr(one.directories[0], "find_others", slow)
+    end = clock.now + 60 * LOOK_S
+    while clock.now < end:
+        one.tick()
+        clock.now += LOOK_S - (seconds if looked[-1:] == [clock.now - seconds] else 0.0)
+    assert len(looked) == looks
+    one.close()
     other.close()

@@ -85,6 +85,17 @@ def test_inspect_counts_models_parts_and_namespaces(
     assert "1 unreadable" in text and f"part {(b'p' * 16).hex()}" in text
 
 
+def test_no_namespace_moves_the_cursor_of_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client may have chosen it."""
+    store = open_store(tmp_path)
+    put(store, make_path(1, namespace="a\x1b[2Jb\r\nc"))
+    store.close()
+    status, text = call(capsys, "inspect", tmp_path)
+    assert status == 0 and "a?[2Jb??c" in text and "\x1b" not in text
+
+
 def test_inspect_beside_running_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stores = [open_store(tmp_path), open_store(tmp_path)]
     put(stores[0], make_path(2))

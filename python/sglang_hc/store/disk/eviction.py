@@ -23,7 +23,8 @@ BATCH_BLOCKS = 64
 """Most blocks that are removed at once: other servers wait for the lock meanwhile."""
 
 NEARLY_FULL = 0.9
-"""Of the limit: from then on it is known what other models and parts have here."""
+"""Of the limit: from then on it is known when all that is here was used last. With a million blocks
+that takes seconds, which a server with room need not spend."""
 
 
 class Evictor:
@@ -35,6 +36,7 @@ class Evictor:
     def __init__(self, directory: Directory, uses: dict[bytes, float]) -> None:
         """uses: see `Victims`."""
         self.directory = directory
+        self._size = directory.folder.file_bytes
         self._victims = Victims(directory, uses)
         self._doubts = False
         """Files are gone that this server alone would have removed: the ledger counts them."""
@@ -56,13 +58,13 @@ class Evictor:
                 directory.root, self.limit / 1e9, directory.budget / 1e9,
             )  # fmt: skip
 
-    def make_file(self, path: str, size: int) -> File | None:
-        """A file of so many bytes at `path`, to be written over: a new one, or that of a block that
-        goes for it. None when nothing can go. Raises OSError."""
+    def make_file(self, path: str) -> File | None:
+        """A file for a block at `path`, to be written over: a new one, or that of a block that goes
+        for it. None when nothing can go. Raises OSError."""
         directory = self.directory
         with directory.making_room, directory.ledger.held():
             counted, removed = False, 0
-            while (used := self._used()) + size > self.limit:
+            while (used := self._used()) + self._size > self.limit:
                 victim = self._victims.next()
                 if (victim is None and counted) or removed == BATCH_BLOCKS:
                     return None
@@ -70,27 +72,27 @@ class Evictor:
                     directory.find_others()
                     directory.ledger.used = self._count_files()
                     counted = True
-                elif victim.folder.file_bytes != size or used > self.limit:
+                elif victim.folder.file_bytes != self._size or used > self.limit:
                     removed += self._evict_one(victim) > 0
                 elif self._take_file(victim, path):
-                    file = self._open_again(path, size)
+                    file = self._open_again(path)
                     if file is not None:
                         return file
-            directory.ledger.used = used + size
+            directory.ledger.used = used + self._size
             try:
                 return directory.backend.create(path)
             except OSError:
-                directory.ledger.freed(size)
+                directory.ledger.freed(self._size)
                 raise
 
-    def drop_file(self, path: str, size: int) -> None:
+    def drop_file(self, path: str) -> None:
         """Remove a file of `make_file` again. Raises OSError."""
         directory = self.directory
         with directory.ledger.held(), suppress(FileNotFoundError):
             directory.backend.unlink(path)
-            directory.ledger.freed(size)
+            directory.ledger.freed(self._size)
 
-    def publish(self, path: str, block_id: bytes, size: int) -> None:
+    def publish(self, path: str, block_id: bytes) -> None:
         """Give a file of `make_file` the name of its block, in place of what has it: another server
         may have written the block meanwhile. Raises OSError."""
         directory = self.directory
@@ -101,7 +103,7 @@ class Evictor:
         with directory.ledger.held():
             if self._is_there(target):
                 directory.backend.unlink(target)
-                directory.ledger.freed(size)
+                directory.ledger.freed(self._size)
             directory.backend.rename(path, target)
 
     def _is_there(self, path: str) -> bool:
@@ -111,16 +113,16 @@ class Evictor:
             return False
         return True
 
-    def disk_is_full(self, size: int) -> None:
-        """The disk has no room for a file of that size although the limit has: take less from now
-        on. Raises OSError."""
+    def disk_is_full(self) -> None:
+        """The disk has no room for a file although the limit has: take less from now on. Raises
+        OSError."""
         directory = self.directory
         if not self._is_full:
             self._is_full = True
             logger.warning("%s: the disk is full; older blocks go", directory.root)
         with directory.making_room, directory.ledger.held():
             self.limit = min(self.limit, self._used())
-            self._evict(size)  # what fills the disk may be in it by now
+            self._evict(self._size)  # what fills the disk may be in it by now
 
     def expire(self, before: int) -> None:
         """Remove every block of this model last used before that time, in ns since 1970. Raises
@@ -131,7 +133,7 @@ class Evictor:
         while old := self._older(before):
             with directory.making_room, directory.ledger.held():
                 freed = sum(map(self._remove, old))
-            directory.count("expired_blocks", freed // directory.folder.file_bytes)
+            directory.count("expired_blocks", freed // self._size)
 
     def _older(self, than: int) -> list[Victim]:
         folder, known = self.directory.folder, self.directory.oldest(PAGE)
@@ -157,16 +159,17 @@ class Evictor:
         directory = self.directory
         with directory.making_room, directory.ledger.held():
             above = self._used() - self.limit
-            most = BATCH_BLOCKS * directory.folder.file_bytes
+            most = BATCH_BLOCKS * self._size
             return above > 0 and self._evict(min(above, most)) > 0
 
-    def look_for_foreign(self) -> None:
-        """Other models and parts may have stored more since all that was known of them went. Raises
-        OSError."""
+    def prepare(self) -> None:
+        """Where blocks will have to go soon, find out which, so that no write waits for that.
+        Raises OSError."""
         directory = self.directory
         with directory.ledger.held():
             nearly_full = self._used() > NEARLY_FULL * self.limit
         if nearly_full:
+            directory.learn_uses()
             self._victims.look_for_foreign()
 
     # -- while the ledger is held ----------------------------------------------------------------
@@ -235,7 +238,7 @@ class Evictor:
         directory.count("evicted_blocks")
         return True
 
-    def _open_again(self, path: str, size: int) -> File | None:
+    def _open_again(self, path: str) -> File | None:
         """The file of a block that was evicted; None where somebody put something else in its
         place, which is removed."""
         directory = self.directory
@@ -243,7 +246,7 @@ class Evictor:
             return directory.backend.reuse(path)
         except OSError as error:
             directory.backend.unlink(path)
-            directory.ledger.freed(size)
+            directory.ledger.freed(self._size)
             if isinstance(error, IsADirectoryError):
                 return None
             raise

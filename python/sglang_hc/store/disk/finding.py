@@ -14,7 +14,8 @@ ABSENT_S = 2.0
 """How long a block counts as absent that was not found: others go on storing."""
 
 ANSWER_S = 2.0
-"""Longest that a request waits for an answer; a few milliseconds as a rule."""
+"""Longest that a request waits for an answer; a few milliseconds as a rule. While one takes longer,
+nothing else is asked, and nobody waits."""
 
 MOST_ABSENT = 1 << 14
 
@@ -30,7 +31,7 @@ class Finder:
         self._clock = clock
         self._store = store
         self._asked: dict[bytes, float] = {}
-        """When questions become too old, by the first block of each."""
+        """When questions become too old, by the first block of each, the oldest first."""
         self._absent: dict[bytes, float] = {}
         """Until when blocks count as absent, the oldest first."""
         self._ended: deque[tuple[bytes, bytes | None]] = deque()
@@ -51,10 +52,12 @@ class Finder:
         first = block_ids[0]
         if self._absent.get(first, 0.0) > now:
             return False
+        if next(iter(self._asked.values()), now + 1) <= now:
+            return False
         if first not in self._asked:
             self._asked[first] = now + ANSWER_S
             self._thread.submit(block_ids)
-        return self._asked[first] > now
+        return True
 
     def close(self, timeout: float) -> None:
         """End; a question that hangs is left behind."""

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 LOOK_S = 10.0
 """How often it is found out who else has a directory open, and what they stored."""
+FIND_SHARE = 0.01
+"""Most of the time that may go into reading what others stored: a large directory is read less
+often."""
 COUNT_S = 600.0
 """How often all files are counted: some may have been removed by hand."""
 
@@ -38,7 +41,7 @@ class Maintenance:
         self._directory = evictor.directory
         self._evictor = evictor
         self._ttl = upkeep.ttl_s
-        self._next_look = self._next_expiry = 0.0
+        self._next_look = self._next_find = self._next_expiry = 0.0
         self._next_count = self._directory.clock() + COUNT_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hc-disk-maintenance", daemon=True)
@@ -70,7 +73,6 @@ class Maintenance:
         if self._stop.is_set() or not directory.usable():
             return
         try:
-            directory.learn_uses()
             directory.note_touches()
             self._look()
             self._expire()
@@ -93,9 +95,11 @@ class Maintenance:
             self._next_count = now + COUNT_S
             self._evictor.count()
         self._evictor.look_for_room()
-        self._evictor.look_for_foreign()
-        if not (was_alone and directory.membership.alone):
+        self._evictor.prepare()
+        if not (was_alone and directory.membership.alone) and now >= self._next_find:
+            began = directory.clock()
             directory.find_others()
+            self._next_find = now + (directory.clock() - began) / FIND_SHARE
         while not self._stop.is_set() and self._evictor.trim():
             pass
 

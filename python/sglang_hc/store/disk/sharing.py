@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,18 +72,12 @@ class Ledger:
     @used.setter
     def used(self, size: int) -> None:
         os.pwrite(self._file, b"%0*d" % (_NUMBER_BYTES, max(0, size)), 0)
-        os.ftruncate(self._file, _NUMBER_BYTES)
 
     def freed(self, size: int) -> None:
         """A file of so many bytes was removed. Only while held. Raises OSError."""
         used = self.used
         if used is not None:
             self.used = used - size
-
-    def recount(self) -> None:
-        """The number is wrong: whoever needs it counts. Raises OSError."""
-        with self.held():
-            os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         os.close(self._file)
@@ -139,7 +134,7 @@ class Membership:
     def _remove_unfinished(self, living: set[str]) -> None:
         folder = os.path.join(self._root, NEW)
         for name in os.listdir(folder):
-            server, _, size = _parts(name)
+            server, size = _server_and_size(name)
             if server not in living:
                 with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(os.path.join(folder, name))
@@ -165,15 +160,13 @@ def living_servers(root: str) -> list[str]:
 
 def unfinished_bytes(root: str) -> int:
     """That blocks count for that are being written."""
-    return sum(_parts(name)[2] for name in os.listdir(os.path.join(root, NEW)))
+    return sum(_server_and_size(name)[1] for name in os.listdir(os.path.join(root, NEW)))
 
 
-def _parts(name: str) -> tuple[str, int, int]:
-    """(server, number, size) of a file in `new`; zeros for a name that no server gave."""
-    server, _, rest = name.rpartition("-")[0].rpartition("-")
-    size = name.rpartition("-")[2]
-    whole = rest.isdecimal() and size.isdecimal()
-    return (server, int(rest), int(size)) if whole else ("", 0, 0)
+def _server_and_size(name: str) -> tuple[str, int]:
+    """What the name of a file in `new` says; ("", 0) for a name that no server gave."""
+    found = re.fullmatch(r"([0-9]+-[0-9a-f]+)-[0-9]+-([0-9]{1,18})", name)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def _lives(path: str) -> bool:

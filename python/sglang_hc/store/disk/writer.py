@@ -131,17 +131,17 @@ class BlockWriter:
         page = self._pages.get(header.header_bytes)
         header.pack_into(page)
         path = directory.membership.path_of(next(self._numbers), model.file_bytes)
-        file = evictor.make_file(path, model.file_bytes)
+        file = evictor.make_file(path)
         if file is None:
             return False
         try:
             with closing(file):
                 file.write([page, data[: model.block_bytes]], 0)
             backend.note_use(path, used)
-            evictor.publish(path, block.block_id, model.file_bytes)
+            evictor.publish(path, block.block_id)
         except BaseException:
             with suppress(OSError):
-                evictor.drop_file(path, model.file_bytes)
+                evictor.drop_file(path)
             raise
         return True
 
@@ -149,7 +149,7 @@ class BlockWriter:
         """The answer to a write that failed so; counted and logged."""
         if error.errno in FULL:
             with suppress(OSError):
-                self._evictors[directory].disk_is_full(directory.model.file_bytes)
+                self._evictors[directory].disk_is_full()
             return Outcome.NO_SPACE
         logger.warning("%s: a block could not be written: %s", directory.root, error)
         directory.io_failed()

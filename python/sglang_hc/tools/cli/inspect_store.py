@@ -54,7 +54,7 @@ def _model_lines(model: ModelSummary, now: float) -> list[str]:
     part = f", part {model.part}" if model.part else ""
     unreadable = f", {model.unreadable} unreadable" if model.unreadable else ""
     lines = [
-        f"  model {model.label} ({model.fingerprint}{part}): {model.blocks} blocks of "
+        f"  model {_shown(model.label)} ({model.fingerprint}{part}): {model.blocks} blocks of "
         f"{_size(model.file_bytes)}{unreadable}"
     ]
     if not model.namespaces:
@@ -63,7 +63,7 @@ def _model_lines(model: ModelSummary, now: float) -> list[str]:
     lines.append(row("namespace", "blocks", "bytes", "oldest", "newest", "last use"))
     lines += [
         row(
-            (one.namespace or "(none)")[:24],
+            _shown(one.namespace or "(none)")[:24],
             one.blocks,
             _size(one.blocks * model.file_bytes),
             _age(now - one.oldest_write),
@@ -73,6 +73,11 @@ def _model_lines(model: ModelSummary, now: float) -> list[str]:
         for one in model.namespaces
     ]
     return lines
+
+
+def _shown(text: str) -> str:
+    """Text that a client may have chosen, for a terminal: nothing in it moves the cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _size(count: int) -> str:
