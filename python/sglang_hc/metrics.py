@@ -157,7 +157,7 @@ class Exporter:
     def _metric(self, kind: type[Gauge | Counter], name: str, **options: Any) -> Any:
         """The metric of this name, made when it is first asked for."""
         if name not in self._metrics:
-            text = (LEVELS | COUNTS).get(name, "See docs/metrics.md of sglang-hc.")
+            text = (LEVELS | COUNTS).get(name, "See docs/operating.md of sglang-hc.")
             made = kind(PREFIX + name, text, **options, **self._options)
             self._metrics[name] = made.labels(**self._labels)
         return self._metrics[name]
