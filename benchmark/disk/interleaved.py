@@ -95,8 +95,10 @@ def turn(root: Path, kib: int, megabytes: int) -> dict[str, float]:
 def turn_of(checkout: Path, root: Path, kib: int, megabytes: int) -> dict[str, float]:
     """A turn in a process that imports the package of that checkout, and this script."""
     code = (
-        "import json, pathlib; from benchmark.disk.interleaved import turn; "
-        f"print(json.dumps(turn(pathlib.Path({str(root)!r}), {kib}, {megabytes})))"
+        "import sglang_hc, json, pathlib; "  # first: `benchmark` looks for its own package
+        "from benchmark.disk.interleaved import turn; "
+        f"speeds = turn(pathlib.Path({str(root)!r}), {kib}, {megabytes}); "
+        "print(sglang_hc.__file__, json.dumps(speeds))"
     )
     path = os.pathsep.join([str(checkout / "python"), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -106,7 +108,10 @@ def turn_of(checkout: Path, root: Path, kib: int, megabytes: int) -> dict[str, f
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{checkout}: {done.stderr[-2000:]}")
-    speeds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    package, _, answer = done.stdout.splitlines()[-1].partition(" ")
+    if not Path(package).is_relative_to(checkout.resolve()):
+        raise RuntimeError(f"{checkout}: the package came from {package}")
+    speeds: dict[str, float] = json.loads(answer)
     return speeds
 
 

@@ -113,7 +113,7 @@ def test_draft_models_propose_what_they_would_have(
 
 def without_draft_kv(speculation: tuple[str, ...]) -> Drafted:
     """The control: the draft model's layers do not come back."""
-    from sglang_hc.srt.kv_pool import KvPoolRows
+    from sglang_hc.srt.model.kv_pool import KvPoolRows
 
     write = KvPoolRows.write_kv
 

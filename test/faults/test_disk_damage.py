@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk import Block, DiskStore
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
     BUFFERED,

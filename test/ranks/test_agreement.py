@@ -9,9 +9,9 @@ import pytest
 from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Verdicts
 from sglang_hc.ranks.block_io import NEWS, AgreedBlocks
 from sglang_hc.store import block_io
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
-from sglang_hc.store.disk import Block
 from sglang_hc.store.executor import Completion, Point
 from sglang_hc.store.outcome import Outcome
 from support.fake_io import FakeIo

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from sglang_hc.ranks.agreement import ALONE
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import FAILURES_TO_OPEN
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import RemoteBlocks
 from sglang_hc.store.remote.presence_cache import Presence

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store import disk_tier
-from sglang_hc.store.disk import Block
+from sglang_hc.store.block import Block
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.disk_tier import LENIENCE, READ_DEADLINE_S, DiskTier
 from sglang_hc.store.outcome import Outcome

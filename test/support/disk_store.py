@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File, aligned_buffer
 from sglang_hc.store.disk.folders import cleared_folders, model_folders
 from sglang_hc.store.disk.format import WHOLE

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_hc.store.disk import Block, DiskStore
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DiskStore
 from support.disk_store import is_served
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, Layers
-from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Found

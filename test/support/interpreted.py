@@ -46,7 +46,7 @@ def bytes_stay(pool: Any, slots: Any) -> bool:
     """KV rows go through SGLang's pool write as they are, in every layer."""
     import torch
 
-    from sglang_hc.srt.kv_pool import KvPoolRows
+    from sglang_hc.srt.model.kv_pool import KvPoolRows
 
     rows = KvPoolRows(pool, None)
     same = True
@@ -69,8 +69,8 @@ def gathers(pool: Any, slots: Any) -> dict[str, Any]:
     import torch
 
     from sglang_hc.capture.direct import DeviceRing
-    from sglang_hc.srt import kv_pool
-    from sglang_hc.srt.kv_pool import KvPoolRows
+    from sglang_hc.srt.model import kv_pool
+    from sglang_hc.srt.model.kv_pool import KvPoolRows
 
     rows = KvPoolRows(pool, None)
     layers = range(1, rows.num_layers)

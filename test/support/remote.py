@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo
-from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteBlocks, RemoteStore

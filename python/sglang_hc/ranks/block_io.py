@@ -16,9 +16,9 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
 from sglang_hc.ranks.transfers import AgreedTransfers
 from sglang_hc.store import block_io
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, OwnDisk
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.forgetting import Forgetting
 

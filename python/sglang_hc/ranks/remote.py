@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
 from sglang_hc.ranks.transfers import AgreedTransfers
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import Found, StoreIo
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, OwnDisk
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.forgetting import Forgetting

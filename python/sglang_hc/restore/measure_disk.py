@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, StoredModel, Upkeep
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DirectorySpec, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS
 from sglang_hc.store.host_pool import HostPool

@@ -7,8 +7,6 @@ sizes, memory, what lies below host memory, the tiers, the tree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +21,6 @@ from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
-from sglang_hc.queue.requests import Serial
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath
@@ -38,8 +34,10 @@ from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.guard import counters as own_errors
 from sglang_hc.srt.guard import protect
+from sglang_hc.srt.kinds import Kinds, TierSizes
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
+from sglang_hc.srt.recorded_tree import recording
 from sglang_hc.srt.replicas import directories, host_share, place_of
 from sglang_hc.srt.scheduler import BUILDING, TREE
 from sglang_hc.srt.speculation import draft_layers
@@ -63,26 +61,6 @@ from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TierSizes:
-    """layout: of this rank's part of a block. num_slots: blocks of the host tier. fingerprint: what
-    identities of blocks begin with, the same on all ranks."""
-
-    layout: BlockLayout
-    num_slots: int
-    fingerprint: bytes
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """What is built as the look-ahead window, the host tier and the tree: these classes, or those
-    that record what they are told (`recorded_tree.py`)."""
-
-    window: Callable[[], LookAhead[Serial]] = LookAhead
-    host: Callable[..., HostTier] = HostTier
-    tree: Callable[..., HcRadixCache] = HcRadixCache
 
 
 def build_tree_cache(ctx: Any) -> HcRadixCache:
@@ -146,8 +124,6 @@ def _product(model: Model) -> list[str]:
 def _kinds(model: Model, sizes: TierSizes, ranks: Ranks) -> Kinds:
     if model.config.trace is None:
         return Kinds()
-    from sglang_hc.srt.recorded_tree import recording
-
     return recording(model.config, model.runner, sizes, ranks.clock)
 
 

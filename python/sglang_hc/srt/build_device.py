@@ -14,9 +14,9 @@ from sglang_hc.device.copy_stream import CopyStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
 from sglang_hc.restore.path import Rotation
-from sglang_hc.srt import plugin
-from sglang_hc.srt.kv_pool import Gather, KvPoolRows, UnsupportedPool, fastest_gather
+from sglang_hc.srt import in_place
 from sglang_hc.srt.model.columns import columns_of
+from sglang_hc.srt.model.kv_pool import Gather, KvPoolRows, UnsupportedPool, fastest_gather
 from sglang_hc.srt.model.projection import Projection, by_sglang, fastest_projection
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
@@ -58,7 +58,7 @@ class Device:
 
 def loaded(ctx: Any) -> Model:
     """What SGLang and `model_state.after_load_model` left; refuses what the tiers cannot serve."""
-    missing = plugin.missing()
+    missing = in_place.missing()
     if missing:
         raise ConfigError(f"sglang-hc is not in place in this process: {', '.join(missing)}")
     config = config_of(ctx.server_args)

@@ -15,7 +15,7 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.policy.cost_model import CostModel
-from sglang_hc.srt import calibrate, plugin
+from sglang_hc.srt import calibrate, in_place
 from sglang_hc.srt.model import families
 from sglang_hc.srt.model.exactness import disagreement, prepare, settle
 from sglang_hc.srt.model_state import hidden_excluded
@@ -42,7 +42,7 @@ def load_model(model: str, flags: Sequence[str]) -> Loaded:
     """Load `model` under SGLang's `flags`; once per process. Raises ConfigError."""
     os.environ[ALWAYS_ENV] = "1"
     load_plugins()
-    missing = plugin.missing()
+    missing = in_place.missing()
     if missing:
         raise ConfigError(f"not in place: {', '.join(missing)}; install sglang-hc here")
     # Disabled, because the start of a server would measure by itself.

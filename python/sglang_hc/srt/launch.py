@@ -44,10 +44,10 @@ def _checked(argv: Sequence[str]) -> Any:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_hc.srt import plugin
+    from sglang_hc.srt import in_place
 
     load_plugins()
-    missing = plugin.missing()
+    missing = in_place.missing()
     if missing:
         raise ConfigError(
             f"not in place: {', '.join(missing)}. Install sglang-hc into this environment (pip "

@@ -1,8 +1,7 @@
-"""Entry point of the `sglang.srt.plugins` group: puts every hook in place and proves it.
+"""Entry point of the `sglang.srt.plugins` group: puts every hook in place.
 
 SGLang loads plugins in the launcher and in every scheduler process, and only logs what a plugin
-raises. So nothing is trusted here: `missing()` looks at SGLang itself, the launcher and the tree
-factory both ask it, and either stops the start.
+raises: `in_place.py` looks whether all is there.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-BACKEND = "hc"
-"""Name under which the tree is registered (`--radix-cache-backend`)."""
-
-SGLANG_VERSION = "0.5.17"
-
 _active = False
 
 
@@ -30,17 +24,18 @@ def activate() -> None:
     global _active  # noqa: PLW0603  one flag per process, as SGLang's own registry has
     if _active:
         return
-    from sglang_hc.srt import cpu
+    from sglang_hc.srt import cpu, in_place
     from sglang_hc.srt.guard import guarded
 
     if not torch.cuda.is_available():
         cpu.enable()
     for target, kind, hook in all_hooks():
         HookRegistry.register(target, guarded(hook, kind), kind)
-    if BACKEND not in registered_radix_cache_backends():
+        in_place.expect(target)
+    if in_place.BACKEND not in registered_radix_cache_backends():
         from sglang_hc.srt.build import build_tree_cache
 
-        register_radix_cache_backend(BACKEND, build_tree_cache)
+        register_radix_cache_backend(in_place.BACKEND, build_tree_cache)
     _active = True
 
 
@@ -118,15 +113,3 @@ def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
         found.append((f"{backend}._run_sdpa_forward_extend", around, cpu_attention.extend))
     named = [(f"sglang.srt.{target}", kind, hook) for target, kind, hook in found]
     return [*named, ("uvicorn.run", around, worker.serve)]
-
-
-def missing() -> list[str]:
-    """What of us is not in place in this process; empty when all is."""
-    import sglang
-
-    if sglang.__version__ != SGLANG_VERSION:
-        return [f"sglang=={SGLANG_VERSION} (found {sglang.__version__})"]
-    gone = [target for target, _, _ in all_hooks() if target not in HookRegistry._patched]
-    if BACKEND not in registered_radix_cache_backends():
-        gone.append(f"radix cache backend {BACKEND!r}")
-    return gone

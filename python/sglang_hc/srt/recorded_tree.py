@@ -10,8 +10,8 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 
 from sglang_hc.config import ConfigError, HcConfig
-from sglang_hc.srt.build import Kinds, TierSizes
 from sglang_hc.srt.intake import serial_of
+from sglang_hc.srt.kinds import Kinds, TierSizes
 from sglang_hc.srt.replicas import place_of
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead

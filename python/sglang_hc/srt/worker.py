@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang_hc.srt import plugin
+    from sglang_hc.srt import in_place
 
-    missing = plugin.missing()
+    missing = in_place.missing()
     if missing:
         raise RuntimeError(f"sglang-hc: not in place in a tokenizer worker: {', '.join(missing)}")
     from sglang.srt.entrypoints.http_server import app

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.store.disk.format import Block
+from sglang_hc.store.block import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
 

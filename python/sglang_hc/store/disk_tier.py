@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
-from sglang_hc.store.disk import Block
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S

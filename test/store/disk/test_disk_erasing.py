@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.store.disk import Block, DiskStore
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.format import LABEL_MAX
 from sglang_hc.store.outcome import Outcome

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
-from sglang_hc.store.disk import Block, DiskStore, StoredModel, reader
+from sglang_hc.store.block import Block
+from sglang_hc.store.disk import DiskStore, StoredModel, reader
 from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.store.disk.reader import HEADERS, PIECE_BYTES
 from sglang_hc.store.outcome import Outcome

@@ -12,7 +12,7 @@ from sglang_hc.tools.bench import metrics
 from sglang_hc.tools.bench.client import Client, Reply, make_api
 from sglang_hc.tools.bench.compare import compare, explain
 from sglang_hc.tools.bench.driver import Record, Run
-from sglang_hc.tools.bench.suite import Cell
+from sglang_hc.tools.bench.points import Cell
 from sglang_hc.tools.bench.workload import Session, Trace, Turn
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.store.disk import Block
+from sglang_hc.store.block import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tools.cli.main import main
 from support.disk_store import (

@@ -33,8 +33,8 @@ from sglang_hc.device.exactness import relative_error
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.restore.path import Restoration
-from sglang_hc.srt.kv_pool import KvPoolRows
 from sglang_hc.srt.model.families import FAMILIES, held_layers
+from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.startup_checks import TOLERANCE
 from sglang_hc.srt.start_group import StartGroup
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from sglang_hc.forms import CHUNK_ALIGN
+from sglang_hc.store.block import Block
 from sglang_hc.store.disk.backend import aligned_buffer
 from sglang_hc.tree.identity import block_id as chain_id
 
@@ -53,21 +54,6 @@ class Chunk(NamedTuple):
     layer: int
     offset: int
     length: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """What names a block.
-
-    block_id, parent_id: 16 bytes each (tree.identity). namespace: label for people, not identity.
-    position: blocks before this one in its prefix. tokens: packed token ids, at most 256 bytes.
-    """
-
-    block_id: bytes
-    parent_id: bytes
-    namespace: str
-    position: int
-    tokens: bytes
 
 
 def chunk_digest(block_id: bytes, fingerprint: bytes, layer: int, data: memoryview) -> bytes:

@@ -22,12 +22,13 @@ from itertools import takewhile
 import numpy as np
 
 from sglang_hc.forms import CHUNK_ALIGN
+from sglang_hc.store.block import Block
 from sglang_hc.store.disk import erasing
 from sglang_hc.store.disk.backend import DirectBackend
 from sglang_hc.store.disk.directory import Directory, DirectoryLost, DirectorySpec, steady_time
 from sglang_hc.store.disk.erasing import Erased
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import Block, StoredModel
+from sglang_hc.store.disk.format import StoredModel
 from sglang_hc.store.disk.maintenance import Maintenance, Upkeep
 from sglang_hc.store.disk.opening import Opening, open_directory
 from sglang_hc.store.disk.reader import BlockReader, Read

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.finding import Finder
-from sglang_hc.store.disk.format import Block
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.store import DiskStore
 from sglang_hc.store.host_pool import HostPool

@@ -14,10 +14,11 @@ from contextlib import closing, suppress
 
 import xxhash
 
+from sglang_hc.store.block import Block
 from sglang_hc.store.disk.backend import FULL, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.eviction import Evictor
-from sglang_hc.store.disk.format import Block, BlockHeader
+from sglang_hc.store.disk.format import BlockHeader
 from sglang_hc.store.outcome import GOOD, Outcome
 
 logger = logging.getLogger(__name__)

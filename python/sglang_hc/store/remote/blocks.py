@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.circuit_breaker import CircuitBreaker
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.presence_cache import Presence, PresenceCache
 from sglang_hc.store.remote.store import TIER, Found, StoreIo

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
-from sglang_hc.store.disk import Block
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.forgetting import Forgetting
 

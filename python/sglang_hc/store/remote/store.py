@@ -21,8 +21,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone
-from sglang_hc.store.disk import Block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.store.remote.backend import Frames, RemoteBackend

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_hc.tools.bench.client import Client
-from sglang_hc.tools.bench.suite import Cell
+from sglang_hc.tools.bench.points import Cell
 from sglang_hc.tools.bench.workload import Trace
 
 TIE_MARGIN = {"float32": 0.002}

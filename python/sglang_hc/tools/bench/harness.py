@@ -14,7 +14,8 @@ from sglang_hc.tools.bench.client import Client, GenerateApi, RequestFailed
 from sglang_hc.tools.bench.compare import Agreement, Disagreement, compare, explain
 from sglang_hc.tools.bench.metrics import Groups, largest_cxs
 from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.suite import Cell, Point, Suite
+from sglang_hc.tools.bench.points import Cell, Point
+from sglang_hc.tools.bench.suite import Suite
 from sglang_hc.tools.cli.main import UsageError
 
 Show: TypeAlias = "Callable[[dict[str, Any], Sequence[Path], Path], str]"

@@ -12,7 +12,7 @@ from sglang_hc.tools.bench.metrics import Groups
 
 if TYPE_CHECKING:
     from sglang_hc.tools.bench.arms import Arm
-    from sglang_hc.tools.bench.suite import Cell, Point
+    from sglang_hc.tools.bench.points import Cell, Point
 
 
 class KeptRuns:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sglang_hc.tools.bench import harness, metrics, options
 from sglang_hc.tools.bench.driver import Pace
 from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.suite import Point
+from sglang_hc.tools.bench.points import Point
 from sglang_hc.tools.bench.workload import Session, Trace, Turn, Vocabulary, zipf_weights
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.workloads.l_eval import TASKS, ContextTask

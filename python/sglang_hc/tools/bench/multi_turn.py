@@ -11,7 +11,7 @@ from sglang_hc.tools.bench import harness, metrics, options
 from sglang_hc.tools.bench.driver import Pace
 from sglang_hc.tools.bench.harness import Show
 from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.suite import Point
+from sglang_hc.tools.bench.points import Point
 from sglang_hc.tools.bench.traces import NAMES, TraceReader, parse_dataset
 from sglang_hc.tools.bench.workload import (
     ChatSpec,

@@ -10,7 +10,7 @@ import numpy as np
 from sglang_hc.tools.bench import harness, metrics, options
 from sglang_hc.tools.bench.driver import Pace
 from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.suite import Point
+from sglang_hc.tools.bench.points import Point
 from sglang_hc.tools.bench.workload import Session, Trace, Turn
 from sglang_hc.tools.cli.main import UsageError
 

@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 
 from sglang_hc.tools.bench import report
-from sglang_hc.tools.bench.suite import Cell
+from sglang_hc.tools.bench.points import Cell
 
 matplotlib.use("Agg")
 

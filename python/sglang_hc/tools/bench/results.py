@@ -13,7 +13,7 @@ from sglang_hc.tools.bench.arms import HICACHE, Arm
 from sglang_hc.tools.bench.cells import rounded
 from sglang_hc.tools.bench.compare import Agreement
 from sglang_hc.tools.bench.metrics import Groups
-from sglang_hc.tools.bench.suite import Cell, Point
+from sglang_hc.tools.bench.points import Cell, Point
 from sglang_hc.tools.bench.workload import Trace
 
 SCHEMA = 1

@@ -8,49 +8,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from sglang_hc.tools.bench.arms import Arm
 from sglang_hc.tools.bench.client import Api, Client, RequestFailed
-from sglang_hc.tools.bench.driver import Pace, Run, drive
+from sglang_hc.tools.bench.driver import Pace, drive
+from sglang_hc.tools.bench.kept import KeptRuns
+from sglang_hc.tools.bench.points import Cell, Point
 from sglang_hc.tools.bench.server import ServerFailed, ServerProcess
 from sglang_hc.tools.bench.workload import Trace
 from sglang_hc.tools.cli.main import UsageError
 
-if TYPE_CHECKING:
-    from sglang_hc.tools.bench.kept import KeptRuns
-
 _START_TIMEOUT_S = 900.0
-
-
-@dataclass(frozen=True)
-class Point:
-    """One setting of a sweep.
-
-    trace: the trace of a repeat, the same for all arms; content differs between repeats so that
-    nothing is found in a cache by accident. value: the swept quantity, None outside a sweep.
-    rate: sessions arriving per second, None when all come at once or by their own times.
-    """
-
-    name: str
-    value: float | None
-    trace: Callable[[int], Trace]
-    pace: Pace
-    rate: float | None = None
-
-
-@dataclass
-class Cell:
-    """One point of one repeat on one arm. load: 1-minute load average when it began."""
-
-    arm: str
-    point: str
-    repeat: int
-    run: Run
-    load: float
-    flushed: bool
 
 
 @dataclass(frozen=True)

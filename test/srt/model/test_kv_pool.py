@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_hc.srt.kv_pool import KvPoolRows, UnsupportedPool
+from sglang_hc.srt.model.kv_pool import KvPoolRows, UnsupportedPool
 
 
 def test_a_pool_with_scales_beside_its_rows_is_refused() -> None:

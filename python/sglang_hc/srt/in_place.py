@@ -1,0 +1,34 @@
+"""Whether this process has the hooks and the tree of `plugin.py`.
+
+SGLang only logs what a plugin raises. So nothing is trusted: `missing` looks at SGLang itself, the
+launcher, tokenizer workers and the tree factory ask it, and each stops the start.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+BACKEND = "hc"
+"""Name under which the tree is registered (`--radix-cache-backend`). Comes last."""
+
+SGLANG_VERSION = "0.5.17"
+
+_expected: list[str] = []
+
+
+def expect(target: str) -> None:
+    """A hook of this function of SGLang has to be in place."""
+    _expected.append(target)
+
+
+def missing() -> list[str]:
+    """What of us is not in place in this process; empty when all is."""
+    import sglang
+
+    if sglang.__version__ != SGLANG_VERSION:
+        return [f"sglang=={SGLANG_VERSION} (found {sglang.__version__})"]
+    gone = [target for target in _expected if target not in HookRegistry._patched]
+    if BACKEND not in registered_radix_cache_backends():
+        gone.append(f"radix cache backend {BACKEND!r}")
+    return gone
