@@ -112,6 +112,25 @@ class Speed(NamedTuple):
     cpu_s_per_gb: float
 
 
+def seconds_of(
+    io: DiskThreads, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]
+) -> float:
+    """How long one operation on each block takes, with SLOTS under way. begin: hands one in, by
+    ticket, block and slot; False when it has to wait."""
+    started = time.perf_counter()
+    left, free = deque(enumerate(blocks)), deque(range(SLOTS))
+    taken: dict[int, int] = {}
+    while left or taken:
+        while left and free and begin(*left[0], free[0]):
+            taken[left.popleft()[0]] = free.popleft()
+        time.sleep(0.001)
+        for done in io.poll():
+            if done.outcome is not Outcome.OK:
+                raise RuntimeError(f"a block was not written or read: {done.outcome}")
+            free.append(taken.pop(done.ticket))
+    return time.perf_counter() - started
+
+
 class Served:
     """A store behind the threads of a server, and memory for its blocks."""
 
@@ -147,20 +166,11 @@ class Served:
         self._io.close()
 
     def _measured(self, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]) -> Speed:
-        """begin: hands an operation in, by ticket, block and slot; False when it has to wait."""
+        """begin: see `seconds_of`."""
         self._timed.times.clear()
-        cpu, started = time.process_time(), time.perf_counter()
-        left, free = deque(enumerate(blocks)), deque(range(SLOTS))
-        taken: dict[int, int] = {}
-        while left or taken:
-            while left and free and begin(*left[0], free[0]):
-                taken[left.popleft()[0]] = free.popleft()
-            time.sleep(0.001)
-            for done in self._io.poll():
-                if done.outcome is not Outcome.OK:
-                    raise RuntimeError(f"a block was not written or read: {done.outcome}")
-                free.append(taken.pop(done.ticket))
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        cpu = time.process_time()
+        seconds = seconds_of(self._io, blocks, begin)
+        cpu = time.process_time() - cpu
         size = len(blocks) * self._layout.slot_bytes
         under_way = sum(self._timed.times) / seconds / self._directories
         return Speed(size / seconds, under_way, cpu / size * 1e9)

@@ -7,8 +7,10 @@ server and O_DIRECT. In GB/s of blocks:
   full    as many again, in the place of those
   read    these again, verified
 
-Turns are taken A B A B; ratios are of medians. The other checkout has to be of 470b1bb (disk format
-2) or later.
+Turns are taken A B A B; ratios are of medians. 470b1bb is the last commit with disk format 2. What
+is imported of `compare_fio` has to run with both packages. All directories stay until the end, as a
+file system is slow at making files where many have just gone: that takes rounds x sizes x 2 x
+`--megabytes` of room.
 
     git worktree add /tmp/before 470b1bb
     python -m benchmark.disk.interleaved --before /tmp/before --dir /mnt/ssd --output result.json
@@ -19,13 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,32 +34,22 @@ from typing import Any
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.disk.compare_fio import NO_UPKEEP, SLOTS, layout_of, machine, make_blocks, model_of
-from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome
+from benchmark.disk.compare_fio import (
+    NO_UPKEEP,
+    SLOTS,
+    layout_of,
+    machine,
+    make_blocks,
+    model_of,
+    seconds_of,
+)  # fmt: skip
+from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tools.bench.machine import command
 
 HERE = Path(__file__).resolve().parents[2]
 WORKLOADS = ("empty", "full", "read")
-
-
-def gigabytes_per_s(
-    io: DiskThreads, size: int, blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]
-) -> float:
-    """begin: hands an operation in, by ticket, block and slot; False when it has to wait."""
-    left, free = deque(enumerate(blocks)), deque(range(SLOTS))
-    taken: dict[int, int] = {}
-    started = time.perf_counter()
-    while left or taken:
-        while left and free and begin(*left[0], free[0]):
-            taken[left.popleft()[0]] = free.popleft()
-        time.sleep(0.0005)
-        for done in io.poll():
-            if done.outcome is not Outcome.OK:
-                raise RuntimeError(f"a block was not written or read: {done.outcome}")
-            free.append(taken.pop(done.ticket))
-    return round(len(blocks) * size / (time.perf_counter() - started) / 1e9, 3)
 
 
 def turn(root: Path, kib: int, megabytes: int) -> dict[str, float]:
@@ -80,15 +71,15 @@ def turn(root: Path, kib: int, megabytes: int) -> dict[str, float]:
         io.read(ticket, block.block_id, slot, end)
         return True
 
+    def speed(blocks: Sequence[Block], begin: Callable[[int, Block, int], bool]) -> float:
+        size = len(blocks) * layout.slot_bytes
+        return round(size / seconds_of(io, blocks, begin) / 1e9, 3)
+
     fresh = make_blocks(count, 2)
-    speeds = {
-        "empty": gigabytes_per_s(io, layout.slot_bytes, make_blocks(count, 1), write),
-        "full": gigabytes_per_s(io, layout.slot_bytes, fresh, write),
-    }
+    speeds = {"empty": speed(make_blocks(count, 1), write), "full": speed(fresh, write)}
     kept = [block for block in fresh if store.contains([block.block_id])]
-    speeds["read"] = gigabytes_per_s(io, layout.slot_bytes, kept, read)
+    speeds["read"] = speed(kept, read)
     io.close()
-    shutil.rmtree(folder)
     return speeds
 
 
@@ -115,13 +106,13 @@ def turn_of(checkout: Path, root: Path, kib: int, megabytes: int) -> dict[str, f
     return speeds
 
 
-def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(args: argparse.Namespace, root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for kib in args.kib:
         before, now = [], []
         for _ in range(args.rounds):
-            before.append(turn_of(args.before, args.dir, kib, args.megabytes))
-            now.append(turn_of(HERE, args.dir, kib, args.megabytes))
+            before.append(turn_of(args.before, root, kib, args.megabytes))
+            now.append(turn_of(HERE, root, kib, args.megabytes))
         for name in WORKLOADS:
             old, new = [one[name] for one in before], [one[name] for one in now]
             ratio = statistics.median(new) / statistics.median(old)
@@ -160,7 +151,8 @@ def main() -> int:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     about = {"command": command(), "machine": machine(args.dir), "before": said.stdout.strip()}
-    rows = compare(args)
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hc-disk-bench-") as folder:
+        rows = compare(args, Path(folder))
     if args.output:
         result = {**about, "rows": rows, "tables": {"before": table(rows)}}
         args.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from support.profiles import FREE_LOADING
-from support.rendezvous import meeting_alone
+from support.rendezvous import rendezvous
 from support.waiting import HANGS_S
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -85,7 +85,7 @@ class Core:
         self.args.check_lora_server_args()  # as SGLang's launcher does
         publish(self.args, role="scheduler")
         ports, tp, pp = PortArgs.init_new(self.args), self.tp_rank, self.pp_rank
-        with meeting_alone(self.args.tp_size * self.args.pp_size == 1):
+        with rendezvous(self.args):
             self.scheduler = Scheduler(self.args, ports, tp + pp, tp, 0, pp, 0, 0, None)
         self.scheduler.idle_sleeper = None  # it would wait for a socket at every idle pass
         self._connect()

@@ -6,16 +6,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
+from typing import Any
 
 
 @contextmanager
-def meeting_alone(alone: bool) -> Iterator[None]:
-    """A rank that is alone meets nobody over a port: another process may take one that was free."""
+def rendezvous(args: Any) -> Iterator[None]:
+    """An engine of one rank, by SGLang's arguments, needs no port while it is built: another
+    process may take one that was free before it listens there. Several ranks meet at a port."""
+    if args.tp_size * args.pp_size > 1:
+        yield
+        return
     name = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
     with TemporaryDirectory() as folder:
-        if alone:
-            os.environ[name] = f"file://{folder}/store"
+        os.environ[name] = f"file://{folder}/store"
         try:
             yield
         finally:
-            os.environ.pop(name, None)
+            del os.environ[name]

@@ -34,7 +34,6 @@ from sglang_hc.srt.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.device_eviction import DeviceOrder
 from sglang_hc.srt.guard import counters as own_errors
 from sglang_hc.srt.guard import protect
-from sglang_hc.srt.kinds import Kinds, TierSizes
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
 from sglang_hc.srt.recorded_tree import recording
@@ -43,6 +42,7 @@ from sglang_hc.srt.scheduler import BUILDING, TREE
 from sglang_hc.srt.speculation import draft_layers
 from sglang_hc.srt.storage_backends import remote_store
 from sglang_hc.srt.streams import ComputeStream
+from sglang_hc.srt.tier_factories import TierFactories, TierSizes
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.srt.verdicts import ranks_of
 from sglang_hc.store.block_io import BlockIo
@@ -69,12 +69,12 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     device = device_of(model)
     sizes = _sizes(model, device)
     ranks = ranks_of(model.state.group)
-    kinds = _kinds(model, sizes, ranks)
+    factories = _factories(model, sizes, ranks)
     io = _open_io(model, sizes)
     device.copy_stream.pin(io.memory.pool.buffer)
-    tiers = _tiers(model, device, sizes, kinds, io, ranks)
+    tiers = _tiers(model, device, sizes, factories, io, ranks)
     compute = ComputeStream.of(model.runner)
-    tree = kinds.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
+    tree = factories.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
     tree.audit = audit_of(tree, model.runner, model.config.audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
@@ -121,9 +121,9 @@ def _product(model: Model) -> list[str]:
     return [f"exact {model.state.proof.digest}"]
 
 
-def _kinds(model: Model, sizes: TierSizes, ranks: Ranks) -> Kinds:
+def _factories(model: Model, sizes: TierSizes, ranks: Ranks) -> TierFactories:
     if model.config.trace is None:
-        return Kinds()
+        return TierFactories()
     return recording(model.config, model.runner, sizes, ranks.clock)
 
 
@@ -159,7 +159,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 
 
 def _tiers(
-    model: Model, device: Device, sizes: TierSizes, kinds: Kinds, io: Io, ranks: Ranks
+    model: Model, device: Device, sizes: TierSizes, factories: TierFactories, io: Io, ranks: Ranks
 ) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
@@ -180,9 +180,9 @@ def _tiers(
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
-    window = kinds.window()
+    window = factories.window()
     policy = make_policy(config.eviction, window, pinned=pins)
-    host = kinds.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
+    host = factories.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
     disk = _disk(model, sizes, io, host, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)

@@ -14,12 +14,13 @@ BACKEND = "hc"
 
 SGLANG_VERSION = "0.5.17"
 
-_expected: list[str] = []
+_expected: dict[str, None] = {}
+"""Functions of SGLang with a hook, each once."""
 
 
 def expect(target: str) -> None:
     """A hook of this function of SGLang has to be in place."""
-    _expected.append(target)
+    _expected[target] = None
 
 
 def missing() -> list[str]:

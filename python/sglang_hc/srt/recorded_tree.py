@@ -11,8 +11,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.intake import serial_of
-from sglang_hc.srt.kinds import Kinds, TierSizes
 from sglang_hc.srt.replicas import place_of
+from sglang_hc.srt.tier_factories import TierFactories, TierSizes
 from sglang_hc.srt.tree_backend import HcRadixCache
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
@@ -70,8 +70,10 @@ class RecordedRadixCache(HcRadixCache):
         self.recorder.close()
 
 
-def recording(config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[], float]) -> Kinds:
-    """The kinds of a server that writes `--hc-trace`. clock: of decisions. Raises ConfigError.
+def recording(
+    config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[], float]
+) -> TierFactories:
+    """The factories of a server that writes `--hc-trace`. clock: of decisions. Raises ConfigError.
 
     One file for each replica, and in it for each tensor-parallel rank: they show whether the ranks
     decided alike.
@@ -95,7 +97,7 @@ def recording(config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[
         ) from None
     except OSError as error:
         raise ConfigError(f"--hc-trace {path}: cannot be made ({error.strerror})") from None
-    return Kinds(
+    return TierFactories(
         partial(RecordingLookAhead, recorder),
         partial(RecordingHostTier, recorder),
         partial(RecordedRadixCache, recorder),

@@ -15,7 +15,7 @@ from sglang_hc.store.disk.maintenance import COUNT_S
 from sglang_hc.store.disk.victims import PAGE
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
-from support.disk_filling import START, fill, left, names
+from support.disk_filling import fill, left, names
 from support.disk_store import (
     FILE,
     Faults,
@@ -28,11 +28,6 @@ from support.disk_store import (
     path_of_block,
     put,
 )
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(START)
 
 
 def test_the_least_recently_used_make_room(scratch: Path, clock: Clock) -> None:

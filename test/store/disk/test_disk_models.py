@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.outcome import Outcome
 from support.clock import Clock
-from support.disk_filling import START, fill, left, names
+from support.disk_filling import fill, left, names
 from support.disk_store import (
     FILE,
     check_ledgers,
@@ -23,11 +21,6 @@ from support.disk_store import (
 
 OTHER = BlockLayout(LayerPlan(0, 4, 0), StateShape(4, 128, (64, 64), "float16"))
 OTHER_NAME = OTHER.fingerprint("other")
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(START)
 
 
 def open_other(path: Path, clock: Callable[[], float], size: int = 40 * FILE) -> DiskStore:

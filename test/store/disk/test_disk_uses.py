@@ -24,11 +24,6 @@ from support.disk_store import (
 )
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(START)
-
-
 def test_uses_survive_a_restart(scratch: Path, clock: Clock) -> None:
     store = open_store(scratch, size=40 * FILE, clock=clock)
     fill(store, range(5), clock)

@@ -23,7 +23,7 @@ class TierSizes:
 
 
 @dataclass(frozen=True)
-class Kinds:
+class TierFactories:
     """What is built as the look-ahead window, the host tier and the tree: these classes, or those
     that record what they are told (`recorded_tree.py`)."""
 

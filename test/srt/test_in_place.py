@@ -1,0 +1,39 @@
+"""What the plugin has to put in place is looked for in SGLang itself."""
+
+from __future__ import annotations
+
+import pytest
+import sglang
+from sglang.srt.mem_cache import registry
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_hc.srt import in_place, plugin
+from support.core import import_engine
+
+
+@pytest.fixture(autouse=True)
+def engine() -> None:
+    import_engine()
+
+
+def test_all_is_in_place_after_the_plugins_were_loaded() -> None:
+    assert in_place.missing() == []
+
+
+def test_each_hook_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for target, _, _ in plugin.all_hooks():
+        with monkeypatch.context() as patch:
+            patch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+            assert in_place.missing() == [target]
+
+
+def test_a_plugin_that_failed_on_the_way_left_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is registered last."""
+    monkeypatch.setattr(in_place, "_expected", {})
+    monkeypatch.delitem(registry._RADIX_CACHE_REGISTRY, in_place.BACKEND)
+    assert in_place.missing() == ["radix cache backend 'hc'"]
+
+
+def test_another_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.5.16")
+    assert in_place.missing() == [f"sglang=={in_place.SGLANG_VERSION} (found 0.5.16)"]
