@@ -40,8 +40,8 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import LruPolicy
 from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tools.bench import machine
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.host_tier import HostTier

@@ -14,10 +14,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from benchmark.hooks.parts import CPU, cache_params, microseconds, summary, tiers_of
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.requests import Serial
-from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.hooks import arrange
-from sglang_hc.srt.streams import ComputeStream
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.scheduling.hooks import arrange
+from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.outcome import Outcome
 from support.fake_io import FakeIo

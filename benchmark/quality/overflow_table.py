@@ -148,7 +148,7 @@ class Told:
 
     def __init__(self) -> None:
         from sglang_hc.policy.overflow import Cut
-        from sglang_hc.srt import overflow
+        from sglang_hc.srt.requests import overflow
 
         self._type = Cut
         self.say(0, 0)

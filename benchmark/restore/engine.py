@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, folder: Path, tokens: int, flags: list[str]) -> None:
         """tokens: the longest history; at most the positions of the model."""
-        from sglang_hc.srt.model_state import MODEL_STATE
+        from sglang_hc.srt.model.model_state import MODEL_STATE
 
         # In hidden form the factory chooses a projection and a stream; KV form uses neither.
         words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25", "--hc-read-buffer-gb", "0"]

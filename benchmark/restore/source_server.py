@@ -106,7 +106,7 @@ def meter_disk(bucket: Bucket) -> None:
 
 def meter_remote(bucket: Bucket) -> None:
     """Every remote store that this process opens from now on is read through the bucket."""
-    from sglang_hc.srt import storage_backends
+    from sglang_hc.srt.arguments import storage_backends
 
     opened = storage_backends.open_remote
     storage_backends.open_remote = lambda kind, options, frames: MeteredStore(

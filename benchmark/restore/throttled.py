@@ -159,9 +159,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from sglang_hc.srt.calibrate_command import load_model
     from sglang_hc.srt.model.scratch_layer import subject_of
-    from sglang_hc.srt.start_group import StartGroup
+    from sglang_hc.srt.ranks.start_group import StartGroup
+    from sglang_hc.srt.start.calibrate_command import load_model
 
     loaded = load_model(options.model, ["--dtype", options.dtype])
     layers = loaded.runner.model_config.num_hidden_layers

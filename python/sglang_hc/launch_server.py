@@ -10,7 +10,7 @@ import sys
 
 def main() -> int:
     """Start the server; returns when it ends. Exit status 2 for a wrong option or model."""
-    from sglang_hc.srt.launch import launch
+    from sglang_hc.srt.start.launch import launch
 
     status: int = launch(sys.argv[1:])
     return status

@@ -10,8 +10,8 @@ import torch
 
 from sglang_hc.config import HcConfig
 from sglang_hc.policy.audit import MOST_SAMPLES, STOP_AFTER, bound
-from sglang_hc.srt import audit
 from sglang_hc.srt.model.startup_checks import TOLERANCE
+from sglang_hc.srt.tree import audit
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting

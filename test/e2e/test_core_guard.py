@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_hc.srt import guard, plugin
-from sglang_hc.srt.capturing_tree import CapturingTree
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt import plugin
+from sglang_hc.srt.engine import guard
+from sglang_hc.srt.tree.capturing_tree import CapturingTree
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from support.core import Core, run_in_child
 from support.planted import Faults
 

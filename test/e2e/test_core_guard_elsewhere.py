@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt import guard
+from sglang_hc.srt.engine import guard
 from support.adapters import pin_nothing, write_adapter
 from support.core import Core, run_in_child
 from support.planted import Faults

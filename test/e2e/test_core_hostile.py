@@ -11,7 +11,8 @@ import msgspec
 from fastapi.responses import JSONResponse
 from sglang.srt.managers.io_struct import dec_hook, enc_hook
 
-from sglang_hc.srt import guard, pins
+from sglang_hc.srt.engine import guard
+from sglang_hc.srt.requests import pins
 from support.core import Core, run_in_child
 from support.hostile import HOSTILE
 

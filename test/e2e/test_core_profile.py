@@ -27,7 +27,7 @@ def start(model: str, *flags: str, quiet: float = math.inf) -> tuple[str, int]:
     """The layer plan of a fresh server, and how often it measured. quiet: up to which noise a
     profile counts as measured on an idle machine."""
     from sglang_hc.policy import cost_model
-    from sglang_hc.srt import calibrate
+    from sglang_hc.srt.model import calibrate
 
     cost_model.NOISY = quiet
     measured = 0

@@ -241,7 +241,7 @@ def unusable(model: str) -> tuple[Any, Any, str]:
     """What the check at start says of the right recomputer, of one that loses the prefix, and of
     one whose decode steps do not run."""
     from sglang_hc.srt.model.recompute import compare_pieces
-    from sglang_hc.srt.start_group import StartGroup
+    from sglang_hc.srt.ranks.start_group import StartGroup
 
     core = engine(model=model, plan="kv")
     tiers, allocator = core.tree.tiers, core.scheduler.token_to_kv_pool_allocator

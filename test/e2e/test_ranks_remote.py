@@ -211,7 +211,7 @@ def meet_faults(
     rank: int, port: int, kind: str, shared: str
 ) -> tuple[dict[str, Turns], dict[str, Any]]:
     """Turns by the fault that came between them, and what /server_info shows then."""
-    from sglang_hc.srt import storage_backends
+    from sglang_hc.srt.arguments import storage_backends
     from sglang_hc.store.remote.envelope import fingerprint_of_part
 
     opened = storage_backends.open_remote

@@ -28,7 +28,7 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         raise AssertionError("the server was started")
 
     sglang.launch_server.run_server = served
-    from sglang_hc.srt.launch import launch
+    from sglang_hc.srt.start.launch import launch
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

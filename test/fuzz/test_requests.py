@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_hc.srt import entrance
-from sglang_hc.srt.overflow import accept_cut, dropped_of, earlier_of, read_field
-from sglang_hc.srt.pins import pin_request_of, read_pin_request
-from sglang_hc.srt.server_args import CUT_KEY_ENV
+from sglang_hc.srt.arguments.server_args import CUT_KEY_ENV
+from sglang_hc.srt.requests import entrance
+from sglang_hc.srt.requests.overflow import accept_cut, dropped_of, earlier_of, read_field
+from sglang_hc.srt.requests.pins import pin_request_of, read_pin_request
 from support.hostile import HOSTILE, deep
 
 TEXT = st.text(max_size=30) | st.text(st.characters(categories=["Cs"]), min_size=1, max_size=2)

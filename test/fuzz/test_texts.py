@@ -38,7 +38,7 @@ TEXTS = OBJECTS.map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=200)
 
 
 def read_hc_body(name: str) -> Callable[[str], Any]:
-    from sglang_hc.srt import routes
+    from sglang_hc.srt.requests import routes
 
     kinds = {"pin": routes.PinBody, "unpin": routes.UnpinBody}
     return lambda text: decode_json(text.encode("utf-8", "surrogatepass"), kinds[name], "the body")

@@ -31,7 +31,7 @@ from sglang_hc.restore.measure import (
 )
 from sglang_hc.restore.measure_disk import disk_samples
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.store.disk import DiskStore
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.outcome import Outcome

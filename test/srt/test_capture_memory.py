@@ -11,15 +11,15 @@ import torch
 
 from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan, StateShape
-from sglang_hc.srt import capture_memory
-from sglang_hc.srt.capture_memory import (
+from sglang_hc.srt.model import capture_memory
+from sglang_hc.srt.model.capture_memory import (
     SNAPSHOT_BUFFERS,
     UNCHUNKED_ROWS,
     capture_sizes,
     rows_per_pass,
     take_capture_memory,
 )
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 from support.ledger import MODELS, Entry, ledger, table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_hc.srt import cpu_attention
-from sglang_hc.srt.cpu_attention import ROWS
+from sglang_hc.srt.model import cpu_attention
+from sglang_hc.srt.model.cpu_attention import ROWS
 
 SLOTS, HEADS, DIM = 4000, 2, 16
 

@@ -15,9 +15,9 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import LayerPlan
 from sglang_hc.queue.windows import LookAhead
-from sglang_hc.srt.device_eviction import DeviceOrder
-from sglang_hc.srt.streams import ComputeStream
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.block_tree import BlockTree
 from sglang_hc.tree.identity import pack_tokens
 from support.host import FINGERPRINT, identities

@@ -16,10 +16,10 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
-from sglang_hc.srt.early import EarlyBlocks, gaps, woven
-from sglang_hc.srt.meeting import _restore_early
-from sglang_hc.srt.streams import ComputeStream
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.scheduling.meeting import _restore_early
+from sglang_hc.srt.tree.early import EarlyBlocks, gaps, woven
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES
 from sglang_hc.tree.promotions import Promotion

@@ -21,8 +21,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.config import FLAGS, ConfigError, flag_of
-from sglang_hc.srt import hicache_flags
-from sglang_hc.srt.server_args import config_of
+from sglang_hc.srt.arguments import hicache_flags
+from sglang_hc.srt.arguments.server_args import config_of
 
 KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 """A file that `plugin` writes."""

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, PhaseConfig
 
 from sglang_hc.config import ConfigError
-from sglang_hc.srt.graphs import check_prefill_graphs
+from sglang_hc.srt.arguments.graphs import check_prefill_graphs
 
 UNSAFE = (Backend.FULL, Backend.TC_PIECEWISE)
 SAFE = (Backend.BREAKABLE, Backend.DISABLED)

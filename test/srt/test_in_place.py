@@ -7,7 +7,8 @@ import sglang
 from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_hc.srt import in_place, plugin
+from sglang_hc.srt import plugin
+from sglang_hc.srt.engine import in_place
 from support.core import import_engine
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_hc.srt.namespaces import ClientKey, client_key, complete, keeps_state, pack_key
-from sglang_hc.srt.scheduler import TREE
+from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.requests.namespaces import ClientKey, client_key, complete, keeps_state, pack_key
 from sglang_hc.tree.namespaces import Namespace, client_namespace
 
 

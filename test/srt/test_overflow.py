@@ -13,8 +13,14 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.srt.hooks import build_scheduler
-from sglang_hc.srt.overflow import check_window, count_head, cut_prompt, own_ids, read_field
+from sglang_hc.srt.requests.overflow import (
+    check_window,
+    count_head,
+    cut_prompt,
+    own_ids,
+    read_field,
+)
+from sglang_hc.srt.scheduling.hooks import build_scheduler
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 WISH = {"hc_overflow": {"keep_first": "system"}, "other": 1}

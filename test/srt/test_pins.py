@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_hc.policy.pins import MAX_PIN_S
-from sglang_hc.srt.pins import joined, read_pin_request
+from sglang_hc.srt.requests.pins import joined, read_pin_request
 
 NOT_FOUND: dict[str, Any] = {"status": 404, "error": {"message": "no tier has a block"}}
 

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_hc.config import ConfigError, HcConfig
-from sglang_hc.srt.server_args import refuse_modes
+from sglang_hc.srt.arguments.server_args import refuse_modes
 
 
 def arguments(*flags: str) -> argparse.Namespace:

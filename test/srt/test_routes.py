@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_hc.srt import routes
-from sglang_hc.srt.forgetting import METHOD, joined_answers
+from sglang_hc.srt.requests import routes
+from sglang_hc.srt.requests.forgetting import METHOD, joined_answers
 from sglang_hc.tree.forgetting import FORGOTTEN as HIDDEN
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -52,7 +52,7 @@ class Server:
             routes, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager)
         )
         monkeypatch.setattr(routes, "config_of", lambda args: config)
-        monkeypatch.setattr("sglang_hc.srt.overflow.config_of", lambda args: config)
+        monkeypatch.setattr("sglang_hc.srt.requests.overflow.config_of", lambda args: config)
         app = FastAPI()
         routes.mount(app)
         if checks and (api or admin):

@@ -12,8 +12,8 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import LayerPlan
 from sglang_hc.srt.model.columns import all_columns, columns_of
 from sglang_hc.srt.model.exactness import HiddenProof, of_all_ranks
-from sglang_hc.srt.model_state import _for_all, _plan, refuse_model
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.model.model_state import _for_all, _plan, refuse_model
+from sglang_hc.srt.ranks.start_group import StartGroup
 from support.start_groups import on_ranks
 
 

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import REMOTES, ConfigError, HcConfig
-from sglang_hc.srt.storage_backends import (
+from sglang_hc.srt.arguments.storage_backends import (
     FramePool,
     PageBackend,
     ValueBackend,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.srt.streamed import StreamedPass
+from sglang_hc.srt.tree.streamed import StreamedPass
 from sglang_hc.tree.identity import BLOCK_BYTES
 from support.host import keep
 from support.meeting_world import SPOKEN, WORD, World

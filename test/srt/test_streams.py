@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hc.srt.streams import ComputeStream
+from sglang_hc.srt.engine.streams import ComputeStream
 from support.happens_before import LATE, Clocks
 from support.watch import Watch
 

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
-from sglang_hc.srt.intake import serial_of
-from sglang_hc.srt.waiting import WaitingRequests
+from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.requests.waiting import WaitingRequests
 from support.host import host_queue
 
 RIDS = 3

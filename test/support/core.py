@@ -105,7 +105,7 @@ class Core:
     @property
     def model_state(self) -> Any:
         """What the plugin found at load: `srt.model_state.ModelState`."""
-        from sglang_hc.srt.model_state import MODEL_STATE
+        from sglang_hc.srt.model.model_state import MODEL_STATE
 
         return getattr(self.scheduler.tp_worker.model_runner, MODEL_STATE)
 
@@ -168,8 +168,8 @@ class Core:
     ) -> tuple[list[int], str | None, dict[str, Any], int]:
         """What the tokenizer process makes of a prompt: its tokens, its key, its options, tokens
         dropped."""
-        from sglang_hc.srt.namespaces import client_key
-        from sglang_hc.srt.overflow import cut_prompt
+        from sglang_hc.srt.requests.namespaces import client_key
+        from sglang_hc.srt.requests.overflow import cut_prompt
 
         request = SimpleNamespace(
             sampling_params=sampling,

@@ -17,7 +17,7 @@ def ask_to_forget(
     """Through the scheduler's control request. Returns what tells the answer, once there is one."""
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
-    from sglang_hc.srt.forgetting import METHOD
+    from sglang_hc.srt.requests.forgetting import METHOD
 
     body = {"client": client, "tokens": list(tokens)}
     answers: list[Any] = []

@@ -124,7 +124,7 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
 
     from sglang_hc.restore.measure import measure
     from sglang_hc.srt.model.scratch_layer import subject_of
-    from sglang_hc.srt.start_group import StartGroup
+    from sglang_hc.srt.ranks.start_group import StartGroup
 
     gc.collect()
     gc.disable()

@@ -99,7 +99,7 @@ def defaults() -> dict[int, Any]:
 
 
 def entry(gib: int, name: str, args: Any) -> Entry:
-    from sglang_hc.srt.capture_memory import capture_sizes
+    from sglang_hc.srt.model.capture_memory import capture_sizes
 
     model = MODELS[name]
     layer = StateShape(1, 2 * model.width, (2 * model.kv_width,) * 2, "float16")

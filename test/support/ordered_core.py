@@ -19,9 +19,10 @@ import torch
 
 from sglang_hc.capture.direct import DeviceRing
 from sglang_hc.capture.taps import SideBranch
-from sglang_hc.srt import build, build_device, capture_memory, model_state
-from sglang_hc.srt.capture_memory import CaptureMemory
-from sglang_hc.srt.streams import ComputeStream
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.model import capture_memory, model_state
+from sglang_hc.srt.model.capture_memory import CaptureMemory
+from sglang_hc.srt.start import build, build_device
 from sglang_hc.store.executor import CopyRows, Operation, ScatterRows
 from support.copy_streams import FakeCopyStream
 from support.core import Core

@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_hc.srt import guard
-from sglang_hc.srt.tree_backend import HcRadixCache
+from sglang_hc.srt.engine import guard
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 
 class Planted(Exception):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hc.srt import cpu
+from sglang_hc.srt.engine import cpu
 from support import speculation_kernels as kernels
 from support.core import Core
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 from support.waiting import HANGS_S
 
 T = TypeVar("T")

@@ -209,7 +209,7 @@ class StormRanks(Ranks):
 
 def use(weather: Weather) -> None:
     """The engine that this process builds is in this weather."""
-    from sglang_hc.srt import build
+    from sglang_hc.srt.start import build
 
     opened, backend = DiskStore.open, FaultyBackend(weather.faults)
     DiskStore.open = lambda *args: opened(*args, backend=backend, clock=weather.wall)

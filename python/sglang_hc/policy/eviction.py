@@ -1,7 +1,7 @@
 """Eviction policies: in which order blocks leave a tier (AttentionStore section 3.3.2).
 
-One interface for the host tier and the simulated tiers; the device (srt/device_eviction.py) and
-the disk (store/disk/eviction.py) order their own units by the same window. Only leaves leave,
+One interface for the host tier and the simulated tiers; the device (srt/tree/device_eviction.py)
+and the disk (store/disk/eviction.py) order their own units by the same window. Only leaves leave,
 because a block without its parent cannot be reached. A block in use (`pins`) or pinned for a
 session (policy/pins.py) stays.
 

@@ -24,8 +24,8 @@ def activate() -> None:
     global _active  # noqa: PLW0603  one flag per process, as SGLang's own registry has
     if _active:
         return
-    from sglang_hc.srt import cpu, in_place
-    from sglang_hc.srt.guard import guarded
+    from sglang_hc.srt.engine import cpu, in_place
+    from sglang_hc.srt.engine.guard import guarded
 
     if not torch.cuda.is_available():
         cpu.enable()
@@ -33,7 +33,7 @@ def activate() -> None:
         HookRegistry.register(target, guarded(hook, kind), kind)
         in_place.expect(target)
     if in_place.BACKEND not in registered_radix_cache_backends():
-        from sglang_hc.srt.build import build_tree_cache
+        from sglang_hc.srt.start.build import build_tree_cache
 
         register_radix_cache_backend(in_place.BACKEND, build_tree_cache)
     _active = True
@@ -41,20 +41,11 @@ def activate() -> None:
 
 def all_hooks() -> list[tuple[str, HookType, Callable[..., Any]]]:
     """Every hook: SGLang's function, how it is wrapped, and ours."""
-    from sglang_hc.srt import (
-        cpu_attention,
-        entrance,
-        hooks,
-        meeting,
-        model_state,
-        namespaces,
-        overflow,
-        pins,
-        preemption,
-        server_args,
-        speculation,
-        worker,
-    )
+    from sglang_hc.srt.arguments import server_args
+    from sglang_hc.srt.model import cpu_attention, model_state
+    from sglang_hc.srt.requests import entrance, namespaces, overflow, pins
+    from sglang_hc.srt.scheduling import hooks, meeting, preemption, speculation
+    from sglang_hc.srt.start import worker
 
     after, around, before = HookType.AFTER, HookType.AROUND, HookType.BEFORE
     args = "server_args.ServerArgs"

@@ -14,11 +14,11 @@ import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_hc.config import ConfigError
+from sglang_hc.srt.arguments.server_args import check_radix_cache
 from sglang_hc.srt.model import exactness
 from sglang_hc.srt.model.exactness import FixedTiles, measure, settle, use_plain_products
 from sglang_hc.srt.model.families import Family, LayerAdapter
 from sglang_hc.srt.model.projection import projections
-from sglang_hc.srt.server_args import check_radix_cache
 
 SIZE, HEADS, DIM = 32, 1, 8
 Q_ROWS = HEADS * DIM

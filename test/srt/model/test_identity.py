@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from transformers import LlamaConfig
 
 from sglang_hc.srt.model.identity import SAMPLES, adapter_digest, model_identity, weights_digest
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 from support.start_groups import on_ranks
 
 

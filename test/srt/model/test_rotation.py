@@ -55,7 +55,7 @@ def published() -> None:
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_hc.srt import cpu
+    from sglang_hc.srt.engine import cpu
 
     cpu.enable()
     publish(ServerArgs(model_path="dummy", device="cpu", load_format="dummy"), role="scheduler")

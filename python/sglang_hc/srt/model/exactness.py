@@ -23,7 +23,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_hc.device.exactness import cancelling, row_dependence, tiled, windows
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.startup_checks import TOLERANCE, model_kv
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 

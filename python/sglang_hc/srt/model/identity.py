@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang_hc import __version__
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 
 SAMPLES = 1024
 """Elements of each tensor that enter the digest with their places."""

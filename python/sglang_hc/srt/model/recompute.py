@@ -36,7 +36,7 @@ from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.model.families import FAMILIES, held_layers
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.startup_checks import TOLERANCE
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 

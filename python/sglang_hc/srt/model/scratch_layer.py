@@ -40,12 +40,12 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.measure import LAYERS, MAX_ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt import cpu_attention
+from sglang_hc.srt.model import cpu_attention
 from sglang_hc.srt.model.columns import columns_of
 from sglang_hc.srt.model.families import LayerAdapter
 from sglang_hc.srt.model.kv_pool import KvPoolRows
 from sglang_hc.srt.model.projection import Projection, by_sglang, projection_for
-from sglang_hc.srt.start_group import StartGroup
+from sglang_hc.srt.ranks.start_group import StartGroup
 
 logger = logging.getLogger(__name__)
 

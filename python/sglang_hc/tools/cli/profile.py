@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             check_disk(disk)
     except ConfigError as error:
         raise UsageError(f"--hc-disk: {error}") from error
-    from sglang_hc.srt.calibrate_command import profile_model
+    from sglang_hc.srt.start.calibrate_command import profile_model
 
     try:
         cost = profile_model(args.model, tuple(args.hc_disk), args.sglang_flags)

@@ -1,0 +1,280 @@
+"""The `--hc-*` flags inside SGLang's argument handling, and the modes that cannot be right yet."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+
+from sglang_hc.command_line import add_flags, config_from, given_flags
+from sglang_hc.config import CONFIG_ENV, ConfigError, HcConfig, flag_of
+from sglang_hc.forms import LayerPlan, PlanError
+from sglang_hc.srt.arguments import hicache_flags
+from sglang_hc.srt.arguments.graphs import check_prefill_graphs
+from sglang_hc.srt.engine import cpu
+from sglang_hc.store.disk import DirectorySpec
+
+logger = logging.getLogger(__name__)
+
+ALWAYS_ENV = "SGLANG_HC_ENABLE"
+"""Set by our launcher: the tier is on without any flag. The plain launcher needs a flag for it."""
+
+CUT_KEY_ENV = "SGLANG_HC_CUT_KEY"
+"""What the tokenizers of a server mark cuts with. All its processes inherit it; it is no argument,
+because SGLang shows those to clients."""
+
+OFFLOADED = (
+    "weights that are moved for each layer are not where projections and recomputed layers look"
+)
+
+UNCHECKED = "its requests reach the scheduler without the checks of the tokenizer"
+
+SWITCHES = {
+    "enable_multi_layer_eagle": "every step of the draft model has a KV pool of its own",
+    "speculative_adaptive": "verify passes change their width, which was never tested",
+    "enable_dp_attention": "batches are padded per rank",
+    "enable_pdmux": "layers of one pass run in pieces",
+    "dllm_algorithm": "positions are computed several times",
+    "enable_torch_compile": "a compiled model skips the taps that capture hidden states",
+    "enable_two_batch_overlap": "batches are split",
+    "enable_hisparse": "the KV pool is translated",
+    "disable_radix_cache": "the tiers hang on the radix cache",
+    "enable_session_radix_cache": "it needs another tree",
+    "enable_streaming_session": "sessions hold KV outside the tree",
+    "enable_lmcache": "the tiers take its place in the radix cache",
+    "enable_flexkv": "the tiers take its place in the radix cache",
+    "is_embedding": "nothing is generated, so nothing returns",
+    "enable_unified_memory": "slots are virtual there and move",
+    "smg_grpc_mode": UNCHECKED,
+    "grpc_mode": UNCHECKED,
+    "encoder_only": "nothing is generated, so nothing returns",
+}
+"""Arguments of SGLang that are refused when they are set, and why."""
+
+SPECULATION = ("NGRAM", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms of speculative decoding that are served."""
+
+_from_flags: contextvars.ContextVar[HcConfig | None] = contextvars.ContextVar("hc", default=None)
+
+
+def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ServerArgs.add_cli_args."""
+    add_flags(parser)
+    hicache_flags.forget_defaults(parser)
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ServerArgs.from_cli_args: carry our flags to `post_init`."""
+    config = _asked_for(args)
+    if config is not None and not config.disable:
+        hicache_flags.refuse(hicache_flags.given(args))
+    token = _from_flags.set(config)
+    try:
+        return original(cls, hicache_flags.with_defaults(args))
+    finally:
+        _from_flags.reset(token)
+
+
+def _asked_for(args: argparse.Namespace) -> HcConfig | None:
+    """What a command line and the environment say together; None when nobody asks for the tier."""
+    flags = given_flags(args)
+    if CONFIG_ENV in os.environ:
+        if flags:
+            raise ConfigError(
+                f"{CONFIG_ENV} and {flag_of(min(flags))}: options come from one place; unset "
+                f"{CONFIG_ENV}, or leave the --hc flags out"
+            )
+        return HcConfig.from_json(os.environ[CONFIG_ENV])
+    if flags or os.environ.get(ALWAYS_ENV) == "1":
+        return config_from(args)
+    return None
+
+
+def post_init(original: Callable[[Any], None], self: Any) -> None:
+    """AROUND ServerArgs.__post_init__: choose backends, switch the tier on, refuse what cannot be.
+
+    `sgl.Engine` has no flags: there the options come from the environment (see `CONFIG_ENV`).
+    """
+    config = _from_flags.get()
+    if config is None and CONFIG_ENV in os.environ:
+        config = HcConfig.from_json(os.environ[CONFIG_ENV])
+        if not config.disable:
+            hicache_flags.refuse(hicache_flags.changed(self))
+    if config is not None and config.disable:
+        idle = [flag_of(name) for name in config.changed() if name != "disable"]
+        if idle:
+            logger.warning("sglang-hc: --hc-disable: %s without effect", ", ".join(idle))
+    if config is not None:
+        if not torch.cuda.is_available():
+            chosen = cpu.choose_backends(self)
+            if chosen:
+                logger.info("sglang-hc: no CUDA device; chose %s", ", ".join(chosen))
+        if not config.disable:
+            refuse_modes(self, config)
+            _refuse_same_directory(config)
+            if config.remote is not None:
+                from sglang_hc.srt.arguments.storage_backends import check_remote
+
+                check_remote(config)
+            if config.overflow == "reembed" and self.speculative_draft_model_path is not None:
+                raise ConfigError(
+                    "--hc-overflow reembed and --speculative-draft-model-path: a draft model's "
+                    "state does not move; use --hc-overflow recompute or leave one of the two out"
+                )
+            if config.schedule == "ready-first" and self.enable_priority_scheduling:
+                raise ConfigError(
+                    "--hc-schedule ready-first and --enable-priority-scheduling both put the "
+                    "waiting queue in order; leave one of them out"
+                )
+            self.radix_cache_backend = "hc"
+            self.enable_hierarchical_cache = True
+            # Has SGLang tell the tree of every queued request; its own back end is not built.
+            self.hicache_storage_backend = "file"
+        if not torch.cuda.is_available():
+            cpu.check_speculation(self)
+        object.__setattr__(self, "_hc_config", config.to_dict())
+        os.environ.setdefault(CUT_KEY_ENV, secrets.token_hex(32))
+    wished = self.cuda_graph_backend_prefill
+    original(self)
+    if config is not None and not config.disable:
+        check_prefill_graphs(self, wished)
+        check_radix_cache(self)
+        _refuse_algorithm(self)  # SGLang may have chosen another one
+
+
+def _refuse_same_directory(config: HcConfig) -> None:
+    """Raise ConfigError when two `--hc-disk` are one directory, whatever they are called."""
+    paths = [os.path.realpath(DirectorySpec.parse(text).path) for text in config.disk]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"--hc-disk {path} is given more than once; give each directory once")
+
+
+def check_radix_cache(args: Any) -> None:
+    """Raise ConfigError where deterministic inference left the tiers nothing to hang on.
+
+    SGLang switches its radix cache off for attention backends whose results would depend on what is
+    cached; among them is its own default on some GPUs.
+    """
+    if args.enable_deterministic_inference and args.disable_radix_cache:
+        raise ConfigError(
+            f"--enable-deterministic-inference with --attention-backend {args.attention_backend} "
+            "switches SGLang's radix cache off, and the tiers hang on it; give "
+            "--attention-backend fa3 or triton, or add --hc-disable to serve without the tiers"
+        )
+
+
+def config_of(args: Any) -> HcConfig | None:
+    """The tier's options inside SGLang's arguments; None when it is off."""
+    values = getattr(args, "_hc_config", None)
+    if values is None:
+        return None
+    config = HcConfig.from_mapping(values, "server arguments")
+    return None if config.disable else config
+
+
+def explicit_plan(forms: str, num_layers: int) -> LayerPlan:
+    """The plan `--hc-forms` names. Raises PlanError unless a model of `num_layers` can use it."""
+    try:
+        plan = LayerPlan.parse(forms, num_layers)
+    except PlanError as error:
+        raise PlanError(f"--hc-forms: {error}") from None
+    if plan.recompute == num_layers:
+        raise PlanError(
+            f"--hc-forms {forms} keeps nothing; add --hc-disable to serve without the tiers"
+        )
+    return plan
+
+
+def refuse_modes(args: Any, config: HcConfig) -> None:
+    """Raise ConfigError for a mode in which restored state could be wrong."""
+    _refuse_algorithm(args)
+    for name, why in SWITCHES.items():
+        _refuse(getattr(args, name), _flag(name), why)
+    for name in ("attn_cp_size", "dcp_size"):
+        what = f"{_flag(name)} above 1"
+        _refuse(getattr(args, name) > 1, what, "a rank holds a part of the tokens only")
+    for name in ("cpu_offload_gb", "offload_group_size"):
+        _refuse(getattr(args, name) > 0, _flag(name), OFFLOADED)
+    _refuse(envs.SGLANG_RUST_SERVER.get(), "SGLANG_RUST_SERVER", UNCHECKED)
+    apart = args.disaggregation_mode not in (None, "null")
+    _refuse(apart, "--disaggregation-mode", "prefill and decode do not share a cache")
+    backend = args.radix_cache_backend
+    another = backend not in (None, "hc")
+    _refuse(another, f"--radix-cache-backend {backend}", "there is one tree per server")
+    apart = args.enable_http2 and args.tokenizer_worker_num > 1
+    why = "workers of that HTTP server load no plugins, so they would check nothing"
+    _refuse(apart, "--enable-http2 with --tokenizer-worker-num above 1", why)
+    if args.tp_size * args.pp_size > 1:
+        _refuse_with_ranks(args, config)
+    if args.pp_size > 1:
+        _refuse_with_stages(args, config)
+
+
+def _refuse_algorithm(args: Any) -> None:
+    algorithm = args.speculative_algorithm
+    wrong = algorithm is not None and algorithm.upper() not in SPECULATION
+    why = "its draft model keeps state that is not restored"
+    _refuse(wrong, f"--speculative-algorithm {algorithm}", why)
+
+
+def _refuse_with_ranks(args: Any, config: HcConfig) -> None:
+    """What the ranks of one model cannot do together."""
+    ranks = f"with {'--tp-size' if args.pp_size == 1 else '--pp-size'} above 1"
+    why = "ranks tell each other what they have through the memory of one machine"
+    _refuse(args.nnodes > 1, f"--nnodes above 1 {ranks}", why)
+    why = "a rank sees the hidden states of a part of the tokens only"
+    _refuse(args.enable_attn_tp_input_scattered, "--enable-attn-tp-input-scattered", why)
+    why = "state that moves was not tested on several ranks"
+    _refuse(config.overflow == "reembed", f"--hc-overflow reembed {ranks}", why)
+
+
+def _refuse_with_stages(args: Any, config: HcConfig) -> None:
+    """What the stages of a pipeline cannot do, beside what ranks cannot."""
+    all_three = args.dp_size > 1 and args.tp_size > 1
+    lora = args.enable_lora or args.lora_paths
+    for wrong, what, why in (
+        (all_three, "--dp-size and --tp-size above 1", "all three together were not tested"),
+        (
+            args.speculative_algorithm,
+            "--speculative-algorithm",
+            "SGLang verifies no proposed tokens in a pipeline",
+        ),
+        (
+            args.pp_async_batch_depth > 0,
+            "--pp-async-batch-depth",
+            "results that are handled later were not tested",
+        ),
+        (
+            args.enable_dynamic_chunking,
+            "--enable-dynamic-chunking",
+            "stages would learn the sizes of chunks beside requests that restore",
+        ),
+        (config.exact, "--hc-exact", "recomputed layers are proven on the first stage only"),
+        (
+            config.read_buffer_gb,
+            "--hc-read-buffer-gb",
+            "it would hold other tokens on each stage",
+        ),
+        (lora, "--enable-lora", "both together were not tested"),
+    ):
+        _refuse(wrong, f"{what} with --pp-size above 1", why)
+
+
+def _refuse(wrong: object, what: str, why: str) -> None:
+    if wrong:
+        raise ConfigError(
+            f"sglang-hc does not support {what} yet: {why}. Leave it out, or add "
+            "--hc-disable to serve without the tiers"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

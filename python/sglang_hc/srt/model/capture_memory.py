@@ -1,0 +1,164 @@
+"""Device memory that capture needs, sized and taken when the model is loaded.
+
+That is before SGLang measures how much is left for its KV pool, so `--mem-fraction-static` covers
+it and nothing has to be left free for it by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_hc.capture.direct import DeviceRing
+from sglang_hc.capture.taps import SideBranch, TapBuffer
+from sglang_hc.capture.verified import PASSES, VerifiedRows
+from sglang_hc.device.copy_stream import distinct_stream
+from sglang_hc.errors import ConfigError
+from sglang_hc.forms import LayerPlan, StateShape
+from sglang_hc.srt.model.columns import columns_of
+from sglang_hc.srt.model.scratch_layer import model_shape
+from sglang_hc.srt.ranks.start_group import StartGroup
+
+logger = logging.getLogger(__name__)
+
+UNCHUNKED_ROWS = 16_384
+"""Rows of the taps when prompts are not cut into chunks: SGLang's largest chunk by default. A
+model's whole context would be tens of GB."""
+
+SNAPSHOT_BUFFERS = 6
+
+RING_SHARE = 0.05
+"""Most of the device's memory that rows on their way to the host may take. A smaller ring than a
+pass loses nothing; the next pass may wait for the link."""
+
+
+@dataclass(frozen=True)
+class CaptureSizes:
+    """What capture needs for passes of `rows` rows. Bytes are on the device.
+
+    snapshot_rows: of one of SNAPSHOT_BUFFERS buffers for rows that come few at a time.
+    verified_rows: most rows of a verify pass that are accepted; 0 without speculative decoding.
+    """
+
+    rows: int
+    tap_bytes: int
+    ring_bytes: int
+    snapshot_rows: int
+    twin_bytes: int
+    verified_rows: int
+
+    @property
+    def bytes(self) -> int:
+        verified = PASSES * self.verified_rows * self.tap_bytes // self.rows
+        return self.tap_bytes + self.ring_bytes + self.twin_bytes + verified
+
+
+@dataclass(frozen=True)
+class CaptureMemory:
+    """taps: None without hidden layers. ring, twins: None on a device without memory of its own.
+
+    twins: what snapshots gather in before they are copied to the host. verified: None without taps
+    or without speculative decoding.
+    """
+
+    sizes: CaptureSizes
+    taps: TapBuffer | None
+    verified: VerifiedRows | None
+    ring: DeviceRing | None
+    twins: torch.Tensor | None
+
+    @property
+    def streams(self) -> list[Any]:
+        """Streams of capture alone; no other work should be submitted to them."""
+        branch = None if self.taps is None else self.taps.branch
+        return [] if branch is None else [branch.stream]
+
+
+def capture_sizes(
+    args: Any, plan: LayerPlan, layer: StateShape, context: int, device_bytes: int | None
+) -> CaptureSizes:
+    """args: SGLang's. layer: one layer's state. device_bytes: memory of the device, None where the
+    host's memory is the device's."""
+    rows = rows_per_pass(args, context)
+    hidden = plan.hidden * layer.hidden_bytes
+    kv = plan.kv * sum(layer.kv_parts)
+    step, proposed = decode_rows(args), args.max_speculative_num_draft_tokens
+    verified = step if proposed else 0
+    # Three decode steps of all requests: one computed, one copied, one scattered.
+    snapshot = min(512, max(128, step * 3 // SNAPSHOT_BUFFERS))
+    if device_bytes is None:
+        return CaptureSizes(rows, rows * hidden, 0, snapshot, 0, verified)
+    ring = min(rows * max(hidden, kv), int(device_bytes * RING_SHARE))
+    twins = SNAPSHOT_BUFFERS * snapshot * hidden
+    return CaptureSizes(rows, rows * hidden, ring, snapshot, twins, verified)
+
+
+def rows_per_pass(args: Any, context: int) -> int:
+    """Most rows of one forward pass that are captured: a prefill chunk, or a decode step of all
+    requests, or both where they are mixed."""
+    chunk = args.chunked_prefill_size or -1
+    prefill = min(max(args.max_prefill_tokens, context), UNCHUNKED_ROWS) if chunk <= 0 else chunk
+    step = decode_rows(args)
+    return prefill + step if args.enable_mixed_chunk else max(prefill, step)
+
+
+def decode_rows(args: Any) -> int:
+    """Rows of a decode step of all requests: with speculative decoding those that are verified.
+
+    As many requests run as the options say, or twice what SGLang's decode graphs are for on this
+    device. More of them cost saves while scattering is behind, nothing else.
+    """
+    running = int(args.max_running_requests or 2 * args.cuda_graph_config.decode.max_bs)
+    return running * (args.max_speculative_num_draft_tokens or 1)
+
+
+def take_capture_memory(runner: Any, plan: LayerPlan, group: StartGroup) -> CaptureMemory:
+    """For a loaded model. All ranks of the group take the same. Raises ConfigError when the device
+    has not enough."""
+    args, context = runner.server_args, runner.model_config.context_len
+    layer = model_shape(runner)
+    device = next(runner.model.parameters()).device
+    own = device.type == "cuda"
+    total = None
+    if own:
+        total = group.least(torch.cuda.get_device_properties(device).total_memory)
+    sizes = capture_sizes(args, plan, layer, context, total)
+    if sizes.rows < context and (args.chunked_prefill_size or -1) <= 0 and plan.hidden:
+        logger.info(
+            "sglang-hc: without --chunked-prefill-size a pass may have %d rows; the hidden states "
+            "of its first %d are saved",
+            context,
+            sizes.rows,
+        )
+    try:
+        taps = verified = ring = twins = None
+        if plan.hidden:
+            width = layer.hidden_bytes // runner.dtype.itemsize
+            first = columns_of(runner, runner.model_config.hidden_size).first
+            branch = _tap_branch(runner, device)
+            taps = TapBuffer(plan.hidden, sizes.rows, width, runner.dtype, device, branch, first)
+            if sizes.verified_rows:
+                verified = VerifiedRows(taps, sizes.verified_rows)
+        if own:
+            ring = DeviceRing(sizes.ring_bytes, device)
+            twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch's out of memory, on any device
+        what, _, _ = str(error).partition("\n")
+        raise ConfigError(
+            f"saving passes of {sizes.rows} rows takes {sizes.bytes / 2**30:.1f} GiB beside the "
+            "model's weights, and there is not so much; give a smaller --chunked-prefill-size "
+            f"(now {args.chunked_prefill_size}), or --hc-forms kv ({what})"
+        ) from None
+    return CaptureMemory(sizes, taps, verified, ring, twins)
+
+
+def _tap_branch(runner: Any, device: torch.device) -> SideBranch | None:
+    """Where the taps' copies run on a GPU, so that they take no time of the decode step's own."""
+    if device.type != "cuda":
+        return None
+    model = [torch.cuda.current_stream(device), runner.forward_stream]
+    return SideBranch(torch.cuda, distinct_stream(partial(torch.cuda.Stream, device=device), model))

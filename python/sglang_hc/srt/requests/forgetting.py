@@ -1,0 +1,163 @@
+"""Forgetting: namespaces leave the device, host memory and what is below, and do not come back.
+
+The device and host memory forget at once. What a running request still reads stays where it is,
+under a name that no request has, and nothing that such a request leaves is kept. Then the disk is
+erased, which may take long, while everybody is served. When that is done, whatever came to the
+device and host memory meanwhile is forgotten once more, and only then the answer is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.outcome import Outcome
+from sglang_hc.tree.forgetting import FORGOTTEN, Forgetting
+from sglang_hc.tree.identity import pack_tokens
+
+logger = logging.getLogger(__name__)
+
+METHOD = "hc_state/forget"
+"""Of our control request."""
+
+Answer = dict[str, Any]
+
+_LEFT = {
+    "disk": "the disk tier could not erase everything; see the server's log, and repeat the call",
+    "remote": "the remote store knows no namespaces: blocks that this server does not know by name "
+    "may stay there; clear it with /hicache/storage-backend/clear",
+}
+_NO_DELETE = "the remote store can delete no single block; clear it with " + (
+    "/hicache/storage-backend/clear"
+)
+
+
+class Forgetter:
+    """Forgets for one tree. Belongs to the scheduler thread. tree: the `HcRadixCache`."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._under_way: list[Forgetting] = []
+        self._numbers = itertools.count()
+
+    def covers(self, namespace: str | None) -> bool:
+        """Whether what a request of this namespace leaves must not be kept."""
+        if namespace is not None and namespace.startswith(FORGOTTEN):
+            return True
+        return any(what.names(namespace) for what in self._under_way)
+
+    def forget(self, what: Forgetting, ended: Callable[[Answer], object]) -> None:
+        """Forget namespaces in every tier; see the module. ended: told of it, perhaps at once."""
+        self._under_way.append(what)
+        tokens, block_ids = self._forget_above(what)
+
+        def below_is_done(done: Sequence[BlockDone]) -> None:
+            more, ids = self._forget_above(what)
+            self._under_way.remove(what)
+            ended(_answer(tokens + more, len(block_ids) + len(ids), done))
+
+        disk = self._tree.tiers.disk
+        if disk is None:
+            below_is_done(())
+        else:
+            disk.erase(what, block_ids, below_is_done)
+
+    def clear(self, ended: Callable[[bool], object]) -> bool:
+        """Erase everything below host memory, for all namespaces of this model. ended: told whether
+        all of it is gone. False, and nothing happens: there is nothing that is ours."""
+        disk = self._tree.tiers.disk
+        if disk is None or disk.is_disowned:
+            return False
+        disk.erase(None, (), lambda done: ended(all(one.outcome is Outcome.OK for one in done)))
+        return True
+
+    def _forget_above(self, what: Forgetting) -> tuple[int, list[bytes]]:
+        """On the device and in host memory. Returns the tokens and the blocks that were there."""
+        tree, hidden = self._tree, f"{FORGOTTEN}{next(self._numbers)}"
+        with tree.compute_stream.entered():
+            for req in tree.scheduler.requests:
+                if what.names(req.extra_key):
+                    tree.waiting.give_up(req)
+                    tree.tiers.capture.drop(serial_of(req))
+                    req.extra_key = hidden
+            block_ids = tree.tiers.forget(what)
+        return self._forget_on_device(what, hidden), block_ids
+
+    def _forget_on_device(self, what: Forgetting, hidden: str) -> int:
+        """Free what no request uses, and give the rest another namespace. Returns the tokens."""
+        tree, count = self._tree, 0
+        tops = [top for top in tree.root_node.children.values() if what.names(top.key.extra_key)]
+        nodes = tops
+        for node in nodes:  # which grows meanwhile
+            nodes += node.children.values()
+        for node in reversed(nodes):
+            count += len(node.key)
+            if node.lock_ref == 0:
+                tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+                tree._delete_leaf(node)
+                tree._record_remove_event(node)
+            else:
+                _rename(node, hidden, tree.page_size)
+        return count
+
+
+def _rename(node: Any, namespace: str, page_size: int) -> None:
+    siblings, old = node.parent.children, node.key
+    del siblings[old.child_key(page_size)]
+    node.key = RadixKey(old.token_ids, namespace, old.is_bigram, old.limit)
+    siblings[node.key.child_key(page_size)] = node
+
+
+def _answer(tokens: int, blocks: int, done: Sequence[BlockDone]) -> Answer:
+    answer: Answer = {"status": 200, "device": {"tokens": tokens}, "host": {"blocks": blocks}}
+    missed = []
+    for one in done:
+        complete = one.outcome is Outcome.OK and one.tier != "remote"
+        answer[one.tier] = {"blocks": one.blocks, "complete": complete}
+        if not complete:
+            missed.append(_NO_DELETE if one.outcome is Outcome.DROPPED else _LEFT[one.tier])
+    return _judged(answer, missed)
+
+
+def _judged(answer: Answer, missed: Sequence[str]) -> Answer:
+    answer["complete"] = not missed
+    if missed:
+        answer["status"], answer["error"] = 503, {"message": "; ".join(missed)}
+    return answer
+
+
+def _refused(status: int, message: str) -> Answer:
+    return {"status": status, "complete": False, "error": {"message": message}}
+
+
+def joined_answers(answers: Sequence[Answer]) -> Answer:
+    """One answer out of those of all replicas: sums, and complete if all are."""
+    missed = list(dict.fromkeys(one["error"]["message"] for one in answers if "error" in one))
+    joined: Answer = {}
+    for tier in ("device", "host", "disk", "remote"):
+        parts = [one[tier] for one in answers if tier in one]
+        if parts:
+            joined[tier] = {
+                name: all(part[name] for part in parts)
+                if name == "complete"
+                else sum(part[name] for part in parts)
+                for name in parts[0]
+            }
+    return _judged(joined, missed) | {"status": max(one["status"] for one in answers)}
+
+
+def forget(tree: Any, body: dict[str, Any], reply: Callable[[Answer], object]) -> None:
+    """Answer a control request. tree: None where the tiers are off."""
+    if tree is None:
+        reply(_refused(501, "this server runs without the tiers"))
+    elif tree.scheduler.is_between_stages:
+        busy = "with --pp-size above 1 state is forgotten while no request runs; try again"
+        reply(_refused(409, busy))
+    else:
+        tree.forgetter.forget(Forgetting(body["client"], pack_tokens(body["tokens"])), reply)

@@ -1,0 +1,110 @@
+"""Whose state a request's is: its namespace, made in the tokenizer and completed in the scheduler.
+
+SGLang concatenates `cache_salt`, `extra_key` and an adapter's name, so that different parts may
+make one key, and an adapter's name stays the same when its weights change. Here the client's parts
+are packed with their lengths where they enter (`tree.namespaces`), and the scheduler adds a digest
+of the adapter's weights before it looks for the request's prefix, on the device or below.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.model.identity import adapter_digest
+from sglang_hc.tree.namespaces import Namespace, client_namespace
+
+_NAMED = "_hc_named"
+"""Attribute of a request whose namespace is complete."""
+
+_KEPT = "_hc_kept"
+"""Attribute of a request: the answer of `keeps_state`."""
+
+_DIGEST = "_hc_digest"
+"""Attribute of a loaded adapter."""
+
+
+OTHER_INPUTS = (
+    "input_embeds",
+    "positional_embed_overrides",
+    "multimodal_inputs",
+    "token_type_ids",
+    "multi_item_delimiter_indices",
+)
+"""What K and V of a request depend on beside its tokens, adapter and weights."""
+
+
+class ClientKey(str):
+    """A client's namespace that is packed already. It leaves the process as a plain string."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def client_key(salt: object, key: object) -> ClientKey | None:
+    """The namespace of what a client sent. Raises ValueError, which becomes HTTP status 400."""
+    packed = client_namespace(salt, key)
+    return None if packed is None else ClientKey(packed)
+
+
+def openai_key(original: Any, self: Any, request: Any) -> str | None:
+    """AROUND OpenAIServingBase._compute_extra_key. An empty salt or key is none, as in SGLang."""
+    manager = self.tokenizer_manager
+    if config_of(manager.server_args) is None:
+        key: str | None = original(self, request)
+        return key
+    salt, key = (getattr(request, name, None) or None for name in ("cache_salt", "extra_key"))
+    return client_key(salt, key)
+
+
+def pack_key(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """BEFORE TokenizerManager._validate_one_request: what came by another way than OpenAI's."""
+    key = getattr(obj, "extra_key", None)
+    if key is not None and not isinstance(key, ClientKey) and config_of(self.server_args):
+        obj.extra_key = client_key(None, key)
+
+
+def complete(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE Scheduler._add_request_to_queue, where no prefix has been looked for yet.
+
+    A key that no hook has packed is the client's `extra_key`, whatever it says.
+    """
+    runner = self.tp_worker.model_runner
+    if getattr(runner, TREE, None) is None or hasattr(req, _NAMED):
+        return
+    setattr(req, _NAMED, True)
+    key, lora = req.extra_key, req.lora_id
+    if lora is not None and key is not None:  # SGLang appended it
+        key = key.removesuffix(lora) or None
+    adapter = None if lora is None else _digest_of(runner, lora)
+    req.extra_key = Namespace.of(key)._replace(adapter=adapter).pack()
+    keeps_state(req)  # while the request still has its inputs
+
+
+def keeps_state(req: Any) -> bool:
+    """Whether a request's state depends on its tokens and namespace alone, so that it may be kept
+    below the device.
+
+    SGLang knows an image by 30 bits, which leave out its grid. The answer stays what it was first:
+    SGLang takes the inputs from a request that is over.
+    """
+    known: bool | None = getattr(req, _KEPT, None)
+    if known is None:
+        known = all(getattr(req, name, None) is None for name in OTHER_INPUTS)
+        setattr(req, _KEPT, known)
+    return known
+
+
+def _digest_of(runner: Any, lora: str) -> str:
+    """Digest of a loaded adapter's content, computed once. What is not loaded is like no other."""
+    manager = getattr(runner, "lora_manager", None)  # a server without adapters has none
+    adapter = None if manager is None else manager.loras.get(lora)
+    if adapter is None:
+        return secrets.token_hex(16)
+    known: str | None = getattr(adapter, _DIGEST, None)
+    if known is None:
+        known = adapter_digest(adapter)
+        setattr(adapter, _DIGEST, known)
+    return known

@@ -1,0 +1,222 @@
+"""HTTP routes beside SGLang's own: pins of sessions, and forgetting.
+
+    POST   /hc/pin    {"session", "ttl_s", "input_ids" or "text", "cache_salt", "extra_key"}
+    POST   /hc/unpin  {"session", "cache_salt", "extra_key"}
+    GET    /hc/pins?cache_salt=&extra_key=
+    DELETE /hc/state  {"cache_salt", "extra_key", "input_ids" or "text"}
+
+`cache_salt`, `extra_key`: as in the requests; none by default. Errors are
+{"error": {"message"}} with status 400 (bad body), 403 (not open to this caller), 404 (nothing to
+pin or unpin), 409 (beyond a bound) and 503 (not everything was forgotten).
+
+Whoever has the key of --admin-api-key may use all of them, and nobody else. Without such a key
+those with the key of --api-key may pin and unpin, and are not told what the tiers have: whether a
+block is there says what others have asked. Without any key the routes are off. With
+--hc-open-routes everybody whom SGLang lets through counts as an administrator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from sglang.srt.entrypoints.http_server import get_global_state
+from sglang.srt.managers.io_struct import DumperControlReqInput
+from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
+
+from sglang_hc.errors import decode_json
+from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.requests.forgetting import METHOD, joined_answers
+from sglang_hc.srt.requests.overflow import DroppedTokensHeader, cut_tokens
+from sglang_hc.srt.requests.pins import PREFIX, PinSeconds, SessionName, joined
+from sglang_hc.tree.namespaces import client_namespace
+
+
+def mount(app: FastAPI) -> None:
+    """Add the routes, and the header of cut prompts, to SGLang's application, before it serves."""
+    for method, path, handler in ROUTES:
+        # One by one: of the routes of a router SGLang does not find out which key they need.
+        app.add_api_route(path, handler, methods=[method])
+    app.add_middleware(DroppedTokensHeader)
+
+
+class UnpinBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of /hc/unpin."""
+
+    session: SessionName
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    @property
+    def namespace(self) -> str | None:
+        """Of requests with the same salt and key. Raises ValueError for users."""
+        return client_namespace(self.cache_salt or None, self.extra_key)
+
+
+class StateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of DELETE /hc/state: a client, and at most one of `input_ids` and `text`."""
+
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    input_ids: list[int] | None = None
+    text: str | None = None
+
+
+class PinBody(UnpinBody, kw_only=True, forbid_unknown_fields=True):
+    """Body of /hc/pin, with one of `input_ids` and `text`."""
+
+    ttl_s: PinSeconds
+    input_ids: list[int] | None = None
+    text: str | None = None
+
+
+class _Refused(Exception):
+    """The caller may not do this. The message is for users."""
+
+
+def _is_admin(everybody: bool = False) -> bool:
+    """Whether the caller, whose key was checked, is an administrator. everybody: others may call
+    too, if the server has a key. Raises _Refused."""
+    args = get_global_state().tokenizer_manager.server_args
+    config = config_of(args)
+    if args.admin_api_key or (config is not None and config.open_routes):
+        return True
+    if not args.api_key:
+        raise _Refused(
+            "/hc/* is off on a server without keys: start it with --admin-api-key, or with "
+            "--hc-open-routes to let everybody use it"
+        )
+    if not everybody:
+        raise _Refused("this is for administrators: start the server with --admin-api-key")
+    return False
+
+
+Handler = Callable[[Request], Awaitable[JSONResponse]]
+
+
+def _guarded(handler: Handler) -> Handler:
+    """Errors as answers. The admin key is asked for where there is one, else the API key: by
+    SGLang in front of all routes, and here once more, because it takes a route that it does not
+    know for one without an administrator."""
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    @functools.wraps(handler)
+    async def guarded(request: Request) -> JSONResponse:
+        args = get_global_state().tokenizer_manager.server_args
+        decision = decide_request_auth(
+            method=request.method,
+            path=request.url.path,
+            authorization_header=request.headers.get("Authorization"),
+            api_key=args.api_key,
+            admin_api_key=args.admin_api_key,
+            auth_level=AuthLevel.ADMIN_OPTIONAL,
+        )
+        try:
+            if not decision.allowed:
+                return _error(_Refused("unauthorized"), decision.error_status_code)
+            return await handler(request)
+        except _Refused as error:
+            return _error(error, 403)
+        except ValueError as error:
+            return _error(error, 400)
+
+    return guarded
+
+
+@_guarded
+async def pin(request: Request) -> JSONResponse:
+    """Pin what the tiers have of a token sequence."""
+    admin = _is_admin(everybody=True)
+    body = decode_json(await request.body(), PinBody, "the body")
+    tokens, namespace = _tokens(body)
+    fields = {"session": body.session, "namespace": namespace, "tokens": tokens}
+    reply = await _ask("pin", {**fields, "ttl_s": body.ttl_s})
+    return _shown(reply if admin else {"session": body.session, "ttl_s": body.ttl_s})
+
+
+@_guarded
+async def unpin(request: Request) -> JSONResponse:
+    """End a session's pin."""
+    admin = _is_admin(everybody=True)
+    body = decode_json(await request.body(), UnpinBody, "the body")
+    reply = await _ask("unpin", {"session": body.session, "namespace": body.namespace})
+    return _shown(reply if admin else {"session": body.session})
+
+
+@_guarded
+async def pins(request: Request) -> JSONResponse:
+    """The pins of one namespace."""
+    _is_admin()
+    salt, key = map(request.query_params.get, ("cache_salt", "extra_key"))
+    return _shown(await _ask("list", {"namespace": client_namespace(salt or None, key)}))
+
+
+@_guarded
+async def forget(request: Request) -> JSONResponse:
+    """Forget a client, or a prefix of its, in every tier. Answered when that is durable."""
+    _is_admin()
+    body = decode_json(await request.body(), StateBody, "the body")
+    tokens = [] if body.input_ids is None and body.text is None else _token_ids(body)
+    client = client_namespace(body.cache_salt or None, body.extra_key)
+    answers = await _ask_all(METHOD, {"client": client, "tokens": tokens})
+    return _shown(joined_answers(answers))
+
+
+ROUTES = (
+    ("POST", "/hc/pin", pin),
+    ("POST", "/hc/unpin", unpin),
+    ("GET", "/hc/pins", pins),
+    ("DELETE", "/hc/state", forget),
+)
+
+
+async def _ask(method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Ask about pins."""
+    return joined(await _ask_all(PREFIX + method, body))
+
+
+async def _ask_all(method: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask every scheduler (one per data-parallel rank)."""
+    manager = get_global_state().tokenizer_manager
+    results = await manager.dumper_control(DumperControlReqInput(method=method, body=body))
+    return [reply for result in results for reply in result.response]
+
+
+def _shown(reply: dict[str, Any]) -> JSONResponse:
+    return JSONResponse(reply, reply.pop("status", 200))
+
+
+def _error(error: Exception, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": str(error)}}, status)
+
+
+def _tokens(body: PinBody) -> tuple[list[int], str | None]:
+    """The tokens whose blocks are pinned, and their namespace."""
+    manager = get_global_state().tokenizer_manager
+    tokens, namespace = cut_tokens(manager, _token_ids(body), body.namespace)
+    most = manager.model_config.context_len
+    if len(tokens) > most:
+        raise ValueError(f"{len(tokens)} tokens; the model's context is {most}")
+    return tokens, namespace
+
+
+def _token_ids(body: PinBody | StateBody) -> list[int]:
+    """The token ids that a body names."""
+    manager = get_global_state().tokenizer_manager
+    tokens = body.input_ids
+    if (tokens is None) == (body.text is None):
+        raise ValueError("give the token ids as input_ids or their text as text, one of the two")
+    if body.text is not None:
+        if manager.tokenizer is None:
+            raise ValueError("this server has no tokenizer; give input_ids")
+        tokens = manager.tokenizer.encode(body.text)
+    if not tokens:
+        raise ValueError("input_ids and text may not be empty")
+    vocabulary = manager.model_config.vocab_size
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise ValueError(f"input_ids has ids outside 0 to {vocabulary - 1}")
+    return tokens

@@ -1,0 +1,210 @@
+"""Hooks around SGLang's scheduler, model runner and tokenizer that belong to no one feature.
+
+`plugin.all_hooks` lists every hook. Order of events in one scheduler process: `after_load_model`
+(`model_state.py`) decides the layer plan and installs the taps, before any CUDA graph is captured;
+SGLang sizes the KV pool and captures; the tree factory (`build.py`) builds the tiers; batches run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import (
+    ClearHiCacheReqInput,
+    ClearHiCacheReqOutput,
+    UpdateWeightFromDiskReqOutput,
+    UpdateWeightsFromDistributedReqOutput,
+    UpdateWeightsFromIPCReqOutput,
+    UpdateWeightsFromTensorReqOutput,
+)
+
+from sglang_hc.errors import ConfigError
+from sglang_hc.restore.arrival import LateLayer
+from sglang_hc.srt.arguments.server_args import config_of
+from sglang_hc.srt.engine.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.ranks import verdicts
+from sglang_hc.srt.requests.overflow import check_window
+from sglang_hc.srt.scheduling.speculation import hand_over
+from sglang_hc.srt.tree.tree_backend import HcRadixCache
+
+logger = logging.getLogger(__name__)
+
+REFUSED_UPDATE: dict[str, type[Any]] = {
+    "update_weights_from_disk": UpdateWeightFromDiskReqOutput,
+    "update_weights_from_distributed": UpdateWeightsFromDistributedReqOutput,
+    "update_weights_from_tensor": UpdateWeightsFromTensorReqOutput,
+    "update_weights_from_ipc": UpdateWeightsFromIPCReqOutput,
+}
+"""What SGLang answers to each weight update."""
+
+NOT_CLEARED = (
+    "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
+    "after a weight update, there is none that is this server's; else see its log, and try again"
+)
+
+
+def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND Scheduler.__init__: the tree factory learns whose tree it builds, and what cannot be
+    served is refused in one line, without the stack that led there. One of several ranks takes part
+    in their verdicts from then on."""
+    token = BUILDING.set(OwnScheduler(self))
+    try:
+        build(self, *args, **kwargs)
+        check_window(self)
+        verdicts.attach(self)
+    except ConfigError as error:
+        logger.error("sglang-hc: %s", error)
+        logger.debug("refused here", exc_info=True)
+        raise error.with_traceback(None) from None
+    finally:
+        BUILDING.reset(token)
+
+
+def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+    """AFTER SchedulePolicy.calc_priority: with `--hc-schedule ready-first` the requests at the head
+    of SGLang's order are put into ours, in place.
+
+    The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
+    restored at the top of each pass (`WaitingRequests.on_schedule_step`).
+    """
+    if isinstance(self.tree_cache, HcRadixCache):
+        self.tree_cache.waiting.arrange(waiting_queue)
+
+
+def adapter_fits(result: bool, self: Any, req: Any, *args: Any) -> None:
+    """AFTER Scheduler._can_schedule_lora_req: a request whose adapter finds no room in this pass is
+    passed over before the tree is asked for it."""
+    if not result and isinstance(self.tree_cache, HcRadixCache):
+        self.tree_cache.waiting.skipped(req)
+
+
+def run_batch(
+    original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND Scheduler.run_batch: a forward batch knows request ids only; the tree is told which
+    requests they belong to."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None:
+        return original(self, batch, *args, **kwargs)
+    tree.running = list(batch.reqs)
+    try:
+        result = original(self, batch, *args, **kwargs)
+    finally:
+        tree.running = []
+    hand_over(tree, result)
+    return result
+
+
+def forward(
+    original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations.
+
+    A pass that met a late layer is run once more: it writes the same rows of the pool again, and
+    sampling comes later.
+    """
+    tree = tree_of(self)
+    if tree is None:
+        return original(self, forward_batch, *args, **kwargs)
+    tree.before_forward(forward_batch)
+    try:
+        output = original(self, forward_batch, *args, **kwargs)
+    except LateLayer:
+        restorer = tree.tiers.restorer
+        restorer.start_again(restorer.gate.current)
+        output = original(self, forward_batch, *args, **kwargs)
+    tree.after_forward(forward_batch, tree.running)
+    return output
+
+
+def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info, and what each rank
+    counted. Only the first rank's answer is sent."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is not None:
+        numbers = tree.stats()
+        counts = tree.tiers.ranks.reports(tree.tiers.counts())
+        if len(counts) > 1:
+            numbers["ranks"] = counts
+        result.internal_state["hc"] = numbers
+    return result
+
+
+def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
+    """AROUND Scheduler.maybe_sleep_on_idle, the end of an idle pass: audits come before sleep."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None or tree.audit is None or not tree.audit.step():
+        original(self)
+
+
+def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND each weight update: nothing saved under the old weights may be served."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None:
+        return original(self, recv_req)
+    if tree.scheduler.is_between_stages:
+        return REFUSED_UPDATE[original.__name__](
+            success=False,
+            message="with --pp-size above 1 and sglang-hc weights change while no request runs; "
+            "wait for the requests, or abort them, and try again",
+        )
+    result = original(self, recv_req)
+    tree.forget_saved()
+    return result
+
+
+def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """AROUND Scheduler.clear_hicache_storage_wrapped: answered when what was below host memory is
+    gone for good. Nothing is cleared while a batch is between two stages of a pipeline."""
+    tree = tree_of(self.tp_worker.model_runner)
+    if tree is None:
+        return original(self, recv_req)
+
+    def ended(good: bool) -> None:
+        output = ClearHiCacheReqOutput(success=good)
+        self.ipc_channels.send_to_tokenizer.send_output(output, recv_req)
+
+    if tree.scheduler.is_between_stages or not tree.clear_storage_backend(ended):
+        return ClearHiCacheReqOutput(success=False)
+    return None
+
+
+async def clear_everywhere(original: Callable[..., Any], self: Any) -> Any:
+    """AROUND TokenizerManager.clear_hicache_storage: SGLang looks at the first replica's answer
+    alone, and its route says that it cleared whatever that was."""
+    if config_of(self.server_args) is None:
+        return await original(self)
+    self.auto_create_handle_loop()
+    answers = await self.clear_hicache_storage_communicator(ClearHiCacheReqInput())
+    if not all(answer.success for answer in answers):
+        raise HTTPException(503, NOT_CLEARED)
+    return answers[0]
+
+
+def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """BEFORE TokenizerManager._validate_one_request: token ids must be in the vocabulary.
+
+    SGLang looks an id up in the embedding unchecked, which ends the scheduler process. ValueError
+    becomes HTTP status 400.
+    """
+    if not input_ids or getattr(obj, "input_embeds", None) is not None:
+        return
+    if not isinstance(input_ids[0], int):
+        return  # embeddings or pairs: not token ids
+    vocabulary = self.model_config.vocab_size
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or (high >= vocabulary and not getattr(obj, "contains_mm_input", bool)()):
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"input_ids contains the token id {wrong}, which is not in the model's vocabulary; "
+            f"valid ids are 0 to {vocabulary - 1}"
+        )
+
+
+def tree_of(runner: Any) -> HcRadixCache | None:
+    """The tree of a model runner's scheduler; None where the tiers are off, or not built yet."""
+    tree: HcRadixCache | None = getattr(runner, TREE, None)
+    return tree

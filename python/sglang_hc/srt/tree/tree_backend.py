@@ -1,0 +1,359 @@
+"""The radix tree SGLang talks to: its own device tree, with the tiers below.
+
+What leaves the device stays findable in the host tier by its tokens. A request that matches further
+there than on the device gets slots allocated and inserted into the device tree at admission; their
+content arrives layer by layer while the request's own tokens are prefilled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.restore_plan import Reason, RestorePlan
+from sglang_hc.restore.arrival import LayerArrival
+from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.engine.intake import serial_of
+from sglang_hc.srt.engine.scheduler import OwnScheduler
+from sglang_hc.srt.engine.streams import ComputeStream
+from sglang_hc.srt.requests.forgetting import Forgetter
+from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.tree.audit import Audit
+from sglang_hc.srt.tree.capturing_tree import CapturingTree
+from sglang_hc.srt.tree.device_eviction import DeviceOrder
+from sglang_hc.srt.tree.early import EarlyBlocks
+from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.tree.streamed import StreamedPass
+from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tree.block_tree import BlockNode
+
+
+class HcRadixCache(CapturingTree):
+    """RadixCache whose evicted prefixes come back from the tiers.
+
+    Belongs to the scheduler thread. running: the requests of the batch that is being run.
+    preempted: those that made room in this pass (`srt/scheduling/preemption.py`). stopped: nothing
+    is restored or saved any more (`srt/tree/audit.py`).
+    """
+
+    _is_built = False  # the base class's constructor calls `reset`
+
+    def __init__(
+        self,
+        params: Any,
+        tiers: Tiers,
+        scheduler: OwnScheduler,
+        compute: ComputeStream,
+        device_order: DeviceOrder | None,
+    ) -> None:
+        """compute: where the model runs. device_order: which leaves of the device tree leave first;
+        None for SGLang's order."""
+        super().__init__(params)
+        self.tiers = tiers
+        self.audit: Audit | None = None
+        self.stopped = False
+        self.running: list[Any] = []
+        self.preempted: list[Any] = []
+        self.scheduler = scheduler
+        self.compute_stream = compute
+        self._device_order = device_order
+        self.token_to_kv_pool_host = HostPoolFacade(tiers)
+        # SGLang reads the sizes of these to know whether anything is under way.
+        self.ongoing_write_through: dict[int, Any] = {}
+        self.ongoing_prefetch: dict[str, Any] = {}
+        self.ongoing_backup: dict[int, Any] = {}
+        self.enable_storage = True  # has SGLang tell us of every request that is queued
+        self.hicache_storage_pass_prefix_keys = False
+        if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
+            shown = type(tiers.disk.name, (), {})
+            self.cache_controller = SimpleNamespace(storage_backend=shown())
+        self.host_match = HostMatch(tiers)
+        buffer = tiers.restorer.path.read_buffer
+        self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
+        self.streamed = StreamedPass(self)
+        self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
+        tiers.queue.meetings.subscribe(self.early.release)
+        self.forgetter = Forgetter(self)
+        self._is_built = True
+
+    @property
+    def ongoing_load_back(self) -> range:
+        return range(self.tiers.restorer.under_way)
+
+    # -- look up ---------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Device match, with what the host tier adds for a request in `host_hit_length`."""
+        result = super().match_prefix(params)
+        if params.req is not None:
+            self.waiting.matched(params.req)
+        if params.req is None or self.disable or self.stopped or len(params.key) == 0:
+            return result
+        key, on_device = params.key, result.device_indices.numel()
+        if len(key) - on_device < self.page_size:
+            return result
+        usable = self.host_match.tokens(params.req, key, result.last_device_node, on_device)
+        hit = (usable - on_device) // self.page_size * self.page_size
+        return result._replace(host_hit_length=hit) if hit > 0 else result
+
+    def _on_device(self, key: RadixKey) -> int:
+        """Tokens of `key` that the device has now."""
+        return len(super().match_prefix(MatchPrefixParams(key=key)).device_indices)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+        """Allocate and insert slots for a request's host hit, and queue their restoration.
+
+        Returns what was promised, or the part of it that is worth restoring, or nothing: the rest
+        is recomputed.
+        """
+        req = params.req
+        stop = len(req.prefix_indices) + params.host_hit_length
+        if self.streamed.is_due(req, len(req.prefix_indices)):
+            slots, node = self.streamed.load_back(req)
+            req.host_hit_length = req.storage_hit_length = len(slots)
+            return slots, node
+        blocks = self.host_match.blocks(req, stop)
+        if blocks is None:
+            return self.refuse(req, Reason.BLOCKS_GONE)
+        slots, node = self.load_back(req, blocks, stop)
+        req.host_hit_length = len(slots)
+        return slots, node
+
+    def load_back(
+        self, req: Any, blocks: Sequence[BlockNode], stop: int
+    ) -> tuple[torch.Tensor, Any]:
+        """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
+        path `blocks` are ready. The request holds a lock on its prefix."""
+        planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
+        new = max(1, len(req.full_untruncated_fill_ids) - stop)
+        plan = planner.choose(stop - start, start, new)
+        count = plan.tokens // self.page_size * self.page_size
+        if count == 0:
+            return self.refuse(req, plan.reason)
+        slots = self.allocate(count)
+        if slots is None:
+            return self.refuse(req, Reason.NO_DEVICE_SLOTS)
+        return self.promise(req, blocks, slots, plan, [(start, start + count)])
+
+    def promise(
+        self,
+        req: Any,
+        blocks: Sequence[BlockNode],
+        slots: torch.Tensor,
+        plan: RestorePlan,
+        missing: Sequence[tuple[int, int]],
+        arrival: LayerArrival | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
+        others the slots hold K and V already. arrival: see `Restoration`."""
+        before, restorer = req.prefix_indices, self.tiers.restorer
+        node = self._extend(req, slots)
+        if node is None:
+            self.token_to_kv_pool_allocator.free(slots)
+            return self.refuse(req, Reason.TREE_CHANGED)
+        queued = restorer.num_queued
+        try:
+            self._queue(blocks, slots, node, before, plan, missing, arrival)
+        except Exception:
+            # Nobody may read what is not restored: the promise is taken back.
+            restorer.unqueue(queued)
+            self._delete_leaf(node)
+            self.token_to_kv_pool_allocator.free(slots)
+            raise
+        if self.audit is not None and arrival is None:
+            self.audit.restored(req, blocks, len(before), len(before) + len(slots))
+        if req.retracted_stain:
+            restorer.counters["retracted_restored_tokens"] += len(slots)
+        return slots, node
+
+    def _queue(
+        self,
+        blocks: Sequence[BlockNode],
+        slots: torch.Tensor,
+        node: Any,
+        before: torch.Tensor,
+        plan: RestorePlan,
+        missing: Sequence[tuple[int, int]],
+        arrival: LayerArrival | None,
+    ) -> None:
+        """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
+        restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
+        self.compute_stream.will_read(slots)
+        restorer.planner.take(plan)
+        for begin, end in missing:
+            path = tuple(blocks[: -(-(end + lag) // BLOCK_TOKENS)])
+            own = slots[begin - len(before) : end - len(before)]
+            above = torch.cat([before, slots[: begin - len(before)]])
+            self.compute_stream.will_read(above)
+            recompute = restorer.recomputed(plan)
+            restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
+            self.inc_lock_ref(node)
+            try:
+                restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
+            except Exception:
+                self.dec_lock_ref(node)
+                raise
+
+    def continue_behind(self, req: Any, restored: int) -> None:
+        """A running request goes on behind `restored` restored tokens. They count as served by the
+        store, and its state is saved from there on."""
+        if not req.retracted_stain:
+            req.cached_tokens_storage += restored
+        with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
+            self.tiers.capture.drop(serial_of(req))
+
+    def _extend(self, req: Any, slots: torch.Tensor) -> Any:
+        """A new node with `slots` for the tokens behind the locked node of a request's prefix.
+
+        None when the tree has changed since: the path goes on there by now, or has left the tree.
+        The path above is not compared again; a lock keeps it, and a node's end never moves.
+        """
+        node, start = req.last_node, len(req.prefix_indices)
+        stop = start + len(slots) + self.tiers.layout.draft.lag
+        tokens = req.full_untruncated_fill_ids[start:stop]
+        key = RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle)
+        if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
+            return None
+        return self._insert_helper(node, key, slots)[1]
+
+    def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
+        """Nothing is restored for this request; it recomputes."""
+        self.tiers.restorer.planner.refuse(reason)
+        req.host_hit_length = 0
+        return self._empty_match_result.device_indices, req.last_node
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        if allocator.available_size() < count:
+            self.evict(EvictParams(num_tokens=count - allocator.available_size()))
+        slots = allocator.alloc(count)
+        return None if slots is None else slots.to(torch.int64)
+
+    # -- evict -----------------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        """Device slots that can be had back."""
+        held = self.early.tokens + (self.audit.tokens if self.audit is not None else 0)
+        return held + int(self.evictable_size_)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free device slots: an audit's, leaves of the tree, then those of early blocks."""
+        freed = self.audit.release() if self.audit is not None else 0
+        if freed >= params.num_tokens:
+            return EvictResult(num_tokens_evicted=freed)
+        if self._device_order is None or self.disable:
+            result = super().evict(EvictParams(num_tokens=params.num_tokens - freed))
+        else:
+            left = self._device_order.evict(self, params.num_tokens - freed)
+            result = EvictResult(num_tokens_evicted=left)
+        result.num_tokens_evicted += freed
+        if result.num_tokens_evicted < params.num_tokens:
+            result.num_tokens_evicted += self.early.release()
+        return result
+
+    # -- restore ---------------------------------------------------------------------------------
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start what admission queued; the batch about to run waits for it layer by layer."""
+        restorer = self.tiers.restorer
+        if not restorer.has_queued:
+            return -1
+        with self.compute_stream.entered():
+            return restorer.start()
+
+    def check_hicache_events(self) -> None:
+        """Top of every scheduling pass: take in completions, finish what no batch picked up."""
+        self.take_in()
+        self.look_at_queue()
+        if self.tiers.restorer.has_queued:
+            with self.compute_stream.entered():
+                self.tiers.restorer.run_now()
+            self.streamed.over()
+
+    def take_in(self) -> None:
+        """Completions of all tiers."""
+        tiers, exporter = self.tiers, self.scheduler.exporter
+        if tiers.disk is not None and tiers.disk.is_busy and not self.scheduler.decoding:
+            # Threads that read a store would wait 5 ms each time that they need the interpreter.
+            time.sleep(0)
+        tiers.poll()
+        if exporter is not None and exporter.due(time.monotonic()):
+            exporter.publish(tiers.levels(), tiers.counts())
+
+    def look_at_queue(self) -> None:
+        """What the waiting requests need is fetched and kept."""
+        self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
+
+    # -- the waiting queue -----------------------------------------------------------------------
+
+    def is_backuped(self, node: Any) -> bool:
+        """Blocks are found by their tokens, whatever the device node knows of them."""
+        return True
+
+    def prefetch_from_storage(self, rid: str, *_: Any) -> None:
+        """A request was queued, and matched just before."""
+        if not self.stopped:
+            self.waiting.queued(rid)
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """False: pass the request over in this pass. SGLang asks in the order of the queue."""
+        return self.waiting.ready(rid)
+
+    def pop_prefetch_loaded_tokens(self, rid: str) -> int:
+        """Tokens that came from disk for this request, which is the one that is ready."""
+        return self.waiting.take_loaded()
+
+    def release_aborted_request(self, rid: str) -> None:
+        """A request is about to leave the queue, or has left it. Which one of this name does, the
+        next pass sees (`WaitingRequests.on_schedule_step`)."""
+
+    def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
+        """See `Forgetter.clear`."""
+        return self.forgetter.clear(ended)
+
+    def release_host_resources(self) -> None:
+        """Orderly shutdown."""
+        with self.compute_stream.entered():
+            self.tiers.close()
+
+    # -- upkeep ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every tier. SGLang calls it when nothing runs, before it clears the pools."""
+        if self._is_built:
+            self._clear()
+        super().reset()
+
+    def forget_saved(self) -> None:
+        """The weights changed: nothing saved is valid. Requests may be running, but not in a
+        pipeline."""
+        self._clear()
+        if self.tiers.disk is not None:
+            self.tiers.disk.disown()
+
+    def _clear(self) -> None:
+        if self.audit is not None:
+            self.audit.clear()
+        with self.compute_stream.entered():
+            self.tiers.clear()
+
+    def stats(self) -> dict[str, object]:
+        """Plain numbers for /server_info."""
+        return self.tiers.stats()
+
+    def sanity_check(self) -> None:
+        """Asked by SGLang's idle checks."""
+        self.tiers.check_integrity()
