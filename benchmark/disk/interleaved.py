@@ -8,8 +8,8 @@ server and O_DIRECT. In GB/s of blocks:
   read    these again, verified
 
 Turns are taken A B A B; ratios are of medians. 470b1bb is the last commit with disk format 2. What
-is imported of `compare_fio` has to run with both packages. All directories stay until the end, as a
-file system is slow at making files where many have just gone: that takes rounds x sizes x 2 x
+is imported of `compare_fio` has to run with both packages. All directories stay until the end,
+because ext4 is slow at making files where many have just gone: that takes rounds x sizes x 2 x
 `--megabytes` of room.
 
     git worktree add /tmp/before 470b1bb
@@ -42,7 +42,7 @@ from benchmark.disk.compare_fio import (
     make_blocks,
     model_of,
     seconds_of,
-)  # fmt: skip
+)
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool

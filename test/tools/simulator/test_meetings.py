@@ -167,9 +167,9 @@ def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> 
 def test_whatever_is_met_takes_what_the_planner_says(
     forms: str, by_layers: bool, rate: float, blocks: int, asked: int
 ) -> None:
-    """The decisions are taken again before each chunk, by what has come until then. Of 3,300 drawn
-    cases the slowest took 1.06 times as long as planned. Too much is planned where the disk and the
-    device share the work of few blocks, and where the last run is rounded up to a power of two."""
+    """The decisions are taken again before each chunk, by what has come until then. Too much is
+    planned where the disk and the device share the work of few blocks, and where the last run is
+    rounded up to a power of two."""
     alone, history = model(forms, gpus=1), blocks * BLOCK_TOKENS
     disk = rate * balance(alone, history)
     load = workload(history=history, asked=asked)
