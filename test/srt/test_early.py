@@ -17,8 +17,8 @@ from sglang_hc.queue.meeting import Action
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.scheduling.meeting import _restore_early
 from sglang_hc.srt.tree.early import EarlyBlocks, gaps, woven
+from sglang_hc.srt.tree.met import restore_early
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES
@@ -261,7 +261,8 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
         prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
         _compute_max_prefix_len=lambda length: length - 1,
     )  # fmt: skip
-    assert _restore_early(cast(HcRadixCache, tree), world.meeting, req) == restored
+    found = restore_early(cast(HcRadixCache, tree), world.meeting, req, world.head, world.head)
+    assert found == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
     assert world.meeting.as_they_come == restored
     world.allocator.free(others)

@@ -135,21 +135,19 @@ class RestorePlanner:
         read = self._copy_token(tier)
         return read + host if read else FAR_SECONDS * host
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         """Where a history that comes from below should meet the part of it that is computed; None
         when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
-        # A pass that waits in vain recomputes.
-        by_layers = history.by_layers and self._can_recompute
         return best_split(
             cost,
             self.plan,
-            history._replace(by_layers=by_layers),
+            history,
             decoding=decoding,
             can_recompute=self._can_recompute,
-            early_from=early_from if self._as_they_come else None,
+            can_restore_early=can_restore_early and self._as_they_come,
         )
 
     def prefill_seconds(self, new: int, context: int) -> float:

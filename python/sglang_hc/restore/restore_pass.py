@@ -7,8 +7,7 @@ piece up to that layer this waits for the piece's own copies, projects or scatte
 enqueues the copies of a later piece. So copies run ahead of the compute by as much as the ring
 holds (HCache section 4.1), across layers and within one.
 
-Chunks that the read buffer holds (`read_buffer.py`) are taken from there and not copied. Copies of
-blocks that are still being read begin when their layer has come (`arrival.py`).
+Chunks that the read buffer holds (`read_buffer.py`) are taken from there and not copied.
 
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
 the history tokens. This happens before any `wait`, while the first copies are under way.
@@ -93,9 +92,6 @@ class RestorePass:
         self._read_buffer = path.read_buffer
         self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
-        self._arrivals = [r.arrival for r in restorations if r.arrival is not None]
-        if self._arrivals:
-            kv_per_hidden = 0.0  # they come in the order of the layers
         self._slots = torch.cat([r.device_slots for r in self._ordered])
         device = self._slots.device
         self._positions = torch.cat(
@@ -113,9 +109,7 @@ class RestorePass:
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         self._staging.claim(self.finish)
         self._run_ahead()
-        first = min(self._open, default=0)
-        if self._has_come(first):
-            self._submit_beside(first)
+        self._submit_beside(min(self._open, default=0))
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -147,19 +141,6 @@ class RestorePass:
             self.wait(layer)
         self._staging.release(self.finish)
 
-    def abandon(self) -> None:
-        """Write nothing more, because another pass will write all of this one."""
-        for load in self._todo:
-            if load.early is not None:
-                load.early.done()
-        self._todo.clear()
-        self._open.clear()
-        while self._staged:
-            self._staged.popleft().done()
-        for written in self._beside.values():
-            self._copy_stream.before_compute(written)
-        self._staging.release(self.finish)
-
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
         rows = rows_of(loads)
@@ -174,14 +155,8 @@ class RestorePass:
         if self._side_stream is None:
             return
         for near in range(layer, layer + SIDE_LAYERS):
-            if self._open[near] and near > layer and not self._has_come(near):
-                return  # those behind it may be here, but they are copied later
             while self._open[near]:
                 self._advance()
-
-    def _has_come(self, layer: int) -> bool:
-        """Whether this layer is in host memory for all restorations."""
-        return all(arrival.reads.has(layer) for arrival in self._arrivals)
 
     def _make_room(self) -> None:
         """Write the pieces whose copies are over to the pool, so that copies go on. Between two
@@ -252,8 +227,6 @@ class RestorePass:
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
         while self._todo and (self._staging.has_free or self._todo[0].early is not None):
-            if not self._has_come(self._todo[0].layer):
-                return
             layer, piece, early = self._todo.popleft()
             if early is not None:
                 self._staged.append(
@@ -270,12 +243,7 @@ class RestorePass:
             )
 
     def _advance(self) -> None:
-        """Write the oldest staged piece to the pool, in the stream in which restorations run. If
-        none is staged, the next one is still being read, and this waits for it."""
-        if not self._staged:
-            for arrival in self._arrivals:
-                arrival.wait(self._todo[0].layer)
-            self._run_ahead()
+        """Write the oldest staged piece to the pool, in the stream in which restorations run."""
         if self._side_stream is None:
             self._write()
             return
@@ -359,14 +327,6 @@ class LayerGate:
         """Called with the layer's index within this rank's pool."""
         if self._current is not None:
             self._current.wait(layer)
-
-    def replace(self, index: int, make: Callable[[Sequence[Restoration]], RestorePass]) -> None:
-        """A batch starts again; `make` makes the pass for which it waits now."""
-        before = self._passes[index]
-        before.abandon()
-        self._passes[index] = make(before.restorations)
-        self.recompute(index)
-        self.set_consumer(self.current)
 
     def finish(self) -> tuple[Restoration, ...]:
         """The forward pass is over: complete its restorations, and forget the restore pass."""

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.queue.admission import ARRANGED
 from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.meeting import Meeting
 from sglang_hc.queue.requests import Serial, Waiting, departed, without
 from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.engine.intake import serial_of
@@ -69,6 +70,14 @@ class WaitingRequests:
         self._view.on_schedule_step(self._order, decoding)
         if self._read_buffer is not None:
             self._read_buffer.on_schedule_step(self._order, self._view.look_at)
+
+    def meeting(self) -> tuple[Any, Meeting | None]:
+        """The waiting request that meets its history, and its meeting; None for nobody."""
+        name, meeting = self._view.meetings.current
+        if name not in self._view.requests:
+            return None, None
+        req = next((req for req in self._queue if serial_of(req) == name), None)
+        return req, meeting if req is not None else None
 
     def arrange(self, queue: list[Any]) -> None:
         """SGLang is about to ask for the requests of the queue in turn. With ready-first the first

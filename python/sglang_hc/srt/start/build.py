@@ -48,7 +48,7 @@ from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.format import WHOLE
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.opening import DiskSpec, Io, open_io
 from sglang_hc.store.read_watch import not_observed
@@ -243,11 +243,8 @@ def _disk(
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
-    layers = None
     if io.blocks is not None:
         below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
-        if ranks.count == 1:  # several would have to agree on each layer
-            layers = LayerDisk(io.blocks, sizes.layout.stored_layers)
     if model.config.remote is not None:
         part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
         store = remote_store(model.config, io.memory.pool, part, io.counts)
@@ -257,7 +254,7 @@ def _disk(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds, layers)
+    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 def _capture(

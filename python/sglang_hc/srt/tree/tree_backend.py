@@ -24,19 +24,18 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
-from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.tree import met
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.early import EarlyBlocks
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.tree.streamed import StreamedPass
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -83,7 +82,6 @@ class HcRadixCache(CapturingTree):
         self.host_match = HostMatch(tiers)
         buffer = tiers.restorer.path.read_buffer
         self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
-        self.streamed = StreamedPass(self)
         self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
         tiers.queue.meetings.subscribe(self.early.release)
         self.forgetter = Forgetter(self)
@@ -121,8 +119,9 @@ class HcRadixCache(CapturingTree):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
-        if self.streamed.is_due(req, len(req.prefix_indices)):
-            slots, node = self.streamed.load_back(req)
+        meeting = self.tiers.queue.meetings.of(serial_of(req))
+        if meeting is not None and stop == met.restorable(self, meeting, req):
+            slots, node = met.load_back(self, meeting, req) or self.refuse(req, Reason.BLOCKS_GONE)
             req.host_hit_length = req.storage_hit_length = len(slots)
             return slots, node
         blocks = self.host_match.blocks(req, stop)
@@ -155,10 +154,9 @@ class HcRadixCache(CapturingTree):
         slots: torch.Tensor,
         plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-        arrival: LayerArrival | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
-        others the slots hold K and V already. arrival: see `Restoration`."""
+        others the slots hold K and V already."""
         before, restorer = req.prefix_indices, self.tiers.restorer
         node = self._extend(req, slots)
         if node is None:
@@ -166,14 +164,14 @@ class HcRadixCache(CapturingTree):
             return self.refuse(req, Reason.TREE_CHANGED)
         queued = restorer.num_queued
         try:
-            self._queue(blocks, slots, node, before, plan, missing, arrival)
+            self._queue(blocks, slots, node, before, plan, missing)
         except Exception:
             # Nobody may read what is not restored: the promise is taken back.
             restorer.unqueue(queued)
             self._delete_leaf(node)
             self.token_to_kv_pool_allocator.free(slots)
             raise
-        if self.audit is not None and arrival is None:
+        if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
         if req.retracted_stain:
             restorer.counters["retracted_restored_tokens"] += len(slots)
@@ -187,7 +185,6 @@ class HcRadixCache(CapturingTree):
         before: torch.Tensor,
         plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-        arrival: LayerArrival | None,
     ) -> None:
         """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
         restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
@@ -199,7 +196,7 @@ class HcRadixCache(CapturingTree):
             above = torch.cat([before, slots[: begin - len(before)]])
             self.compute_stream.will_read(above)
             recompute = restorer.recomputed(plan)
-            restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
+            restoration = Restoration(path, begin, end, own, recompute, above)
             self.inc_lock_ref(node)
             try:
                 restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
@@ -281,7 +278,6 @@ class HcRadixCache(CapturingTree):
         if self.tiers.restorer.has_queued:
             with self.compute_stream.entered():
                 self.tiers.restorer.run_now()
-            self.streamed.over()
 
     def take_in(self) -> None:
         """Completions of all tiers."""
@@ -296,6 +292,9 @@ class HcRadixCache(CapturingTree):
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
+        req, meeting = self.waiting.meeting()
+        if meeting is not None and not meeting.is_here(head := meeting.first * BLOCK_TOKENS):
+            met.restore_early(self, meeting, req, head, 0)
 
     # -- the waiting queue -----------------------------------------------------------------------
 
