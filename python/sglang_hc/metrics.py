@@ -49,8 +49,6 @@ COUNTS = {
     "retracted_restored_tokens": "Of these, for requests that came back after a retraction.",
     "retracted_tokens": "Tokens of state that retracted requests had when they made room.",
     "recomputed_layer_tokens": "Of these, layers times tokens that the model computed again.",
-    "early_layer_tokens": "Tokens of a layer copied to the device before their request's turn.",
-    "early_used_layer_tokens": "Of these, read by a restoration.",
     "restore_decision_load": "Host hits restored as they are stored.",
     "restore_decision_recompute_more": "Host hits restored with stored layers recomputed.",
     "restore_decision_refuse": "Host hits that were recomputed.",

@@ -146,9 +146,12 @@ class Meeting:
         promotion = self._blocks.get(block)
         return promotion is not None and self._coming.holds(promotion)
 
-    def promotion(self, block: int) -> Promotion:
-        """Of a block that came."""
-        return self._blocks[block]
+    def detached_node(self, block: int) -> BlockNode:
+        """A node in no tree, for a block that came."""
+        promotion = self._blocks[block]
+        node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
+        node.slot = promotion.slot
+        return node
 
     def path_to(self, head: int) -> Sequence[BlockNode] | None:
         """The blocks of the first `head` tokens, which those behind them continue; None when they

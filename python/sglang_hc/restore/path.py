@@ -12,7 +12,6 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.staging import HostSpan, StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
@@ -51,8 +50,7 @@ class Restoration:
     recompute: the layers below this one are recomputed and not loaded. It is at least the layer
     plan's recompute count; if it is larger, some stored layers are recomputed too.
     prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
-    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path. A path that
-    does not begin at 0 takes nothing from the read buffer.
+    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -107,18 +105,16 @@ class Recomputer(Protocol):
 class RestorePath:
     """What restorations pass through on their way from the host tier into the KV pool.
 
-    recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
-    its request's turn. side_stream: the work is submitted to a stream beside the compute stream,
-    `SIDE_LAYERS` layers ahead of the layer that is waited for; with None it is submitted to the
-    compute stream when it is waited for. rotation: moves K of blocks that have moved; None where
-    none does.
+    recomputer: None where no layer is recomputed. side_stream: the work is submitted to a stream
+    beside the compute stream, `SIDE_LAYERS` layers ahead of the layer that is waited for; with None
+    it is submitted to the compute stream when it is waited for. rotation: moves K of blocks that
+    have moved; None where none does.
     """
 
     pool: HostPool
     sink: RestoreSink
     staging: StagingRing
     recomputer: Recomputer | None = None
-    read_buffer: ReadBuffer | None = None
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
 

@@ -70,6 +70,12 @@ class RestorePlanner:
         """Seconds, as modelled, for which the link is busy with earlier restorations."""
         return max(0.0, self._link_free - self._clock())
 
+    @property
+    def can_restore_early(self) -> bool:
+        """Whether a block may be restored before all of its history is here. Recomputed layers need
+        the K and V of everything before."""
+        return self._as_they_come and not self.plan.recompute
+
     def choose(self, tokens: int, context: int, new: int) -> RestorePlan:
         """How to bring back `tokens` in host memory, which lie behind `context` tokens on the
         device and before `new` tokens.
@@ -147,7 +153,7 @@ class RestorePlanner:
             history,
             decoding=decoding,
             can_recompute=self._can_recompute,
-            can_restore_early=can_restore_early and self._as_they_come,
+            can_restore_early=can_restore_early and self.can_restore_early,
         )
 
     def prefill_seconds(self, new: int, context: int) -> float:

@@ -7,8 +7,6 @@ piece up to that layer this waits for the piece's own copies, projects or scatte
 enqueues the copies of a later piece. So copies run ahead of the compute by as much as the ring
 holds (HCache section 4.1), across layers and within one.
 
-Chunks that the read buffer holds (`read_buffer.py`) are taken from there and not copied.
-
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
 the history tokens. This happens before any `wait`, while the first copies are under way.
 """
@@ -18,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,9 +26,7 @@ from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import Form
 from sglang_hc.policy.copy_order import merged
 from sglang_hc.restore.path import Restoration, RestorePath
-from sglang_hc.restore.read_buffer import Early
 from sglang_hc.restore.staging import (
-    HostSpan,
     LayerSource,
     Piece,
     carve,
@@ -45,11 +40,10 @@ it were all of them, the batch would start only after the whole restoration was 
 
 
 class _Load(NamedTuple):
-    """Rows [piece.first, piece.first + piece.rows) of one layer. With `early` nothing is copied."""
+    """Rows [piece.first, piece.first + piece.rows) of one layer."""
 
     layer: int
     piece: Piece
-    early: Early | None = None
 
 
 def rows_of(loads: Iterable[_Load]) -> Counter[int]:
@@ -89,7 +83,6 @@ class RestorePass:
         self._staging = path.staging
         self._recomputer = path.recomputer
         self._rotation = path.rotation
-        self._read_buffer = path.read_buffer
         self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
         self._slots = torch.cat([r.device_slots for r in self._ordered])
@@ -177,62 +170,16 @@ class RestorePass:
         for layer in self._layout.stored_layers:
             count, lag = bisect_right(starts, layer), self._layout.lag(layer)
             limit = self._staging.rows(sum(self._source.widths(layer)))
-            early = self._early(layer, count)
-            if early:
-                yield from self._around(early, layer, count, limit)
-                continue
             if key != (count, limit, lag):  # the layers of a form have the same pieces
                 rows = [r.spans(r.start + lag, r.stop + lag) for r in self._ordered[:count]]
                 pieces = list(cut([span for spans in rows for span in spans], limit))
                 key = count, limit, lag
             yield from (_Load(layer, piece) for piece in pieces)
 
-    def _early(self, layer: int, count: int) -> dict[int, list[Early]]:
-        """What the read buffer has of a layer, by restoration."""
-        if self._read_buffer is None:
-            return {}
-        found = {}
-        for index, r in enumerate(self._ordered[:count]):
-            lag = self._layout.lag(layer)
-            early = list(self._read_buffer.take(layer, r.nodes, r.start + lag, r.stop + lag))
-            if early:
-                found[index] = early
-        return found
-
-    def _around(
-        self, found: dict[int, list[Early]], layer: int, count: int, limit: int
-    ) -> Iterator[_Load]:
-        """The loads of a layer of which the read buffer has a part."""
-        first, lag = 0, self._layout.lag(layer)
-        spans: list[HostSpan] = []
-
-        def copies() -> Iterator[_Load]:
-            nonlocal first
-            for piece in cut(spans, limit):
-                yield _Load(layer, replace(piece, first=first))
-                first += piece.rows
-            spans.clear()
-
-        for index, r in enumerate(self._ordered[:count]):
-            position = r.start + lag
-            for early in found.get(index, ()):
-                spans += r.spans(position, early.start)
-                yield from copies()
-                yield _Load(layer, Piece(first, early.stop - early.start, ()), early)
-                first += early.stop - early.start
-                position = early.stop
-            spans += r.spans(position, r.stop + lag)
-        yield from copies()
-
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
-        while self._todo and (self._staging.has_free or self._todo[0].early is not None):
-            layer, piece, early = self._todo.popleft()
-            if early is not None:
-                self._staged.append(
-                    _Staged(layer, piece.first, early.parts, early.event, early.done)
-                )
-                continue
+        while self._todo and self._staging.has_free:
+            layer, piece = self._todo.popleft()
             frame = self._staging.take()
             parts = carve(frame, piece.rows, self._source.widths(layer))
             for source, target in zip(self._source.parts(layer), parts, strict=True):

@@ -5,8 +5,8 @@
     pass_ended the batch's forward pass was submitted: what it did not ask for is done, too
     poll       the copies are over: the blocks are unpinned
 
-Blocks of a history that is on its way are restored as they come (`restore_early`), before anything
-is promised with them.
+Blocks of a request that waits, or whose history is on its way, are restored before its pass
+(`restore_early`), before anything is promised with them.
 
 Belongs to the scheduler thread, on the compute stream.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from sglang_hc.device.copy_stream import Event
@@ -110,19 +109,26 @@ class Restorer:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        index = self.gate.produce(self._pass(self.path, [one.restoration for one in queued]))
+        index = self.gate.produce(self._pass([one.restoration for one in queued]))
         self._running[index] = queued
         self.gate.recompute(index)
         return index
 
+    def keep(self, nodes: Sequence[BlockNode]) -> None:
+        """Pin blocks of the tree whose restoration has begun until the copies that were enqueued by
+        now are over."""
+        self._host.pin(nodes)
+        self._host.access(nodes, self._ranks.clock())
+        self._releasing.append((self._ranks.mark(self.path.copy_stream.record()), nodes))
+
     def restore_early(self, restorations: Sequence[Restoration]) -> Event:
-        """Submit restorations of blocks that have not joined the tree, and of all their layers.
+        """Submit restorations of blocks before the pass of their request, and of all their layers.
         Compute work that is submitted later finds their K and V.
 
         Returns a point behind the copies. The blocks are not pinned: what was restored counts only
         if their host slots were still theirs at that point.
         """
-        self._pass(replace(self.path, read_buffer=None), restorations).finish()
+        self._pass(restorations).finish()
         return self.path.copy_stream.record()
 
     def join_early(self, tokens: int) -> None:
@@ -147,24 +153,15 @@ class Restorer:
         """Unpin the blocks of restorations that are over. Never waits."""
         if self.watch is not None:
             self.watch.poll()
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.poll()
         while self._releasing and self._releasing[0][0].done():
             _, nodes = self._releasing.popleft()
             self._host.unpin(nodes)
 
     def clear(self) -> None:
-        """Wait for the copies under way, and forget what was copied early."""
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.clear()
+        """Wait for the copies under way."""
         while self._releasing:
             self._releasing[0][0].wait()
             self.poll()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if an invariant does not hold."""
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.check_integrity()
 
     def _finish_pass(self) -> bool:
         index = self.gate.current
@@ -178,8 +175,8 @@ class Restorer:
         self._releasing.append((copied, [node for one in done for node in one.restoration.nodes]))
         return True
 
-    def _pass(self, path: RestorePath, restorations: Sequence[Restoration]) -> RestorePass:
+    def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
         if self.watch is None:
-            return RestorePass(path, restorations, rate)
-        return WatchedPass(self.watch, path, restorations, rate)
+            return RestorePass(self.path, restorations, rate)
+        return WatchedPass(self.watch, self.path, restorations, rate)

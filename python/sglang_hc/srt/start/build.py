@@ -14,7 +14,7 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
-from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
+from sglang_hc.config import GIB, ConfigError
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
@@ -25,7 +25,6 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.storage_backends import remote_store
@@ -168,7 +167,8 @@ def _tiers(
     # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
     if costs is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer_for(copy_stream), copy_stream)
-    whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
+    # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
+    alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
     planner = RestorePlanner(
         costs,
         state.plan,
@@ -176,7 +176,7 @@ def _tiers(
         counters,
         ranks.clock,
         always=config.restore == "always",
-        as_they_come=whole_pages,
+        as_they_come=alone and not state.has_stages,
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
@@ -206,7 +206,6 @@ def _tiers(
             sizes.layout.shape, device.pool.device, copy_stream, model.runner.ps.tp_size > 1
         ),
         device.recomputer,
-        _read_buffer(model, device, io, host, queue, ranks),
         _side_stream(model, device, sizes.layout.shape),
         device.rotation,
     )
@@ -286,24 +285,6 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
     if pool.device.type != "cuda" or layers is None or model.state.group.size > 1:
         return None
     return fastest_stream(layers, model.allocator, device.copy_stream, shape, pool)
-
-
-def _read_buffer(
-    model: Model, device: Device, io: Io, host: HostTier, queue: QueueView, ranks: Ranks
-) -> ReadBuffer | None:
-    size = read_buffer_bytes(model.config, on_gpu=device.pool.device.type == "cuda")
-    # What it holds is pinned. Stages, whose layers differ in size, would not pin the same blocks.
-    if not size or model.state.has_stages:
-        return None
-    try:
-        frames = frames_for(size, io.memory.pool.layout, device.pool.device, device.copy_stream)
-    except RuntimeError as error:  # torch's out of memory, on any device
-        raise ConfigError(
-            f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
-            f"for none, or lower --mem-fraction-static ({error})"
-        ) from None
-    pool, cost = io.memory.pool, model.state.cost
-    return ReadBuffer(host, pool, frames, cost, queue.requests.is_fetching, ranks)
 
 
 # -- tree ----------------------------------------------------------------------------------------

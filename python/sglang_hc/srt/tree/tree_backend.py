@@ -30,12 +30,16 @@ from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.waiting import WaitingRequests
-from sglang_hc.srt.tree import met
+from sglang_hc.srt.tree import ahead
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.early import EarlyBlocks
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
+from sglang_hc.srt.tree.prerestored import (
+    PrerestoredBlocks,
+    interleave_slots,
+    missing_ranges,
+)
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -80,10 +84,10 @@ class HcRadixCache(CapturingTree):
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers)
-        buffer = tiers.restorer.path.read_buffer
-        self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
-        self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
-        tiers.queue.meetings.subscribe(self.early.release)
+        self.waiting = WaitingRequests(tiers.queue, self._on_device)
+        allocator = self.token_to_kv_pool_allocator
+        self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
+        tiers.queue.meetings.subscribe(self.prerestored.drop_unproven)
         self.forgetter = Forgetter(self)
         self._is_built = True
 
@@ -120,8 +124,9 @@ class HcRadixCache(CapturingTree):
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
         meeting = self.tiers.queue.meetings.of(serial_of(req))
-        if meeting is not None and stop == met.restorable(self, meeting, req):
-            slots, node = met.load_back(self, meeting, req) or self.refuse(req, Reason.BLOCKS_GONE)
+        if meeting is not None and stop == ahead.restorable(self, meeting, req):
+            found = ahead.load_back(self, meeting, req)
+            slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
             req.host_hit_length = req.storage_hit_length = len(slots)
             return slots, node
         blocks = self.host_match.blocks(req, stop)
@@ -137,17 +142,28 @@ class HcRadixCache(CapturingTree):
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
         path `blocks` are ready. The request holds a lock on its prefix."""
         planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
-        new = max(1, len(req.full_untruncated_fill_ids) - stop)
-        plan = planner.choose(stop - start, start, new)
-        count = plan.tokens // self.page_size * self.page_size
-        if count == 0:
+        there = self.prerestored.hand_over(serial_of(req), blocks, start, stop)
+        if there:
+            missing = missing_ranges(there, start, stop)
+            plan = planner.as_stored(sum(end - begin for begin, end in missing))
+        else:
+            new = max(1, len(req.full_untruncated_fill_ids) - stop)
+            plan = planner.choose(stop - start, start, new)
+            stop = start + plan.tokens // self.page_size * self.page_size
+            missing = [(start, stop)]
+        if stop == start:
             return self.refuse(req, plan.reason)
-        slots = self.allocate(count)
-        if slots is None:
+        others = self.allocate(sum(end - begin for begin, end in missing))
+        if others is None:
+            self.prerestored.give_back(there)
             return self.refuse(req, Reason.NO_DEVICE_SLOTS)
-        return self.promise(req, blocks, slots, plan, [(start, start + count)])
+        slots = interleave_slots(there, others, start, stop)
+        loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
+        if len(loaded[0]):
+            self.tiers.restorer.join_early(len(slots) - len(others))
+        return loaded
 
-    def promise(
+    def insert_restoring_node(
         self,
         req: Any,
         blocks: Sequence[BlockNode],
@@ -243,11 +259,11 @@ class HcRadixCache(CapturingTree):
 
     def evictable_size(self) -> int:
         """Device slots that can be had back."""
-        held = self.early.tokens + (self.audit.tokens if self.audit is not None else 0)
+        held = self.prerestored.tokens + (self.audit.tokens if self.audit is not None else 0)
         return held + int(self.evictable_size_)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots: an audit's, leaves of the tree, then those of early blocks."""
+        """Free device slots: an audit's, leaves of the tree, then those of prerestored blocks."""
         freed = self.audit.release() if self.audit is not None else 0
         if freed >= params.num_tokens:
             return EvictResult(num_tokens_evicted=freed)
@@ -258,7 +274,7 @@ class HcRadixCache(CapturingTree):
             result = EvictResult(num_tokens_evicted=left)
         result.num_tokens_evicted += freed
         if result.num_tokens_evicted < params.num_tokens:
-            result.num_tokens_evicted += self.early.release()
+            result.num_tokens_evicted += self.prerestored.release()
         return result
 
     # -- restore ---------------------------------------------------------------------------------
@@ -292,9 +308,7 @@ class HcRadixCache(CapturingTree):
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
-        req, meeting = self.waiting.meeting()
-        if meeting is not None and not meeting.is_here(head := meeting.first * BLOCK_TOKENS):
-            met.restore_early(self, meeting, req, head, 0)
+        ahead.restore_waiting(self)
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -346,6 +360,7 @@ class HcRadixCache(CapturingTree):
     def _clear(self) -> None:
         if self.audit is not None:
             self.audit.clear()
+        self.prerestored.release()
         with self.compute_stream.entered():
             self.tiers.clear()
 
