@@ -6,9 +6,10 @@
 Arms, taken in turns: `recompute`; `kv` and `hidden` alone from host memory; `mix`, the layer plan
 and the restore plan that the policies choose from what the server measured at its start; with
 --disk the loads once more, read from that directory into host memory first, as a prefetch does.
-Beside each arm stands the bound: its bytes over the copy bandwidth or its operations over the GEMM rate, whichever is
-more, both measured in this process. A time runs from an idle device to the last layer's K/V in the
-pool. With --cells each history is kept as soon as it is measured, and not measured again.
+Beside each arm stands the bound: its bytes over the copy bandwidth or its operations over the GEMM
+rate, whichever is more, both measured in this process. A time runs from an idle device to the last
+layer's K/V in the pool. With --cells each history is kept as soon as it is measured, and not
+measured again.
 """
 
 from __future__ import annotations

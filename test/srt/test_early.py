@@ -266,8 +266,8 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     evictable = 100
     others = world.allocator.alloc(len(world.allocator.unused) - (rest - evictable + spare))
     tree = SimpleNamespace(
-        page_size=1, prerestored=world.early, allocate=world.allocator.alloc, evictable_size_=evictable,
-        token_to_kv_pool_allocator=world.allocator,
+        page_size=1, prerestored=world.early, allocate=world.allocator.alloc,
+        evictable_size_=evictable, token_to_kv_pool_allocator=world.allocator,
     )  # fmt: skip
     req = SimpleNamespace(
         prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
