@@ -45,7 +45,7 @@ def restore_what_came(tree: HcRadixCache, meeting: Meeting, req: Any, has: int) 
     need = len(req.full_untruncated_fill_ids) - has - blocks.tokens_of(request)
     if _room(tree) < need:
         blocks.release()
-        meeting.as_they_come = False
+        meeting.has_room = False
         return False
     return _restore(tree, req, {n: meeting.detached_node(n) for n in wanted})
 

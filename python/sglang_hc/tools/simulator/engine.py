@@ -194,6 +194,7 @@ class Engine:
         """What has come for a request that meets its history before anything of it is computed."""
         name, meeting = self.cache.meetings.current
         if meeting is not None and name in self._queue:
+            self._deliver()
             head = meeting.first * BLOCK_TOKENS
             self._restore_early(self.cache.jobs[name], meeting, head)
 
