@@ -24,7 +24,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
 from sglang_hc.policy.restore_plan import Reason
-from sglang_hc.queue.fetches import Missing, SplitCosts
+from sglang_hc.queue.fetch_costs import Missing, SplitCosts
 from sglang_hc.queue.loads import BlockLoad, BlockState, Load
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.tree.block_tree import BlockNode, BlockTree

@@ -19,8 +19,8 @@ from typing import Any
 
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected
 from sglang_hc.policy.pins import SessionPins, TimeToLive
+from sglang_hc.queue.lookahead import LookAhead, QueueChange
 from sglang_hc.queue.requests import Serial
-from sglang_hc.queue.windows import LookAhead, QueueChange
 from sglang_hc.tiers.trace import TraceWriter
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, Insertion
 from sglang_hc.tree.host_tier import HostTier

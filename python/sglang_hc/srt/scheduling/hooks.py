@@ -67,7 +67,7 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     of SGLang's order are put into ours, in place.
 
     The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
-    restored at the top of each pass (`WaitingRequests.on_schedule_step`).
+    restored at the top of each pass (`SchedulerQueue.on_schedule_step`).
     """
     if isinstance(self.tree_cache, HcRadixCache):
         self.tree_cache.waiting.arrange(waiting_queue)

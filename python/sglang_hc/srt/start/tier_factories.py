@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.forms import BlockLayout
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.requests import Serial
-from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.host_tier import HostTier
 

@@ -17,7 +17,7 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -28,7 +28,7 @@ class CapturingTree(SglangTree):
     tiers: Tiers
     scheduler: OwnScheduler
     compute_stream: ComputeStream
-    waiting: WaitingRequests
+    waiting: SchedulerQueue
     forgetter: Forgetter
     stopped: bool
 

@@ -29,7 +29,7 @@ from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
-from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.srt.tree import ahead
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
@@ -84,7 +84,7 @@ class HcRadixCache(CapturingTree):
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers)
-        self.waiting = WaitingRequests(tiers.queue, self._on_device)
+        self.waiting = SchedulerQueue(tiers.queue, self._on_device)
         allocator = self.token_to_kv_pool_allocator
         self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
         tiers.queue.meetings.subscribe(self.prerestored.drop_unproven)
@@ -331,7 +331,7 @@ class HcRadixCache(CapturingTree):
 
     def release_aborted_request(self, rid: str) -> None:
         """A request is about to leave the queue, or has left it. Which one of this name does, the
-        next pass sees (`WaitingRequests.on_schedule_step`)."""
+        next pass sees (`SchedulerQueue.on_schedule_step`)."""
 
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
         """See `Forgetter.clear`."""

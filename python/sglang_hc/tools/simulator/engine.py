@@ -203,7 +203,7 @@ class Engine:
         if self.ready_first:
             considered = self._admission.order(considered, self._readiness)
         for number in considered:
-            if self._admission.is_due(number):
+            if self._admission.must_admit(number):
                 self.cache.prefetcher.give_up(number)
             if self.cache.ready(number, self.now):
                 yield number

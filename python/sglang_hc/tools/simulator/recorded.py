@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hc.policy.eviction import POLICIES, EvictionPolicy, IsProtected, make_policy
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.tiers.trace import TRACE_VERSION
 from sglang_hc.tools.simulator.record_lines import NONSENSE, Event, Header, block_tokens
 from sglang_hc.tools.workloads.traces import TraceError, json_object, json_value
