@@ -29,12 +29,12 @@ from support.meetings import (
     counted,
     forget,
     halving_profile,
-    on_disk,
     run,
     second_turn,
     server,
     start,
 )
+from support.prompts import on_disk
 from support.waiting import HANGS_S
 
 FORM = "hidden:2,kv:2"

@@ -5,14 +5,14 @@ The reference is the same engine without the tiers, on two ranks whose device ne
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from support.core import Core, run_in_child
 from support.ranked_core import RankedCore, run_ranks
+from support.ranked_turns import decisions
 from support.speculation import NGRAM, SpeculativeCore
 from support.speculative_talks import (
     MODEL,
@@ -56,14 +56,6 @@ def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *fla
     return Spoken(told, core.proposed, core.accepted)
 
 
-def decisions(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.tp{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    return lines
-
-
 @pytest.mark.parametrize(
     ("algorithm", "shape", "form", "warm"),
     [
@@ -100,7 +92,7 @@ def test_two_ranks_propose_and_keep_alike(
         check_same(of_rank.told, wanted.told)
         assert of_rank.proposed == wanted.proposed
         assert of_rank.accepted == wanted.accepted
-    trace = decisions(tmp_path, 0)
-    assert trace == decisions(tmp_path, 1) and len(trace) > 30
+    trace, other = (decisions(tmp_path / f"t.jsonl.tp{rank}") for rank in (0, 1))
+    assert trace == other and len(trace) > 30
     if ngram and not warm:
         assert len({count for _, counts in kept[0].told.verified for count in counts}) > 3

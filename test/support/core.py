@@ -19,7 +19,7 @@ from typing import Any
 
 from support.profiles import FREE_LOADING
 from support.rendezvous import rendezvous
-from support.waiting import HANGS_S
+from support.waiting import never_late
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
@@ -249,6 +249,11 @@ class Core:
         self.tree.evict(EvictParams(num_tokens=self.scheduler.max_total_num_tokens))
         assert self.tree.evictable_size() == 0
 
+    def forget(self) -> None:
+        """Everything that is known leaves, except what lies below host memory."""
+        self.settle()
+        assert self.scheduler.flush_cache()
+
     def believe_profile(self) -> None:
         """What is seen from now on corrects no cost, and nothing that the costs refuse is tried:
         for tests of decisions by stated costs."""
@@ -326,21 +331,6 @@ class Core:
             return original(req, *args, **kwargs)
 
         return add
-
-
-def never_late() -> None:
-    """Nothing that comes counts as late in this process. On a busy machine it would be computed,
-    and what a test finds restored would depend on how busy."""
-    from sglang_hc.queue import meeting, prefetch
-    from sglang_hc.ranks import ballot
-    from sglang_hc.store import disk_tier, executor
-    from sglang_hc.store.disk import threads
-    from sglang_hc.store.remote import blocks
-
-    prefetch.PATIENCE = meeting.PATIENCE = HANGS_S
-    threads.PATIENCE = threads.Patience(silent_s=HANGS_S)
-    disk_tier.DRAIN_S = executor.DRAIN_S = ballot.SETTLE_S = HANGS_S
-    disk_tier.READ_DEADLINE_S = blocks.LOOKUP_S = HANGS_S
 
 
 def use_one_thread() -> None:

@@ -45,9 +45,24 @@ def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[i
     return reply["output_ids"], details.get("storage", 0)
 
 
-def numbers(server: ServerProcess) -> dict[str, Any]:
+def ask_replica(
+    server: ServerProcess, tokens: list[int], replica: int
+) -> tuple[list[int], dict[str, int]]:
+    """24 greedy tokens of one replica, and where the prompt came from."""
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, "routed_dp_rank": replica}
+    reply = json.loads(post(server, "/generate", body))
+    return reply["output_ids"], reply["meta_info"]["cached_tokens_details"] or {}
+
+
+def replicas(server: ServerProcess) -> list[dict[str, Any]]:
+    """What each replica counted."""
     with urllib.request.urlopen(f"{server.url}/server_info", timeout=HANGS_S) as reply:
-        return json.load(reply)["internal_states"][0]["hc"]
+        return [state["hc"] for state in json.load(reply)["internal_states"]]
+
+
+def numbers(server: ServerProcess) -> dict[str, Any]:
+    return replicas(server)[0]
 
 
 def wait_for(what: Callable[[], object]) -> None:
