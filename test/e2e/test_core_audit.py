@@ -15,7 +15,7 @@ from sglang_hc.srt.tree import audit
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support import waiting
-from support.adapters import pin_nothing, write_adapter
+from support.adapters import adapter_flags, adapter_ids, write_adapter
 from support.audits import ALL, audit_all, below, leave, path_of, prompt, server
 from support.core import Core, Reply, run_in_child
 
@@ -325,16 +325,11 @@ def test_samples_are_bounded(models: None) -> None:
     ]  # fmt: skip
 
 
-def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:
+def adapters(folders: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
     """With LoRA: what is right, then the blocks of one adapter under the tokens of the other."""
-    pin_nothing()
-    paths = [f"{Path(folder).name}={folder}" for folder in folders]
-    flags = ("--lora-backend", "torch_native", "--max-loras-per-batch", "1")
-    core = server("kv", *ALL, "--lora-paths", *paths, *flags, model=MODEL)
-    refs = core.scheduler.tp_worker.model_runner.lora_manager.lora_refs
-    ids = sorted(refs, key=lambda one: refs[one].lora_name)
-
-    keys = {}
+    core = server("kv", *ALL, *adapter_flags(folders, 1), model=MODEL)
+    by_name, keys = adapter_ids(core), {}
+    ids = [by_name[name] for name in sorted(by_name)]
 
     def ask() -> dict[str, int]:
         for lora in ids:  # an adapter is replaced by the other one on the device
@@ -355,8 +350,8 @@ def adapters(*folders: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_the_state_of_another_adapter_is_found(models: None, tmp_path: Path) -> None:
-    folders = [write_adapter(tmp_path / name, seed, MODEL) for seed, name in enumerate("ab")]
-    right, wrong = run_in_child(adapters, *folders)
+    folders = {name: write_adapter(tmp_path / name, i, MODEL) for i, name in enumerate("ab")}
+    right, wrong = run_in_child(adapters, folders)
     assert right["audited_blocks"] >= 6 and "audit_differences" not in right
     assert wrong["audit_differences"] == 1, "its first block"
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.audits import ALL, audit_all, below, leave, prompt, server
 from support.core import Core, run_in_child
-from support.disk_store import Faults, FaultyBackend
+from support.disk_store import Faults, open_with
 
 
 def talks(core: Core, after_each: Callable[[], object]) -> list[list[int]]:
@@ -62,16 +62,13 @@ def test_right_blocks_pass(
 
 def killed(form: str, dtype: str, folder: str, what: str, count: int) -> None:
     """The server dies within its read or write of this number."""
-    from sglang_hc.store.disk import DiskStore
-
-    calls, opened = itertools.count(1), DiskStore.open
+    calls = itertools.count(1)
 
     def die(path: str) -> None:
         if next(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    backend = FaultyBackend(Faults(**{f"on_{what}": die}))
-    DiskStore.open = lambda *args, **more: opened(*args, backend=backend, **more)
+    open_with(Faults(**{f"on_{what}": die}))
     core = server(form, *below("disk", folder), dtype=dtype)
     talks(core, lambda: leave(core, "disk"))
 

@@ -18,6 +18,7 @@ from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
+from support.disk_store import spoil_pages
 from support.exactness import BOUND
 from support.prompts import in_store, on_disk, prompt
 from support.ranked_core import CORES, run_ranks
@@ -76,10 +77,7 @@ def spoil(disk: Path, part: str) -> None:
     """Every part of a block that one rank stored loses a bit of each page."""
     folder = part_folder(disk, part)
     for path in map(Path, map(folder.block_path, folder.block_ids())):
-        content = bytearray(path.read_bytes())
-        for place in range(4096 + 700, len(content), 4096):
-            content[place] ^= 1
-        path.write_bytes(content)
+        spoil_pages(path, header=False)
 
 
 def on_grid(rank: int, port: int, folder: str, *server: str) -> tuple[Turns, Turns, list[int]]:

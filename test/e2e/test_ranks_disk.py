@@ -16,7 +16,7 @@ import pytest
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.folders import model_folders, store_root
 from sglang_hc.tools.disk.fsck import check
-from support.disk_store import Faults, FaultyBackend, failing
+from support.disk_store import Faults, failing, open_with, spoil_pages
 from support.prompts import on_disk
 from support.ranked_core import CORES, RankedCore, run_ranks
 from support.ranked_turns import (
@@ -71,20 +71,13 @@ def spoil(core: RankedCore) -> None:
     if core.rank == HIT_BY:
         (directory,) = own_directories(core)
         for path in map(Path, map(directory.path, directory.folder.block_ids())):
-            content = bytearray(path.read_bytes())
-            for place in range(700, len(content), 4096):
-                content[place] ^= 1
-            path.write_bytes(content)
+            spoil_pages(path)
 
 
 def meet_faults(rank: int, port: int, kind: str, folder: str) -> dict[str, Turns]:
-    from sglang_hc.store.disk import DiskStore
-
-    faults, opened = Faults(), DiskStore.open
+    faults = Faults()
     if rank == HIT_BY:
-        DiskStore.open = lambda *args, **options: opened(
-            *args, backend=FaultyBackend(faults), **options
-        )
+        open_with(faults)
     core = engine(rank, port, kind, "hidden:2,kv:2", "llama-gqa", *on_disk(folder))
     found = {"well": talk(core, "well")}
     found["damaged"] = talk(core, "damaged", lambda: spoil(core))

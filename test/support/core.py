@@ -96,11 +96,13 @@ class Core:
         self._names = itertools.count()
         self._quiet = 0
         self._steps: int | None = None
+        self._each_pass: Callable[[int], None] | None = None
+        self._before = 0
         self.passes = 0
 
     def _connect(self) -> None:
         """Have the scheduler receive what `submit` hands in."""
-        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self.receive)
+        self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._begin_pass)
 
     @property
     def model_state(self) -> Any:
@@ -189,10 +191,15 @@ class Core:
 
         self.inbox.append(AbortReq(rid=rid))
 
-    def run(self, steps: int | None = None) -> None:
-        """Run the event loop until nothing is left to do, or for a number of its iterations."""
+    def run(self, steps: int | None = None, each_pass: Callable[[int], None] | None = None) -> None:
+        """Run the event loop until nothing is left to do, or for a number of its iterations.
+
+        each_pass: is told the number of each pass at its top, 1 for the first, before the pass
+        receives requests.
+        """
         self._quiet = 0
         self._steps = steps
+        self._each_pass, self._before = each_pass, self.passes
         try:
             self.scheduler.run_event_loop()
         except Idle:
@@ -271,6 +278,11 @@ class Core:
             self.ask([rng.randrange(3, vocabulary) for _ in range(length)], 1, salt="flood")
             done += length
 
+    def push_out(self) -> None:
+        """Save what there is, then have others write over every slot of the device pool."""
+        self.tree.tiers.drain()
+        self.flood(random.Random(1), 2 * self.scheduler.max_total_num_tokens)
+
     def settle(self) -> None:
         """Wait for what is being saved, then check every invariant."""
         tiers = self.tree.tiers
@@ -308,6 +320,11 @@ class Core:
 
         key = RadixKey(array("q", tokens), client_namespace(None, salt))
         return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+
+    def _begin_pass(self) -> list[Any]:
+        if self._each_pass is not None:
+            self._each_pass(self.passes - self._before + 1)
+        return self.receive()
 
     def receive(self) -> list[Any]:
         self.passes += 1
