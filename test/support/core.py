@@ -19,6 +19,7 @@ from typing import Any
 
 from support.profiles import FREE_LOADING
 from support.rendezvous import rendezvous
+from support.tokenizer import tokenizers_part
 from support.waiting import never_late
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -138,9 +139,11 @@ class Core:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         sampling = {"temperature": 0.0, **sampling, "max_new_tokens": new, "ignore_eos": True}
-        tokens, salt, sampling, dropped = self._cut(list(tokens), salt, sampling)
+        limit = self.scheduler.max_req_input_len
+        length, tokens = len(tokens), list(tokens)
+        salt, sampling = tokenizers_part(self.args, limit, tokens, salt, sampling)
         if logprobs_from is not None:
-            logprobs_from -= dropped
+            logprobs_from -= length - len(tokens)
         params = SamplingParams(**sampling)
         params.normalize(None)
         if rid is None:  # SGLang aborts all whose id begins with that of the abort
@@ -164,27 +167,6 @@ class Core:
             )
         )
         return rid
-
-    def _cut(
-        self, tokens: list[int], salt: str | None, sampling: dict[str, Any]
-    ) -> tuple[list[int], str | None, dict[str, Any], int]:
-        """What the tokenizer process makes of a prompt: its tokens, its key, its options, tokens
-        dropped."""
-        from sglang_hc.srt.requests.namespaces import client_key
-        from sglang_hc.srt.requests.overflow import cut_prompt
-
-        request = SimpleNamespace(
-            sampling_params=sampling,
-            extra_key=client_key(None, salt),
-            return_logprob=False,
-            contains_mm_input=lambda: False,
-            input_embeds=None,
-            session_params=None,
-        )
-        length, limit = len(tokens), self.scheduler.max_req_input_len
-        tokenizer = SimpleNamespace(server_args=self.args, max_req_input_len=limit)
-        cut_prompt(tokenizer, request, tokens)
-        return tokens, request.extra_key, request.sampling_params, length - len(tokens)
 
     def abort(self, rid: str) -> None:
         from sglang.srt.managers.io_struct import AbortReq
