@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import pytest
 
-from support.core import run_in_child
+from support.core import Once, run_in_child
 from support.meetings import halving_profile, undisturbed
 
 if TYPE_CHECKING:
     from support.speculative_talks import Told
+
+
+@pytest.fixture(scope="session")
+def once(models: None) -> Once:
+    """As `run_in_child`, for what is the same each time: the same call is made once, in whichever
+    file, and its result is not to be changed."""
+    return functools.cache(run_in_child)
 
 
 @pytest.fixture(scope="session")
@@ -26,8 +34,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def plain(models: None) -> Told:
+def plain(once: Once) -> Told:
     """A conversation that is decoded speculatively elsewhere."""
     from support.speculative_talks import plainly  # it imports SGLang
 
-    return run_in_child(plainly)
+    told: Told = once(plainly)
+    return told

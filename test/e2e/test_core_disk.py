@@ -11,7 +11,7 @@ import pytest
 
 from sglang_hc.store.disk.folders import FORMAT_NAME
 from sglang_hc.store.disk.opening import make_root
-from support.core import run_in_child
+from support.core import Once, run_in_child
 from support.disk_store import block_files, spoil_pages
 from support.prompts import on_disk
 from support.two_servers import (
@@ -26,8 +26,8 @@ from support.two_servers import (
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv", "hidden:2,kv:2"])
-def test_a_new_process_goes_on_from_disk(models: None, tmp_path: Path, form: str) -> None:
-    first, wanted = run_in_child(both_turns, form)
+def test_a_new_process_goes_on_from_disk(once: Once, tmp_path: Path, form: str) -> None:
+    first, wanted = once(both_turns, form)
     disk = on_disk(tmp_path / "d")
     assert run_in_child(first_turn, form, *disk)[0] == first
     reply, stats = run_in_child(second_turn, form, first, *disk)
@@ -56,8 +56,8 @@ def killed_turn(*of: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_sigkill_loses_nothing_that_was_written(models: None, tmp_path: Path) -> None:
-    first, wanted = run_in_child(both_turns, "hidden")
+def test_sigkill_loses_nothing_that_was_written(once: Once, tmp_path: Path) -> None:
+    first, wanted = once(both_turns, "hidden")
     with pytest.raises(AssertionError, match="died"):
         run_in_child(killed_turn, "hidden", *on_disk(tmp_path / "d"))
     reply, _ = run_in_child(second_turn, "hidden", first, *on_disk(tmp_path / "d"))
@@ -65,8 +65,8 @@ def test_sigkill_loses_nothing_that_was_written(models: None, tmp_path: Path) ->
     assert reply.tokens == wanted
 
 
-def test_damage_is_recomputed(models: None, tmp_path: Path) -> None:
-    first, wanted = run_in_child(both_turns, "kv")
+def test_damage_is_recomputed(once: Once, tmp_path: Path) -> None:
+    first, wanted = once(both_turns, "kv")
     run_in_child(first_turn, "kv", *on_disk(tmp_path / "d"))
     for path in block_files(tmp_path / "d"):
         spoil_pages(path)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from sglang_hc.tools.bench.server import free_port
-from support.core import run_in_child
+from support.core import Once, run_in_child
 from support.two_servers import (
     PROMPT,
     STORED,
@@ -88,8 +88,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield Store(flags, (first, second))
 
 
-def test_one_server_goes_on_with_what_another_computed(models: None, store: Store) -> None:
-    first, wanted = run_in_child(both_turns, "hidden")
+def test_one_server_goes_on_with_what_another_computed(once: Once, store: Store) -> None:
+    first, wanted = once(both_turns, "hidden")
     tokens, stats = run_in_child(first_turn, "hidden", *store.flags)
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
@@ -111,8 +111,8 @@ def turn_after_a_loss(lost: int, *below: str) -> tuple:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["master", "node"])
-def test_a_store_that_is_lost_costs_only_the_cache(models: None, store: Store, which: int) -> None:
-    first, wanted = run_in_child(both_turns, "hidden")
+def test_a_store_that_is_lost_costs_only_the_cache(once: Once, store: Store, which: int) -> None:
+    first, wanted = once(both_turns, "hidden")
     tokens, reply, stats = run_in_child(turn_after_a_loss, store.processes[which], *store.flags)
     assert tokens == first
     assert reply.cached == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from support.core import MODELS, run_in_child
+from support.core import MODELS, Once, run_in_child
 from support.prompts import in_store, on_disk
 from support.two_servers import (
     PROMPT,
@@ -26,9 +26,9 @@ from support.two_servers import (
 
 @pytest.mark.parametrize("form", ["hidden", "kv"])
 def test_one_server_goes_on_with_what_another_computed(
-    models: None, tmp_path: Path, form: str
+    once: Once, tmp_path: Path, form: str
 ) -> None:
-    first, wanted = run_in_child(both_turns, form)
+    first, wanted = once(both_turns, form)
     tokens, stats = run_in_child(first_turn, form, *in_store(tmp_path))
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
@@ -97,9 +97,9 @@ def first_block(*below: str) -> None:
     core.settle()
 
 
-def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> None:
+def test_a_disk_and_a_remote_store_together(once: Once, tmp_path: Path) -> None:
     """The first block comes from the disk, the rest from the store."""
-    first, wanted = run_in_child(both_turns, "hidden")
+    first, wanted = once(both_turns, "hidden")
     store, disk, other = in_store(tmp_path / "s"), on_disk(tmp_path / "d"), on_disk(tmp_path / "e")
     _, stats = run_in_child(first_turn, "hidden", *store, *disk)
     assert stats["remote_saved_blocks"] == 4 == stats["disk_saved_blocks"]
@@ -111,8 +111,8 @@ def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> Non
     assert stats["backend"] == "disk+HiCacheFile"
 
 
-def test_damage_in_the_store_is_recomputed(models: None, tmp_path: Path) -> None:
-    first, wanted = run_in_child(both_turns, "kv")
+def test_damage_in_the_store_is_recomputed(once: Once, tmp_path: Path) -> None:
+    first, wanted = once(both_turns, "kv")
     run_in_child(first_turn, "kv", *in_store(tmp_path))
     rng = random.Random(0)
     for value in (tmp_path / "sglang-hc").iterdir():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.core import Core, Reply, run_in_child
+from support.core import Core, Once, Reply, run_in_child
 from support.during import When
 from support.meetings import HeldDisk, counted, run, second_turn, start
 from support.prompts import on_disk, prompt
@@ -78,9 +78,9 @@ def go_on(core: Core, evict: bool) -> Any:
     return [reply.tokens for reply in first], turns, core.tree.stats()
 
 
-@pytest.fixture(scope="module")
-def good(models: None) -> Any:
-    return run_in_child(talk, "kv", None, False)
+@pytest.fixture
+def good(once: Once) -> Any:
+    return once(talk, "kv", None, False)
 
 
 @pytest.mark.parametrize("form", FORMS)

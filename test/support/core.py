@@ -24,6 +24,9 @@ from support.waiting import never_late
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
+Once = Callable[..., Any]
+"""The fixture `once` of e2e/conftest.py."""
+
 
 class Idle(BaseException):
     """Leaves SGLang's event loop; nothing in there catches it."""
