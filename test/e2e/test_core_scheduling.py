@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,45 +94,47 @@ def test_concurrent_requests_share_a_prefix(
     assert seen["stats"]["host_staged_slots"] == 0
 
 
-def aborted(form: str, where: str) -> dict[str, Any]:
+def aborted(form: str) -> dict[str, dict[str, Any]]:
+    """By where the request is that is aborted: it waits, is half prefilled, or decodes."""
     core = Core(
         "--hc-forms", form, *FLAGS, "--chunked-prefill-size", "64", "--max-running-requests", "1"
     )
-    known = core.ask(prompt(8, 200), 8)
-    core.push_out()
-    first = core.submit([*prompt(8, 200), *prompt(9, 150)], 60)
-    second = core.submit(prompt(10, 100), 40)
-    requests, scheduler = core.requests, core.scheduler
-    conditions = {
-        "waiting": lambda: second in requests and bool(scheduler.waiting_queue),
-        "chunked": lambda: scheduler.chunked_req is not None,
-        "running": lambda: first in requests and len(requests[first].output_ids) > 5,
-    }
-    victim = second if where == "waiting" else first
-    aborts = When(conditions[where], lambda: core.abort(victim))
-    core.run(each_pass=aborts)
-    core.settle()
-    survivor = first if where == "waiting" else second
-    after = core.ask([*prompt(8, 200), *known.tokens], 8)
-    core.settle()
-    return {
-        "called": aborts.called,
-        "generated": len(requests[victim].output_ids),
-        "survivor": len(core.reply(survivor).tokens),
-        "cached": after.cached,
-        "staged": core.tree.stats()["host_staged_slots"],
-    }
+    requests, scheduler, found = core.requests, core.scheduler, {}
+    for where in ("waiting", "chunked", "running"):
+        known = core.ask(prompt(8, 200), 8)
+        core.push_out()
+        first = core.submit([*prompt(8, 200), *prompt(9, 150)], 60)
+        second = core.submit(prompt(10, 100), 40)
+        conditions: dict[str, Callable[[], bool]] = {
+            "waiting": lambda rid=second: rid in requests and bool(scheduler.waiting_queue),
+            "chunked": lambda: scheduler.chunked_req is not None,
+            "running": lambda rid=first: rid in requests and len(requests[rid].output_ids) > 5,
+        }
+        victim, survivor = (second, first) if where == "waiting" else (first, second)
+        aborts = When(conditions[where], partial(core.abort, victim))
+        core.run(each_pass=aborts)
+        core.settle()
+        after = core.ask([*prompt(8, 200), *known.tokens], 8)
+        core.settle()
+        found[where] = {
+            "called": aborts.called,
+            "generated": len(requests[victim].output_ids),
+            "survivor": len(core.reply(survivor).tokens),
+            "cached": after.cached,
+            "staged": core.tree.stats()["host_staged_slots"],
+        }
+        core.forget()
+    return found
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["waiting", "chunked", "running"])
-def test_an_abort_leaks_nothing(models: None, form: str, where: str) -> None:
-    seen = run_in_child(aborted, form, where)
-    assert seen["called"]
-    assert seen["generated"] < 60
-    assert seen["survivor"] == (60 if where == "waiting" else 40)
-    assert seen["cached"] >= 200
-    assert seen["staged"] == 0
+def test_an_abort_leaks_nothing(models: None, form: str) -> None:
+    for where, seen in run_in_child(aborted, form).items():
+        assert seen["called"], where
+        assert seen["generated"] < 60
+        assert seen["survivor"] == (60 if where == "waiting" else 40)
+        assert seen["cached"] >= 200
+        assert seen["staged"] == 0
 
 
 def retracting_cut_prompts() -> tuple[list[Any], dict[str, int]]:

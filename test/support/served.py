@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -73,6 +73,34 @@ def generate(server: ServerProcess, tokens: list[int], new: int) -> tuple[list[i
     reply = ask(server, tokens, new)
     details = reply["meta_info"]["cached_tokens_details"] or {}
     return reply["output_ids"], details.get("storage", 0)
+
+
+class Saved(NamedTuple):
+    """A history that lies below host memory as whole blocks, and the 16 tokens that follow it."""
+
+    history: list[int]
+    blocks: int
+    wanted: list[int]
+
+    @property
+    def answer(self) -> tuple[list[int], int]:
+        """What `generate` gives for it on a server that goes on from below."""
+        return self.wanted, self.blocks * 64
+
+
+def first_turn(server: ServerProcess, prompt: list[int], counter: str) -> Saved:
+    """A first turn, when each rank has counted all of its blocks as saved."""
+    history = prompt + generate(server, prompt, 40)[0]
+    blocks = len(history) // 64
+
+    def is_saved() -> bool:
+        found = numbers(server)
+        return all(one.get(counter, 0) >= blocks for one in found.get("ranks", [found]))
+
+    wait_for(is_saved)
+    wanted, stored = generate(server, history, 16)
+    assert stored == 0, "it was never forgotten"
+    return Saved(history, blocks, wanted)
 
 
 def ask_replica(
