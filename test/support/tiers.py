@@ -164,9 +164,9 @@ def build(
     several = ranks.count > 1
     scatters = ScatterQueue(ranks.executor(executor), host, points_too=several)
     own = DeviceRing(ring, CPU) if ring else None
-    twins = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
+    staging = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
     ways = copy_stream.opposite(), scatters, own
-    hidden = HiddenPath(pool, list(snapshots), twins, *ways) if plan.hidden else None
+    hidden = HiddenPath(pool, list(snapshots), staging, *ways) if plan.hidden else None
     kv = DirectRows(pool.kv, *ways) if layout.kv_layers else None
     source = DeviceState(device, None, None, hidden, kv)
     below = None

@@ -274,7 +274,7 @@ def _capture(
     hidden = kv = None
     if pool.layout.plan.hidden:
         snapshots = io.memory.snapshots
-        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+        hidden = HiddenPath(pool, snapshots, taken.staging, copies, scatters, taken.ring)
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, copies, scatters, taken.ring)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
