@@ -166,6 +166,6 @@ def test_a_duel_begins_so_often_that_256_are_open_until_patience_ends():
     duels, blocks = SetDueling(), 25600
     duels.begin(b"old", 30, b"young", blocks)
     for number in range(8 * blocks // 256):
-        assert not duels.is_due
+        assert not duels.may_begin
         duels.entered(number.to_bytes(2, "big"), blocks)
-    assert duels.is_due
+    assert duels.may_begin

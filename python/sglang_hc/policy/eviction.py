@@ -7,8 +7,7 @@ session (policy/pins.py) stays.
 
     queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
            over a loop the youngest (policy/set_dueling.py); then what is needed last
-    lru    least recently used first         fifo  conversation that was stored first
-    lfu    fewest uses first, then lru
+    lru    least recently used first
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
 """
@@ -23,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.set_dueling import SetDueling
 
-POLICIES = ("queue", "lru", "fifo", "lfu")
+POLICIES = ("queue", "lru")
 
 Key = tuple[float, ...]
 """Least leaves first; keys of one policy have one length."""
@@ -38,8 +37,6 @@ class Block(Protocol):
     def parent(self) -> Block | None: ...
     @property
     def pins(self) -> int: ...
-    @property
-    def hits(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -77,18 +74,15 @@ class PinnedBlocks(Protocol):
 class Entry(Generic[B]):
     """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
-    grown: it has or had a child. here: it has not left the tier. used, born: ticks of its policy.
-    worth, since: for `QueuePolicy`.
+    used: tick of its policy. worth, since: for `QueuePolicy`.
     """
 
-    __slots__ = ("block", "born", "grown", "here", "since", "stamp", "used", "worth")
+    __slots__ = ("block", "since", "stamp", "used", "worth")
 
     def __init__(self, block: B, tick: int) -> None:
         self.block = block
-        self.here = True
-        self.grown = False
         self.stamp = 0
-        self.used = self.born = tick
+        self.used = tick
         self.worth = 0.0
         self.since = 0
 
@@ -100,8 +94,9 @@ Item = tuple[Key, int, Entry[B]]
 class Leaves(Generic[B]):
     """Leaves by key, least first.
 
-    The item that was pushed last stays beside the heap. While a path leaves from its end, each
-    parent comes in and is the next to leave; so that costs no operation on the heap.
+    The item that was pushed last stays beside the heap. While a path comes from its start, each
+    block gets a child at once; while one leaves from its end, each parent is the next to leave. So
+    neither costs an operation on the heap.
     """
 
     def __init__(self) -> None:
@@ -152,7 +147,6 @@ class EvictionPolicy(ABC, Generic[B]):
         self.has = self._entries.__contains__
         """Whether a block is in the tier. Asked often in every pass."""
         self._order: Leaves[B] = Leaves()
-        self._fresh: list[Entry[B]] = []
         self._ticks = 0
 
     def __len__(self) -> int:
@@ -161,22 +155,19 @@ class EvictionPolicy(ABC, Generic[B]):
     @property
     def items(self) -> int:
         """Items of the order, stale ones included: at most a few times the blocks."""
-        return len(self._order) + len(self._fresh)
+        return len(self._order)
 
     def insert(self, block: B) -> None:
         """A block has come into the tier, below its parent."""
         self._ticks += 1
         entry = Entry(block, self._ticks)
         self._entries[block.block_id] = entry
+        self._entered(entry)
         parent = block.parent
         above = self._entries.get(parent.block_id) if parent is not None else None
-        self._entered(entry, above)
         if above is not None:
-            above.grown = True
             above.stamp = 0  # no leaf any more; comes back when its last child leaves
-        self._fresh.append(entry)
-        if len(self._fresh) > 2 * len(self._entries) + 64:  # nobody asks for victims
-            self._sort_in()
+        self._push(entry)
 
     def access(self, path: Sequence[B]) -> None:
         """Blocks of one path were used, root first."""
@@ -192,7 +183,7 @@ class EvictionPolicy(ABC, Generic[B]):
     def remove(self, block: B) -> None:
         """A block has left the tier and its tree. Raises KeyError if it was not in the tier."""
         entry = self._entries.pop(block.block_id)
-        entry.here, entry.stamp = False, 0
+        entry.stamp = 0
         self._aside.discard(block.block_id)
         parent = block.parent
         if parent is not None and parent.is_leaf:
@@ -206,7 +197,6 @@ class EvictionPolicy(ABC, Generic[B]):
         The caller may take each one out before it asks for the next; its parent, if it has become a
         leaf, is then a candidate too. Blocks that are not taken out keep their place.
         """
-        self._sort_in()
         aside: list[Entry[B]] = []
         try:
             while (entry := self._first()) is not None:
@@ -220,14 +210,15 @@ class EvictionPolicy(ABC, Generic[B]):
                     yield block
         finally:
             for entry in aside:
-                if entry.here and not entry.stamp and entry.block.is_leaf:
+                known = self._entries.get(entry.block.block_id) is entry
+                if known and not entry.stamp and entry.block.is_leaf:
                     self._push(entry)
 
     @abstractmethod
     def _key(self, entry: Entry[B]) -> Key: ...
 
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        """For subclasses: a block came in below `above`."""
+    def _entered(self, entry: Entry[B]) -> None:
+        """For subclasses: a block came in."""
 
     def _used(self, entry: Entry[B]) -> None:
         """For subclasses: a block was used."""
@@ -238,13 +229,6 @@ class EvictionPolicy(ABC, Generic[B]):
             entry = self._entries[block_id]
             if entry.block.is_leaf:
                 self._push(entry)
-
-    def _sort_in(self) -> None:
-        """New leaves join the order only now, because most new blocks get a child at once."""
-        for entry in self._fresh:
-            if entry.here and entry.block.is_leaf:
-                self._push(entry)
-        self._fresh.clear()
 
     def _push(self, entry: Entry[B]) -> Key:
         """The leaf joins the order, or changes its place in it. Returns its key."""
@@ -265,27 +249,6 @@ class LruPolicy(EvictionPolicy[B]):
 
     def _key(self, entry: Entry[B]) -> Key:
         return (entry.used,)
-
-
-class FifoPolicy(EvictionPolicy[B]):
-    """First stored, first out. A path that grows keeps the age of its first block.
-
-    Otherwise every turn would renew a conversation's age at its leaf, and the policy would be LRU.
-    """
-
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
-        if above is not None and not above.grown:  # the path goes on: the same conversation
-            entry.born = above.born
-
-    def _key(self, entry: Entry[B]) -> Key:
-        return (entry.born, entry.used)
-
-
-class LfuPolicy(EvictionPolicy[B]):
-    """Fewest uses first (`hits` of the block, kept by its tier), then least recently used."""
-
-    def _key(self, entry: Entry[B]) -> Key:
-        return (entry.block.hits, entry.used)
 
 
 def _whole(block: Block) -> bytes:
@@ -326,7 +289,7 @@ class QueuePolicy(EvictionPolicy[B]):
         self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
 
-    def _entered(self, entry: Entry[B], above: Entry[B] | None) -> None:
+    def _entered(self, entry: Entry[B]) -> None:
         self._duels.entered(entry.block.block_id, len(self._entries))
         self._renew(entry)
 
@@ -359,7 +322,7 @@ class QueuePolicy(EvictionPolicy[B]):
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
         duels, age = self._duels, self._duels.clock - oldest.since
-        if duels.is_due and (item := self._young.top()) is not None:
+        if duels.may_begin and (item := self._young.top()) is not None:
             old_id, young_id = _whole(oldest.block), _whole(item[2].block)
             duels.begin(old_id, age, young_id, len(self._entries))
         if duels.old_wins(age) and (item := self._young.top()) is not None:
@@ -387,8 +350,4 @@ def make_policy(
         return QueuePolicy(window, pinned, by_age)
     if name == "lru":
         return LruPolicy(pinned)
-    if name == "fifo":
-        return FifoPolicy(pinned)
-    if name == "lfu":
-        return LfuPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")
