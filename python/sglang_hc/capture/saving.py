@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from sglang_hc.capture.direct import DeviceRing, DirectRows
-from sglang_hc.capture.snapshots import Fill, ScatterQueue, Snapshots
+from sglang_hc.capture.direct import DirectRows
+from sglang_hc.capture.snapshots import Fill, Snapshots
 from sglang_hc.capture.taps import TapBuffer
 from sglang_hc.capture.verified import VerifiedRows
-from sglang_hc.device.copy_stream import CopyStream
 from sglang_hc.device.gather_scatter import DevicePool
 from sglang_hc.forms import BlockLayout
 from sglang_hc.store.executor import RowSpan
-from sglang_hc.store.host_pool import Bytes, HostPool
 
 STRAIGHT_ROWS = 16
 """Fewest rows of one request in one pass that are worth a copy of their own."""
@@ -44,21 +43,12 @@ class DeviceState:
     kv: DirectRows | None
 
 
-class HiddenPath:
-    """The two ways for rows of hidden states from the device to slots."""
+class HiddenPath(NamedTuple):
+    """The two ways for rows of hidden states from the device to slots. direct: into
+    `HostPool.hidden`."""
 
-    def __init__(
-        self,
-        pool: HostPool,
-        buffers: Sequence[Bytes],
-        staging: torch.Tensor | None,
-        copy_stream: CopyStream,
-        scatters: ScatterQueue,
-        ring: DeviceRing | None,
-    ) -> None:
-        """buffers, staging: see `Snapshots`. ring: see `DirectRows`."""
-        self.snapshots = Snapshots(buffers, staging, copy_stream, scatters)
-        self.direct = DirectRows([pool.hidden], copy_stream, scatters, ring)
+    snapshots: Snapshots
+    direct: DirectRows
 
 
 class PassRows:
