@@ -318,4 +318,4 @@ def _device_order(model: Model, tiers: Tiers) -> DeviceOrder | None:
     if model.config.eviction != "queue" or model.params.eviction_policy.lower() != "lru":
         return None
     retention = tiers.retention
-    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority)
