@@ -102,18 +102,6 @@ def test_a_shared_block_counts_with_its_earliest_use():
     assert host.leave_all() == ["sb", "c", "sa", "s"]
 
 
-def test_a_full_block_outlives_tails_but_not_for_ever():
-    host = Host("queue")
-    host.store("F")
-    host.use("F")
-    order = []
-    for tail in "abcdefgh":
-        host.store(tail, tokens=BLOCK_TOKENS // 3)
-        order.append(host.leave())
-    assert order[0] == "a"
-    assert "F" in order, "inflation never reached the full block"
-
-
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):

@@ -5,8 +5,8 @@ and the disk (store/disk/eviction.py) order their own units by the same window. 
 because a block without its parent cannot be reached. A block in use (`pins`) or pinned for a
 session (policy/pins.py) stays.
 
-    queue  what no waiting request needs leaves first, by age, size and restore cost per byte,
-           over a loop the youngest (policy/set_dueling.py); then what is needed last
+    queue  what no waiting request needs leaves first, by age, over a loop the youngest
+           (policy/set_dueling.py); then what is needed last
     lru    least recently used first
 
 All cost O(log n) amortised per call; `victims` O(log n) per block plus the blocks it passes over.
@@ -74,16 +74,15 @@ class PinnedBlocks(Protocol):
 class Entry(Generic[B]):
     """A block in its tier. `stamp`: number of the one heap item that stands for it; 0 for none.
 
-    used: tick of its policy. worth, since: for `QueuePolicy`.
+    used: tick of its policy. since: clock of the duels at the last use, for `QueuePolicy`.
     """
 
-    __slots__ = ("block", "since", "stamp", "used", "worth")
+    __slots__ = ("block", "since", "stamp", "used")
 
     def __init__(self, block: B, tick: int) -> None:
         self.block = block
         self.stamp = 0
         self.used = tick
-        self.worth = 0.0
         self.since = 0
 
 
@@ -268,11 +267,8 @@ class QueuePolicy(EvictionPolicy[B]):
     """The waiting queue decides (AttentionStore section 3.3.2), per block.
 
     Blocks needed inside the look-ahead window leave only when nothing else is left, the one needed
-    last first. The others leave by GreedyDual-Size: the share of its slot that a block fills, which
-    is what it restores per byte, + an inflation that rises to the worth of what has left. That is
-    LRU while all blocks are full, and lets a full block outlive a tail of the same age, but not for
-    ever. Where blocks as old as the oldest are mostly used before the youngest (`SetDueling`), the
-    youngest leaves.
+    last first. Of the others the oldest leaves, or, where blocks as old as it are mostly used
+    before the youngest (`SetDueling`), the youngest.
     """
 
     by_need = True
@@ -283,7 +279,6 @@ class QueuePolicy(EvictionPolicy[B]):
         """by_age: the oldest leaves whatever was learned, as on the server's disk."""
         super().__init__(pinned)
         self._window = window
-        self._inflation = 0.0
         self._duels = SetDueling()
         self._by_age = by_age
         self._young: Leaves[B] = Leaves()
@@ -291,14 +286,10 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _entered(self, entry: Entry[B]) -> None:
         self._duels.entered(entry.block.block_id, len(self._entries))
-        self._renew(entry)
+        entry.since = self._duels.clock
 
     def _used(self, entry: Entry[B]) -> None:
         self._duels.used(entry.block.block_id, entry.since, len(self._entries))
-        self._renew(entry)
-
-    def _renew(self, entry: Entry[B]) -> None:
-        entry.worth = self._inflation + entry.block.num_tokens / BLOCK_TOKENS
         entry.since = self._duels.clock
 
     def _push(self, entry: Entry[B]) -> Key:
@@ -311,13 +302,10 @@ class QueuePolicy(EvictionPolicy[B]):
         item = self._order.top()
         if item is None:
             return None
-        key, _, oldest = item
-        if key[0] == NOT_NEEDED:
-            youngest = None if self._by_age else self._preferred_to(oldest)
-            if youngest is not None:
-                return youngest
-            self._inflation = max(self._inflation, oldest.worth)
-        return oldest
+        key, _, first = item
+        if key[0] == NEEDED or self._by_age:
+            return first
+        return self._preferred_to(first) or first
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
@@ -331,7 +319,7 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _key(self, entry: Entry[B]) -> Key:
         use = self._window.next_use(entry.block.block_id)
-        return (NOT_NEEDED, entry.worth, entry.used) if use is None else (NEEDED, -use, 0.0)
+        return (NOT_NEEDED, entry.used) if use is None else (NEEDED, -use)
 
     def _need_changed(self, block_ids: Sequence[bytes]) -> None:
         for entry in map(self._entries.get, block_ids):
