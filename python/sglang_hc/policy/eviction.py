@@ -273,14 +273,10 @@ class QueuePolicy(EvictionPolicy[B]):
 
     by_need = True
 
-    def __init__(
-        self, window: NextUse, pinned: PinnedBlocks | None = None, by_age: bool = False
-    ) -> None:
-        """by_age: the oldest leaves whatever was learned, as on the server's disk."""
+    def __init__(self, window: NextUse, pinned: PinnedBlocks | None = None) -> None:
         super().__init__(pinned)
         self._window = window
         self._duels = SetDueling()
-        self._by_age = by_age
         self._young: Leaves[B] = Leaves()
         window.subscribe(self._need_changed)
 
@@ -294,7 +290,7 @@ class QueuePolicy(EvictionPolicy[B]):
 
     def _push(self, entry: Entry[B]) -> Key:
         key = super()._push(entry)
-        if key[0] == NOT_NEEDED and not self._by_age:
+        if key[0] == NOT_NEEDED:
             self._young.push((-entry.used,), entry, len(self._entries))
         return key
 
@@ -303,9 +299,7 @@ class QueuePolicy(EvictionPolicy[B]):
         if item is None:
             return None
         key, _, first = item
-        if key[0] == NEEDED or self._by_age:
-            return first
-        return self._preferred_to(first) or first
+        return first if key[0] == NEEDED else self._preferred_to(first) or first
 
     def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
         """The youngest, where it should leave before the oldest. Now and then both begin a duel."""
@@ -328,14 +322,11 @@ class QueuePolicy(EvictionPolicy[B]):
 
 
 def make_policy(
-    name: str,
-    window: NextUse,
-    pinned: PinnedBlocks | None = None,
-    by_age: bool = False,
+    name: str, window: NextUse, pinned: PinnedBlocks | None = None
 ) -> EvictionPolicy[B]:
     """Policy by its name in `--hc-eviction`. Raises ValueError that lists the names."""
     if name == "queue":
-        return QueuePolicy(window, pinned, by_age)
+        return QueuePolicy(window, pinned)
     if name == "lru":
         return LruPolicy(pinned)
     raise ValueError(f"eviction policy {name!r} is not one of {', '.join(POLICIES)}")

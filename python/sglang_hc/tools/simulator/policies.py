@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from sglang_hc.policy.eviction import B, Entry, EvictionPolicy, Key, NextUse, make_policy
+from sglang_hc.policy.eviction import (
+    B,
+    Entry,
+    EvictionPolicy,
+    Key,
+    NextUse,
+    QueuePolicy,
+    make_policy,
+)
 
 
 class FifoPolicy(EvictionPolicy[B]):
@@ -33,6 +41,17 @@ class FifoPolicy(EvictionPolicy[B]):
         return (self._born[entry.block.block_id], entry.used)
 
 
-def policy_named(name: str, window: NextUse, *, by_age: bool = False) -> EvictionPolicy[B]:
-    """A policy of the server by its name there, or "fifo". Raises ValueError."""
-    return FifoPolicy() if name == "fifo" else make_policy(name, window, by_age=by_age)
+class QueueByAge(QueuePolicy[B]):
+    """The server's order on its disk (store/disk/victims.py): of what nobody needs the oldest
+    leaves, whatever was learned of loops."""
+
+    def _preferred_to(self, oldest: Entry[B]) -> Entry[B] | None:
+        return None
+
+
+def policy_named(name: str, window: NextUse, *, disk: bool = False) -> EvictionPolicy[B]:
+    """A policy of the server by its name there, or "fifo". disk: for the disk. Raises
+    ValueError."""
+    if name == "fifo":
+        return FifoPolicy()
+    return QueueByAge(window) if disk and name == "queue" else make_policy(name, window)

@@ -105,7 +105,7 @@ class TieredCache:
         self.disk: SimulatedDisk | None = None
         if sizes.disk:
             # The server's disk orders by age outside the window (store/disk/eviction.py).
-            order = disk_policy() if disk_policy else policy_named(policy, self.window, by_age=True)
+            order = disk_policy() if disk_policy else policy_named(policy, self.window, disk=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
