@@ -80,8 +80,6 @@ def test_queue_takes_the_unneeded_first_then_what_is_needed_last():
     assert host.leave_all() == ["ef", "e", "ab", "a", "gh", "g", "cd", "c"]
 
 
-
-
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):
