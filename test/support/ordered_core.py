@@ -202,5 +202,5 @@ def _with_device_memory(
     context = runner.model_config.context_len
     sizes = capture_memory.capture_sizes(runner.server_args, plan, layer, context, DEVICE_BYTES)
     ring = DeviceRing(sizes.ring_bytes, torch.device("cpu"))
-    twins = torch.empty(sizes.twin_bytes, dtype=torch.uint8)
-    return CaptureMemory(sizes, memory.taps, memory.verified, ring, twins)
+    staging = torch.empty(sizes.staging_bytes, dtype=torch.uint8)
+    return CaptureMemory(sizes, memory.taps, memory.verified, ring, staging)
