@@ -101,7 +101,6 @@ class Core:
         self._quiet = 0
         self._steps: int | None = None
         self._each_pass: Callable[[int], None] | None = None
-        self._before = 0
         self.passes = 0
 
     def _connect(self) -> None:
@@ -184,7 +183,7 @@ class Core:
         """
         self._quiet = 0
         self._steps = steps
-        self._each_pass, self._before = each_pass, self.passes
+        self._each_pass, self._before = each_pass, self.passes  # as many before this run
         try:
             self.scheduler.run_event_loop()
         except Idle:
