@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -24,8 +25,7 @@ from support.waiting import never_late
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
-Once = Callable[..., Any]
-"""The fixture `once` of e2e/conftest.py."""
+Once = Callable[..., Any]  # the fixture `once` of e2e/conftest.py
 
 
 class Idle(BaseException):
@@ -101,7 +101,6 @@ class Core:
         self._quiet = 0
         self._steps: int | None = None
         self._each_pass: Callable[[int], None] | None = None
-        self._before = 0
         self.passes = 0
 
     def _connect(self) -> None:
@@ -184,7 +183,7 @@ class Core:
         """
         self._quiet = 0
         self._steps = steps
-        self._each_pass, self._before = each_pass, self.passes
+        self._each_pass, self._before = each_pass, self.passes  # as many before this run
         try:
             self.scheduler.run_event_loop()
         except Idle:
@@ -354,12 +353,21 @@ def _top(req: Any) -> list[dict[int, float]]:
 
 
 def import_engine() -> None:
-    """Import SGLang and put the hooks in place once; every child inherits both."""
+    """Import SGLang and put the hooks in place once; every child inherits both, and what takes a
+    third of a start and is the same in all: each runs `lscpu` a dozen times."""
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
+    from sglang.srt.arg_groups import arg_utils
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import common
 
     load_plugins()
+    if not hasattr(common.parse_lscpu_topology, "cache_info"):
+        common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)
+        common.parse_lscpu_topology()
+        for asked in (arg_utils.namespace_of, arg_utils.resolvable_fields):
+            asked(ServerArgs)  # keeps its answer
 
 
 def run_in_child(body: Callable[..., Any], *args: Any) -> Any:
