@@ -80,28 +80,6 @@ def test_queue_takes_the_unneeded_first_then_what_is_needed_last():
     assert host.leave_all() == ["ef", "e", "ab", "a", "gh", "g", "cd", "c"]
 
 
-def test_queue_follows_the_queue_as_it_changes():
-    host = Host("queue")
-    for path in ("a", "b", "c"):
-        host.store(path)
-    host.wait_for("a", "b", "c")
-    host.wait_for("b", "c")  # a was served
-    assert host.leave() == "a"
-    host.wait_for("c", "b")  # reordered
-    assert host.leave() == "b"
-    host.wait_for()
-    assert host.leave() == "c"
-
-
-def test_a_shared_block_counts_with_its_earliest_use():
-    host = Host("queue")
-    host.store_path("sa")
-    host.store_path("sb")
-    host.store("c")
-    host.wait_for("sa", "c", "sb")
-    assert host.leave_all() == ["sb", "c", "sa", "s"]
-
-
 def test_victims_may_be_taken_one_by_one_and_uncover_their_parents():
     host = Host("lru")
     for path in ("abc", "xyz"):

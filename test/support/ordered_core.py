@@ -111,9 +111,9 @@ class OrderedCore(Core):
         self._watch_long_lived()
         self.clocks.all_over()
 
-    def run(self, steps: int | None = None) -> None:
+    def run(self, steps: int | None = None, each_pass: Callable[[int], None] | None = None) -> None:
         with self.watch:
-            super().run(steps)
+            super().run(steps, each_pass)
 
     def settle(self) -> None:
         self.clocks.all_over()

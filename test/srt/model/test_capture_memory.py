@@ -22,7 +22,7 @@ from sglang_hc.srt.model.capture_memory import (
 from sglang_hc.srt.ranks.start_group import StartGroup
 from support.ledger import MODELS, Entry, ledger, table
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ALONE = StartGroup(0, 1)
 SHAPE = StateShape(1, 64, (32, 32), "float32")
 
