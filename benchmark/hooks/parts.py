@@ -90,9 +90,9 @@ def cache_over(tiers: Tiers, order: DeviceOrder | None = None) -> HcRadixCache:
 def fill(tiers: Tiers, namespace: str | None, tokens: bytes) -> None:
     """Make the blocks of a path servable without moving bytes."""
     known = tiers.host.tree.match(Prefix(namespace, tokens))
-    node = known.full_parent or tiers.host.tree.root(namespace)
-    first = known.tokens // BLOCK_TOKENS * BLOCK_BYTES
-    for at in range(first, len(tokens), BLOCK_BYTES):
+    whole = known.tokens // BLOCK_TOKENS
+    node = known.nodes[whole - 1] if whole else tiers.host.tree.root(namespace)
+    for at in range(whole * BLOCK_BYTES, len(tokens), BLOCK_BYTES):
         slot = tiers.host.stage(0.0)
         assert slot is not None
         outcome = tiers.host.publish(node, tokens[at : at + BLOCK_BYTES], slot, 0.0)

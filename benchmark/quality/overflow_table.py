@@ -15,9 +15,9 @@ whole   nothing is cut
 `hidden` and `mixed`. `book` is KV form on a third text, with as many samples as are asked for; all
 other numbers are over the first two.
 
-State comes from host memory through the server's scheduler, grafts, restoration and rotation; TT is
+State comes from host memory through the server's scheduler, moves, restoration and rotation; TT is
 an ordinary prompt of the same engine. The server keeps a whole block as head at least. A head of 0
-tokens is asked for behind that rule. One of 4 does not end with a block, so no graft can make the
+tokens is asked for behind that rule. One of 4 does not end with a block, so no move can make the
 cut path: the server's restorer is given the stored blocks as two restorations, head and rest.
 
 Cells are kept in --cells and are not measured again, so that a run can be cut off and continued.

@@ -136,7 +136,7 @@ class TiersMachine(RuleBasedStateMachine):
             return None
         self.count += 1
         req = Running(f"r{self.count}", salt, tokens, 0, [self.free.pop() for _ in tokens])
-        _, nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens[:-1]))).ready
+        nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens[:-1]))).ready
         if usable:
             self.restore(req, nodes, usable)
         self.running[req.rid] = req
@@ -362,7 +362,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(node.pins == 0 for node in self.tiers.host.tree.nodes())
         # What is left is served, and right.
         for salt, tokens in self.spoken:
-            _, nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready
+            nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready
             if usable:
                 req = Running("last", salt, tokens, 0, list(range(len(tokens))))
                 self.restore(req, nodes, usable)

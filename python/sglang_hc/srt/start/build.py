@@ -53,7 +53,7 @@ from sglang_hc.store.opening import DiskSpec, Io, open_io
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -189,7 +189,7 @@ def _tiers(
     scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
     mover = None
     if device.rotation is not None:
-        mover = Grafts(host, disk, scatters, counters, ranks.clock)
+        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
     queue = QueueView(
         host,
         disk,
