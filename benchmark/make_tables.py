@@ -10,7 +10,7 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 
 `<!-- table: FILE NAME: COLUMN, COLUMN -->` shows only these columns.
 
-Results of `sglang-hc bench` have: about (machine, commit, command), overview (one row for every arm
+Results of `python -m benchmark` have: about (machine, commit, command), overview (one row for every arm
 of a chat), short (the same as a sentence), screen (the same as the demo prints it), groups (TTFT by
 turn or label), summary, ratios, costs (the ratios as a sentence), agreement, disagreements, cxs,
 gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue, those of compare_fio
@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sglang_hc.tools.bench import report, screen
+from benchmark.harness import report, screen
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -177,7 +177,7 @@ OF_A_CHAT: dict[str, Callable[[dict[str, Any]], str]] = {
     "losses": lambda result: _bullets(report.loss_lines(result)),
     "varied": lambda result: _bullets(report.varied_lines(result)),
 }
-"""What is made of the runs of `sglang-hc bench`."""
+"""What is made of the runs of `python -m benchmark`."""
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "about": _about,

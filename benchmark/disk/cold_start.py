@@ -27,8 +27,8 @@ if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmark.disk.compare_fio import NO_UPKEEP, layout_of, machine, model_of
+from benchmark.harness.machine import command
 from sglang_hc.store.disk import DirectorySpec, DiskStore
-from sglang_hc.tools.bench.machine import command
 
 LAYOUT = layout_of(128)
 MODEL = model_of(LAYOUT)

@@ -45,13 +45,13 @@ import xxhash
 if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from benchmark.harness.machine import command
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore, Outcome, StoredModel, Upkeep
 from sglang_hc.store.disk.backend import DirectBackend, File
 from sglang_hc.store.disk.reader import Read
 from sglang_hc.store.disk.threads import READ_THREADS, DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tools.bench.machine import command
 
 AGAINST_FIO = ("write", "read", "replace")
 WORKLOADS = (*AGAINST_FIO, "scheduler")

@@ -43,10 +43,10 @@ from benchmark.disk.compare_fio import (
     model_of,
     seconds_of,
 )
+from benchmark.harness.machine import command
 from sglang_hc.store.disk import Block, DirectorySpec, DiskStore
 from sglang_hc.store.disk.threads import DiskThreads
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.tools.bench.machine import command
 
 HERE = Path(__file__).resolve().parents[2]
 WORKLOADS = ("empty", "full", "read")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness import machine
+from benchmark.harness.server import ServerProcess
 
 MODEL = "smollm2-135m"
 MODES = ("recompute", "reembed")

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import ROOT
+from benchmark.harness import cells, machine
 from benchmark.quality.overflow_rows import (
     BOOK,
     CHUNK,
@@ -58,7 +59,6 @@ from benchmark.quality.overflow_rows import (
     tables,
 )
 from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import cells, machine
 
 MODEL = "smollm2-135m"
 PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
+from benchmark.harness import machine
 from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import machine
 
 MODEL = "smollm2-135m"
 TEXTS = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")

@@ -31,13 +31,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmark.harness import machine
+from benchmark.harness.cells import rounded
+from benchmark.harness.client import Client, GenerateApi, History, Reply
+from benchmark.harness.options import demo_model
+from benchmark.harness.server import ServerProcess
+from benchmark.harness.workload import Session, Turn
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.cells import rounded
-from sglang_hc.tools.bench.client import Client, GenerateApi, History, Reply
-from sglang_hc.tools.bench.options import demo_model
-from sglang_hc.tools.bench.server import ServerProcess
-from sglang_hc.tools.bench.workload import Session, Turn
 from sglang_hc.tools.simulator.recorded import replay_record
 
 ARMS = {

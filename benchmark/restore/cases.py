@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from sglang_hc.tools.bench import processes
+from benchmark.harness import processes
 
 MARK = "RESULT "
 

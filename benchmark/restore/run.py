@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmark import ROOT
 from benchmark.gpu.settings import CONTEXT, SHAPES, make_shape, rehearsal
+from benchmark.harness.cells import CellFile
 from benchmark.restore.ceilings import bound, copy_bandwidth, gemm_rate
 from benchmark.restore.engine import Engine, Stored
 from benchmark.restore.from_disk import OnDisk
@@ -44,7 +45,6 @@ from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
 from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
-from sglang_hc.tools.bench.cells import CellFile
 from sglang_hc.tools.model_shape import ModelShape
 from sglang_hc.tree.identity import Prefix, pack_tokens
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gpu.settings import SHAPES
+from benchmark.harness import cells
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
@@ -34,7 +35,6 @@ from sglang_hc.policy.layer_plan import auto_plan
 from sglang_hc.policy.makespan import LayerTimes, paths
 from sglang_hc.policy.meeting import History, Span, best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
-from sglang_hc.tools.bench import cells
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
 

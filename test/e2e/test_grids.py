@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmark.harness.server import ServerProcess
 from sglang_hc.store.disk.folders import (
     ModelFolder,
     fingerprint_of,
@@ -17,7 +18,6 @@ from sglang_hc.store.disk.folders import (
     store_root,
 )
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
 from support.exactness import BOUND

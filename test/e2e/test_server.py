@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS
 from support.profiles import FREE_LOADING

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_hc.tools.bench import arms, options, report
-from sglang_hc.tools.bench.long_context import DocumentTrace
-from sglang_hc.tools.bench.workload import Vocabulary
-from sglang_hc.tools.cli.main import main
+from benchmark.__main__ import main
+from benchmark.harness import arms, report
+from benchmark.harness.workload import Vocabulary
+from benchmark.long_context import DocumentTrace
 
 Start = Callable[..., Any]
 CHAT = ["--vocab-size", "1000", "--sessions", "3", "--turns", "3", "--input-len", "6"]
@@ -22,7 +22,7 @@ CHAT += ["--output-len", "3", "--warmup", "1"]
 
 
 def bench(*words: str) -> int:
-    return main(["bench", *words])
+    return main(words)
 
 
 def result_of(folder: Path) -> dict[str, Any]:
@@ -301,10 +301,3 @@ def test_an_output_that_is_a_file(
     (tmp_path / "out").write_text("")
     assert bench("multi-turn", "--model", model, "--output", str(tmp_path / "out")) == 2
     assert "--output" in capsys.readouterr().err
-
-
-def test_quick_needs_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "demo").mkdir(parents=True)
-    (tmp_path / "models" / "demo" / "config.json").write_text("{}")
-    assert options.demo_model(allowed=True) == "models/demo"

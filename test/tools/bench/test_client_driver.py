@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.client import Client, History, Reply, RequestFailed, make_api
-from sglang_hc.tools.bench.driver import Pace, Run, drive
-from sglang_hc.tools.bench.workload import Session, Trace, Turn
+from benchmark.harness.client import Client, History, Reply, RequestFailed, make_api
+from benchmark.harness.driver import Pace, Run, drive
+from benchmark.harness.workload import Session, Trace, Turn
 from sglang_hc.tools.cli.main import UsageError
 from support.waiting import HANGS_S
 

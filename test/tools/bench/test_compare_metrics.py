@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench import metrics
-from sglang_hc.tools.bench.client import Client, Reply, make_api
-from sglang_hc.tools.bench.compare import compare, explain
-from sglang_hc.tools.bench.driver import Record, Run
-from sglang_hc.tools.bench.points import Cell
-from sglang_hc.tools.bench.workload import Session, Trace, Turn
+from benchmark.harness import metrics
+from benchmark.harness.client import Client, Reply, make_api
+from benchmark.harness.compare import compare, explain
+from benchmark.harness.driver import Record, Run
+from benchmark.harness.points import Cell
+from benchmark.harness.workload import Session, Trace, Turn
 
 
 def record(session: int, turn: int, ids: list[int], ttft: float = 0.1, **fields: Any) -> Record:

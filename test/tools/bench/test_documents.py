@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench import documents
-from sglang_hc.tools.bench.client import APIS, Client, History, Reply, make_api
-from sglang_hc.tools.bench.driver import Pace, drive
-from sglang_hc.tools.bench.tokens import Tokenizer, load_tokenizer
-from sglang_hc.tools.bench.traces import TraceReader, parse_dataset
-from sglang_hc.tools.bench.workload import Session, Trace, Turn, Vocabulary
+from benchmark.harness import documents
+from benchmark.harness.client import APIS, Client, History, Reply, make_api
+from benchmark.harness.driver import Pace, drive
+from benchmark.harness.tokens import Tokenizer, load_tokenizer
+from benchmark.harness.traces import TraceReader, parse_dataset
+from benchmark.harness.workload import Session, Trace, Turn, Vocabulary
 from sglang_hc.tools.cli.main import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.tools.bench.tokens import Tokenizer
-from sglang_hc.tools.bench.traces import TraceReader, parse_dataset
-from sglang_hc.tools.bench.workload import Trace, Vocabulary
+from benchmark.harness.tokens import Tokenizer
+from benchmark.harness.traces import TraceReader, parse_dataset
+from benchmark.harness.workload import Trace, Vocabulary
 from sglang_hc.tools.cli.main import UsageError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hc.tools.bench.workload import (
+from benchmark.harness.workload import (
     ChatSpec,
     Distribution,
     Session,

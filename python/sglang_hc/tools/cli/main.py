@@ -18,7 +18,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.profile",
         "measure this machine for a model; --hc-profile takes the result",
     ),
-    "bench": ("sglang_hc.tools.cli.bench", "compare with plain SGLang and HiCache"),
     "simulate": (
         "sglang_hc.tools.cli.simulate",
         "say what tiers of given sizes hit under a load",

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_hc.tools.bench import machine
+from benchmark.harness import machine
 from sglang_hc.tools.cli.main import UsageError
 
 HC_MODULE = "sglang_hc.launch_server"

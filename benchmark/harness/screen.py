@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.bench import metrics, report
-from sglang_hc.tools.bench.report import Table
+from benchmark.harness import metrics, report
+from benchmark.harness.report import Table
 
 WIDTH = 100
 """Columns of the screen."""

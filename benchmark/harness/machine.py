@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmark import ROOT
+
 
 def has_gpu() -> bool:
     """Whether an NVIDIA GPU can be used here."""
@@ -34,27 +36,22 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Commit of the source tree this package runs from, `-dirty` when files differ; what HC_COMMIT
-    says where there is no git."""
-    folder = Path(__file__).parents[2]
-    head = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
+    """Commit of this source tree, `-dirty` when files differ; what HC_COMMIT says where there is no
+    git."""
+    folder = str(ROOT)
+    head = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if not head:
         return os.environ.get("HC_COMMIT", "unknown")
     # Without its lock: killed in the middle, git would leave the lock behind in the user's tree.
-    words = ("git", "--no-optional-locks", "-C", str(folder), "status")
+    words = ("git", "--no-optional-locks", "-C", folder, "status")
     changed = _output(*words, "--porcelain", "-uno", "--", ".")
     return f"{head}-dirty" if changed else head
 
 
 def command(words: Sequence[str] | None = None) -> str:
-    """What was typed to start this process: a benchmark or a script of the source tree, or else the
-    command line tool. words: the flags, where they are not those of this process."""
-    script = _in_tree(sys.argv[0])
-    program = ["sglang-hc"]
-    if script.parts[:1] == ("benchmark",):
-        program = ["python", "-m", module(sys.argv[0])]
-    elif script.parts[:1] == ("scripts",):
-        program = ["python", str(script)]
+    """What was typed to start this process. words: the flags, where they are not those of this
+    process."""
+    program = ["python", "-m", module(sys.argv[0]).removesuffix(".__main__")]
     return shlex.join([*program, *(sys.argv[1:] if words is None else words)])
 
 
@@ -66,8 +63,8 @@ def module(file: str) -> str:
 
 def _in_tree(file: str) -> Path:
     """The path below the source tree, where it is there."""
-    root, path = Path(__file__).resolve().parents[4], Path(file).resolve()
-    return path.relative_to(root) if path.is_relative_to(root) else path
+    path = Path(file).resolve()
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def one_line(machine: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from benchmark.harness.workload import Trace, Vocabulary
 from sglang_hc.errors import ConfigError
-from sglang_hc.tools.bench.workload import Trace, Vocabulary
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.model_config import read_model_config
 

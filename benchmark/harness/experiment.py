@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sglang_hc.tools.bench import page, plots, report, results
-from sglang_hc.tools.bench.arms import Arm
-from sglang_hc.tools.bench.client import Client, GenerateApi, RequestFailed
-from sglang_hc.tools.bench.compare import Agreement, Disagreement, compare, explain
-from sglang_hc.tools.bench.metrics import Groups, largest_cxs
-from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.points import Cell, Point
-from sglang_hc.tools.bench.suite import Suite
+from benchmark.harness import page, plots, report, results
+from benchmark.harness.arms import Arm
+from benchmark.harness.client import Client, GenerateApi, RequestFailed
+from benchmark.harness.compare import Agreement, Disagreement, compare, explain
+from benchmark.harness.metrics import Groups, largest_cxs
+from benchmark.harness.options import Setup
+from benchmark.harness.points import Cell, Point
+from benchmark.harness.suite import Suite
 from sglang_hc.tools.cli.main import UsageError
 
 Show: TypeAlias = "Callable[[dict[str, Any], Sequence[Path], Path], str]"

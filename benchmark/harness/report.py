@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_hc.tools.bench import machine, metrics
+from benchmark.harness import machine, metrics
 
 
 @dataclass(frozen=True)

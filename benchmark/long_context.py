@@ -1,4 +1,4 @@
-"""`sglang-hc bench long-context`: questions about documents that were read before.
+"""Questions about documents that were read before.
 
 Shapes are the averages of HCache's Table 1 (L-Eval). The skew sweep is that of its Fig. 15:
 documents arrive by Zipf popularity, so that a growing share is still on the device.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hc.tools.bench import harness, metrics, options
-from sglang_hc.tools.bench.driver import Pace
-from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.points import Point
-from sglang_hc.tools.bench.workload import Session, Trace, Turn, Vocabulary, zipf_weights
+from benchmark.harness import experiment, metrics, options
+from benchmark.harness.driver import Pace
+from benchmark.harness.options import Setup
+from benchmark.harness.points import Point
+from benchmark.harness.workload import Session, Trace, Turn, Vocabulary, zipf_weights
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.workloads.l_eval import TASKS, ContextTask
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     setup = options.prepare(args)
     points = _points(setup, tasks, skews)
     note = {"sweep": "Zipf skew of document popularity", "lengths": "task averages, constant"}
-    return harness.execute("long-context", setup, points, metrics.by_label, extra=note)
+    return experiment.execute("long-context", setup, points, metrics.by_label, extra=note)
 
 
 def _words(text: str) -> list[str]:

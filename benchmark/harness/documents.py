@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_hc.tools.bench.tokens import Tokenizer
-from sglang_hc.tools.bench.workload import Session, Turn
+from benchmark.harness.tokens import Tokenizer
+from benchmark.harness.workload import Session, Turn
 from sglang_hc.tools.cli.main import UsageError
 
 _REPLY = "\x00reply\x00"

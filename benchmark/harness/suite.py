@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from sglang_hc.tools.bench.arms import Arm
-from sglang_hc.tools.bench.client import Api, Client, RequestFailed
-from sglang_hc.tools.bench.driver import Pace, drive
-from sglang_hc.tools.bench.kept import KeptRuns
-from sglang_hc.tools.bench.points import Cell, Point
-from sglang_hc.tools.bench.server import ServerFailed, ServerProcess
-from sglang_hc.tools.bench.workload import Trace
+from benchmark.harness.arms import Arm
+from benchmark.harness.client import Api, Client, RequestFailed
+from benchmark.harness.driver import Pace, drive
+from benchmark.harness.kept import KeptRuns
+from benchmark.harness.points import Cell, Point
+from benchmark.harness.server import ServerFailed, ServerProcess
+from benchmark.harness.workload import Trace
 from sglang_hc.tools.cli.main import UsageError
 
 _START_TIMEOUT_S = 900.0

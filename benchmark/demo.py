@@ -1,7 +1,7 @@
 """The demos: conversations that the KV pool forgets and sglang-hc remembers.
 
-    python scripts/demo.py talk  [further flags of `sglang-hc bench multi-turn`]   (make demo)
-    python scripts/demo.py forms [further flags of `sglang-hc bench multi-turn`]   (make demo-forms)
+    python -m benchmark.demo talk  [further flags of `python -m benchmark multi-turn`]   (make demo)
+    python -m benchmark.demo forms [further flags of `python -m benchmark multi-turn`]   (make demo-forms)
 
 `talk`: a real model, SmolLM2-135M-Instruct, is asked about five documents, three questions each.
 Plain SGLang answers, then sglang-hc with its defaults. `forms`: six conversations of four turns
@@ -20,8 +20,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_hc.tools.bench import multi_turn
-from sglang_hc.tools.bench.screen import one_screen
+from benchmark import multi_turn
+from benchmark.harness.screen import one_screen
 from sglang_hc.tools.cli.main import UsageError
 
 SETTINGS = {

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from sglang_hc.tools.bench.arms import HICACHE
+from benchmark.harness.arms import HICACHE
 
 if TYPE_CHECKING:  # tables are made from JSON alone, without the HTTP client
-    from sglang_hc.tools.bench.driver import Record, Run
-    from sglang_hc.tools.bench.points import Cell
+    from benchmark.harness.driver import Record, Run
+    from benchmark.harness.points import Cell
 
 Groups: TypeAlias = "Callable[[Record], tuple[str, ...]]"
 """Names under which a record is counted, e.g. ("turn 3", "turns 1+")."""

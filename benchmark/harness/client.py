@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from sglang_hc.tools.bench.workload import Session, Turn
+from benchmark.harness.workload import Session, Turn
 from sglang_hc.tools.cli.main import UsageError
 
 _MAX_EVENT_BYTES = 64 << 20

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.bench import machine, metrics
-from sglang_hc.tools.bench.arms import HICACHE, Arm
-from sglang_hc.tools.bench.cells import rounded
-from sglang_hc.tools.bench.compare import Agreement
-from sglang_hc.tools.bench.metrics import Groups
-from sglang_hc.tools.bench.points import Cell, Point
-from sglang_hc.tools.bench.workload import Trace
+from benchmark.harness import machine, metrics
+from benchmark.harness.arms import HICACHE, Arm
+from benchmark.harness.cells import rounded
+from benchmark.harness.compare import Agreement
+from benchmark.harness.metrics import Groups
+from benchmark.harness.points import Cell, Point
+from benchmark.harness.workload import Trace
 
 SCHEMA = 1
 

@@ -1,4 +1,4 @@
-"""`sglang-hc bench multi-turn`: chats that come back after the KV pool has forgotten them."""
+"""Chats that come back after the KV pool has forgotten them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from sglang_hc.tools.bench import harness, metrics, options
-from sglang_hc.tools.bench.driver import Pace
-from sglang_hc.tools.bench.harness import Show
-from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.points import Point
-from sglang_hc.tools.bench.traces import NAMES, TraceReader, parse_dataset
-from sglang_hc.tools.bench.workload import (
+from benchmark.harness import experiment, metrics, options
+from benchmark.harness.driver import Pace
+from benchmark.harness.experiment import Show
+from benchmark.harness.options import Setup
+from benchmark.harness.points import Point
+from benchmark.harness.traces import NAMES, TraceReader, parse_dataset
+from benchmark.harness.workload import (
     ChatSpec,
     Distribution,
     Trace,
@@ -100,7 +100,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, show: Show | None = None) -> int:
-    """Run the benchmark. Returns the exit status. `show`: see harness.execute."""
+    """Run the benchmark. Returns the exit status. `show`: see experiment.execute."""
     options.apply_preset(args, _DEFAULTS, _QUICK)
     _check(args)
     setup = options.prepare(args)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, show: Show | None = None) -> int:
     cxs = (users, args.ttft_bound) if users else None
     words = "concurrent users" if users else "session arrivals per second"
     extra = {"sweep": words}
-    return harness.execute(
+    return experiment.execute(
         "multi-turn", setup, points, metrics.by_turn, extra=extra, cxs=cxs, show=show
     )
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hc.tools.bench import documents
-from sglang_hc.tools.bench.tokens import Tokenizer
-from sglang_hc.tools.bench.workload import (
+from benchmark.harness import documents
+from benchmark.harness.tokens import Tokenizer
+from benchmark.harness.workload import (
     Distribution,
     Session,
     Trace,

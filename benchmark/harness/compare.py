@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_hc.tools.bench.client import Client
-from sglang_hc.tools.bench.points import Cell
-from sglang_hc.tools.bench.workload import Trace
+from benchmark.harness.client import Client
+from benchmark.harness.points import Cell
+from benchmark.harness.workload import Trace
 
 TIE_MARGIN = {"float32": 0.002}
 _HALF_TIE_MARGIN = 0.1

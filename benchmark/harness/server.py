@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from sglang_hc.tools.bench import processes
+from benchmark.harness import processes
 
 _LOG_TAIL_LINES = 15
 _STOP_GRACE_S = 10.0

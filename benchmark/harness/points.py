@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_hc.tools.bench.driver import Pace, Run
-from sglang_hc.tools.bench.workload import Trace
+from benchmark.harness.driver import Pace, Run
+from benchmark.harness.workload import Trace
 
 
 @dataclass(frozen=True)

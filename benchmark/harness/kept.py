@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_hc.tools.bench import machine, results
-from sglang_hc.tools.bench.cells import CellFile
-from sglang_hc.tools.bench.metrics import Groups
+from benchmark.harness import machine, results
+from benchmark.harness.cells import CellFile
+from benchmark.harness.metrics import Groups
 
 if TYPE_CHECKING:
-    from sglang_hc.tools.bench.arms import Arm
-    from sglang_hc.tools.bench.points import Cell, Point
+    from benchmark.harness.arms import Arm
+    from benchmark.harness.points import Cell, Point
 
 
 class KeptRuns:

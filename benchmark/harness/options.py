@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.bench import arms as arms_module
-from sglang_hc.tools.bench.arms import Arm, ServerSettings
-from sglang_hc.tools.bench.client import APIS, Api, make_api
-from sglang_hc.tools.bench.kept import KeptRuns
-from sglang_hc.tools.bench.metrics import Groups
-from sglang_hc.tools.bench.suite import SuiteSettings
-from sglang_hc.tools.bench.tokens import Tokenizer, load_tokenizer, load_vocabulary, with_text
-from sglang_hc.tools.bench.workload import Trace, Vocabulary, warm_up
+from benchmark import ROOT
+from benchmark.harness import arms as arms_module
+from benchmark.harness.arms import Arm, ServerSettings
+from benchmark.harness.client import APIS, Api, make_api
+from benchmark.harness.kept import KeptRuns
+from benchmark.harness.metrics import Groups
+from benchmark.harness.suite import SuiteSettings
+from benchmark.harness.tokens import Tokenizer, load_tokenizer, load_vocabulary, with_text
+from benchmark.harness.workload import Trace, Vocabulary, warm_up
 from sglang_hc.tools.cli.main import UsageError
 
 DEFAULT_ARMS = "stock,hicache,kv,hidden,auto"
@@ -145,7 +146,7 @@ class Setup:
 
     def described(self) -> dict[str, Any]:
         """The settings for the result file."""
-        skip = ("run", "command", "experiment", "run_experiment", "output", "tag", "cells")
+        skip = ("run", "experiment", "output", "tag", "cells")
         return {
             key: str(value) if isinstance(value, Path) else value
             for key, value in vars(self.args).items()
@@ -229,25 +230,18 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 
 def demo_model(allowed: bool) -> str:
-    """Folder of the demo model, made when this is a source tree that lacks it.
+    """Folder of the demo model, made when it is not there.
 
-    Raises UsageError when `allowed` is False or there is neither model nor script.
+    Raises UsageError when `allowed` is False, or it cannot be made.
     """
     if not allowed:
         raise UsageError("--model is needed: give the folder of a model (or use --quick)")
-    root = Path(__file__).resolve().parents[4]
-    for folder in (Path("models/demo"), root / "models" / "demo"):
-        if (folder / "config.json").exists():
-            return str(folder)
-    script = root / "scripts" / "make_tiny_models.py"
-    if not script.exists():
-        raise UsageError(
-            "--quick uses models/demo, which is not here, and this is no source tree that could "
-            "make it; give --model FOLDER"
-        )
-    print("making models/demo ...", flush=True)
-    command = [sys.executable, str(script), "--only", "demo", "--output", str(root / "models")]
-    done = subprocess.run(command, check=False)
-    if done.returncode != 0:
-        raise UsageError(f"{shlex.join(command)} failed with status {done.returncode}")
-    return str(root / "models" / "demo")
+    folder = ROOT / "models" / "demo"
+    if not (folder / "config.json").exists():
+        print("making models/demo ...", flush=True)
+        script = str(ROOT / "scripts" / "make_tiny_models.py")
+        command = [sys.executable, script, "--only", "demo", "--output", str(folder.parent)]
+        done = subprocess.run(command, check=False)
+        if done.returncode != 0:
+            raise UsageError(f"{shlex.join(command)} failed with status {done.returncode}")
+    return str(folder)

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sglang_hc.tools.bench import machine
+from benchmark.harness import machine
 
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 MAX_LINE = 64 << 10

@@ -1,4 +1,4 @@
-"""`sglang-hc bench overhead`: all prompts distinct, so that the tier can only cost."""
+"""All prompts distinct, so that the tier can only cost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import functools
 
 import numpy as np
 
-from sglang_hc.tools.bench import harness, metrics, options
-from sglang_hc.tools.bench.driver import Pace
-from sglang_hc.tools.bench.options import Setup
-from sglang_hc.tools.bench.points import Point
-from sglang_hc.tools.bench.workload import Session, Trace, Turn
+from benchmark.harness import experiment, metrics, options
+from benchmark.harness.driver import Pace
+from benchmark.harness.options import Setup
+from benchmark.harness.points import Point
+from benchmark.harness.workload import Session, Trace, Turn
 from sglang_hc.tools.cli.main import UsageError
 
 _SHAPES = ("decode-heavy", "prefill-heavy")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             (shape, name, batch) for shape, name in enumerate(_SHAPES) for batch in batches
         )
     ]
-    return harness.execute("overhead", setup, points, metrics.by_label)
+    return experiment.execute("overhead", setup, points, metrics.by_label)
 
 
 def _lengths(text: str, option: str) -> tuple[int, int]:

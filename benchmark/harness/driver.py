@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_hc.tools.bench.client import Client, History, Reply, RequestFailed
-from sglang_hc.tools.bench.workload import Session, Trace
+from benchmark.harness.client import Client, History, Reply, RequestFailed
+from benchmark.harness.workload import Session, Trace
 
 
 @dataclass(frozen=True)

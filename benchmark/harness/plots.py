@@ -9,8 +9,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from sglang_hc.tools.bench import report
-from sglang_hc.tools.bench.points import Cell
+from benchmark.harness import report
+from benchmark.harness.points import Cell
 
 matplotlib.use("Agg")
 
