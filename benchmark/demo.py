@@ -1,7 +1,9 @@
 """The demos: conversations that the KV pool forgets and sglang-hc remembers.
 
-    python -m benchmark.demo talk  [further flags of `python -m benchmark multi-turn`]   (make demo)
-    python -m benchmark.demo forms [further flags of `python -m benchmark multi-turn`]   (make demo-forms)
+    python -m benchmark.demo talk    (make demo)
+    python -m benchmark.demo forms   (make demo-forms)
+
+Further flags are those of `python -m benchmark multi-turn`.
 
 `talk`: a real model, SmolLM2-135M-Instruct, is asked about five documents, three questions each.
 Plain SGLang answers, then sglang-hc with its defaults. `forms`: six conversations of four turns

@@ -116,7 +116,7 @@ def make_shape(name: str, models: Path) -> Path:
 
 
 def run(experiment: str, preset: Sequence[str], shorter: Sequence[str], about: str) -> int:
-    """`python -m benchmark EXPERIMENT` on a shape, with `preset`, then what was typed; then the goals.
+    """An experiment on a shape, with `preset`, then what was typed; then the goals.
 
     With --rehearse a shrunk shape and the lengths of `shorter` run on a CPU.
     Returns the exit status of the benchmark.
