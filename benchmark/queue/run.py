@@ -11,14 +11,13 @@ turn (A B C, C B A, ...). One round of one arm:
      forms.
   3. The second turns of all 32 arrive in another, random order.
 
-Every server records its run; afterwards the simulator makes each of them again (sglang-hc replay).
+Every server records its load, and with it what each request hit (--hc-trace).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import random
 import shlex
@@ -26,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from benchmark.harness.options import demo_model
 from benchmark.harness.server import ServerProcess
 from benchmark.harness.workload import Session, Turn
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.tools.simulator.recorded import replay_record
 
 ARMS = {
     "queue": ("queue", "queue"),
@@ -164,7 +162,7 @@ def middle(runs: Sequence[Round], arm: str, key: str) -> float:
     return float(statistics.median(run[key] for run in runs if run["arm"] == arm))
 
 
-def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def tables(runs: Sequence[Round]) -> dict[str, Any]:
     rows, ratios = [], []
     arms = list(dict.fromkeys(run["arm"] for run in runs))
     for arm in arms:
@@ -192,16 +190,6 @@ def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> d
             ratios.append(
                 [f"{first} against {arm}", key, f"{statistics.median(times):.2f}", spread]
             )
-    same = [
-        [
-            arm,
-            replay["admissions"],
-            replay["hit_tokens"],
-            replay["evictions"],
-            "the same" if replay["equal"] else f"differs: {replay['difference']}",
-        ]
-        for arm, replay in replays.items()
-    ]
     return {
         "arms": {
             "columns": [
@@ -214,10 +202,6 @@ def tables(runs: Sequence[Round], replays: Mapping[str, Mapping[str, Any]]) -> d
             "rows": rows,
         },
         "ratios": {"columns": ["", "metric", "times better", "range"], "rows": ratios},
-        "replay": {
-            "columns": ["arm", "admissions", "tokens hit", "blocks evicted", "the simulator's"],
-            "rows": same,
-        },
     }
 
 
@@ -239,15 +223,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 tokens[arm, number] = [reply.ids for reply in replies]
                 print(json.dumps(rounded(runs[-1])), flush=True)
         time.sleep(1)  # the last events are written
-    replays = {}
     for arm, words in commands.items():
         record = Path(words[words.index("--hc-trace") + 1])
         counted = queued_hits(record, args.talks)
         for run in runs:
             if run["arm"] == arm:
                 run.update(counted[run["round"]])
-        comparison = replay_record(record)
-        replays[arm] = {**dataclasses.asdict(comparison), "equal": comparison.equal}
     first = args.arms[0]
     equal = sum(
         a == b
@@ -279,9 +260,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "arms": {arm: shlex.join(words[2:-2]) for arm, words in commands.items()},
         },
         "rounds": runs,
-        "replays": replays,
         "replies": {"equal_to_first_arm": equal, "of": sum(map(len, tokens.values()))},
-        "tables": {"about": about, **tables(runs, replays)},
+        "tables": {"about": about, **tables(runs)},
     }
 
 

@@ -26,10 +26,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "sglang_hc.tools.cli.capacity",
         "find the DRAM and SSD that a load needs for a hit rate",
     ),
-    "replay": (
-        "sglang_hc.tools.cli.replay",
-        "repeat a server's recorded run and compare its hits and evictions",
-    ),
     "inspect": (
         "sglang_hc.tools.cli.inspect_store",
         "list what lies in the directories of the disk tier",

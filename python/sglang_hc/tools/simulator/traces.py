@@ -6,23 +6,14 @@ shared, and where a format has text its length is estimated.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hc.tools.simulator.recorded import read_record
-from sglang_hc.tools.simulator.recorded_load import recorded_sessions
-from sglang_hc.tools.simulator.workloads import (
-    TOKEN_IDS,
-    FreshIds,
-    Session,
-    Span,
-    Turn,
-    Workload,
-    poisson_arrivals,
-)
+from sglang_hc.tools.simulator.recorded import recorded_sessions
+from sglang_hc.tools.simulator.workloads import poisson_arrivals
+from sglang_hc.tools.workloads.sessions import TOKEN_IDS, FreshIds, Session, Span, Turn, Workload
 from sglang_hc.tools.workloads.traces import (
     READERS,
     HashedPrompt,
@@ -56,7 +47,7 @@ def read_trace(path: Path, timing: Timing) -> Workload:
     try:
         kind = _kind_of(path)
         if kind == "sglang-hc":
-            sessions = _recorded(path)
+            sessions = recorded_sessions(path)
         else:
             sessions = list(_sessions(READERS[kind](path), timing))
     except OSError as cause:
@@ -67,7 +58,7 @@ def read_trace(path: Path, timing: Timing) -> Workload:
     if not sessions:
         raise TraceError(f"{path}: holds no request with a prompt")
     start = min(session.arrival for session in sessions)
-    return Workload(path.name, tuple(_moved(session, start) for session in sessions))
+    return Workload(path.name, tuple(session.moved(start) for session in sessions))
 
 
 def _kind_of(path: Path) -> str:
@@ -88,17 +79,6 @@ def _kind_of(path: Path) -> str:
         f"{path}: not a trace this tool knows: a record of --hc-trace, Mooncake or Bailian JSONL, "
         "BurstGPT CSV (with its header) or ShareGPT JSON"
     )
-
-
-def _recorded(path: Path) -> list[Session]:
-    """What a server of ours recorded; its requests at their times."""
-    events = (event for _, event in read_record(path))
-    try:
-        return recorded_sessions(events, FreshIds(_FRESH).span)
-    except TraceError:
-        raise
-    except (KeyError, TypeError, ValueError) as cause:
-        raise TraceError(f"{path}: a record that does not fit together ({cause!r})") from cause
 
 
 def _sessions(found: Iterator[TraceSession], timing: Timing) -> Iterator[Session]:
@@ -139,12 +119,3 @@ def _hashed(prompt: HashedPrompt) -> tuple[Span, ...]:
         Span(number * step % _FRESH, min(step, prompt.tokens - index * step))
         for index, number in enumerate(prompt.ids)
     )
-
-
-def _moved(session: Session, start: float) -> Session:
-    """The same session with all its times `start` seconds earlier."""
-    turns = tuple(
-        turn if turn.at is None else dataclasses.replace(turn, at=turn.at - start)
-        for turn in session.turns
-    )
-    return dataclasses.replace(session, arrival=session.arrival - start, turns=turns)

@@ -16,7 +16,7 @@ from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tools.simulator.reads import ReadQueue
 from sglang_hc.tools.simulator.tiers import TieredCache
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
 
 class Oracle:
