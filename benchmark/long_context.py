@@ -17,9 +17,10 @@ from benchmark.harness import experiment, metrics, options
 from benchmark.harness.driver import Pace
 from benchmark.harness.options import Setup
 from benchmark.harness.points import Point
-from benchmark.harness.workload import Session, Trace, Turn, Vocabulary, zipf_weights
+from benchmark.harness.workload import zipf_weights
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.workloads.l_eval import TASKS, ContextTask
+from sglang_hc.tools.workloads.sessions import FreshIds, Session, Span, Turn, Workload
 
 MIXED = "mixed"
 
@@ -100,16 +101,14 @@ def _points(setup: Setup, tasks: Sequence[str], skews: Sequence[float]) -> list[
 
     def point(index: int, name: str, value: float | None, task: str, skew: float | None) -> Point:
         @functools.cache
-        def trace(repeat: int) -> Trace:
-            maker = DocumentTrace(
-                setup.vocabulary, args.contexts, args.scale, [args.seed, index, repeat]
-            )
+        def trace(repeat: int) -> Workload:
+            documents = Documents(args.contexts, args.scale)
             if skew is None:
-                made = maker.once_each(task)
+                made = documents.once_each(task)
             else:
                 chance = np.random.default_rng([args.seed, repeat]).random(args.requests)
-                made = maker.by_zipf(skew, chance)
-            return setup.finish(made)
+                made = documents.by_zipf(skew, chance)
+            return setup.vocabulary.spoken(made, [args.seed, index, repeat])
 
         return Point(name, value, trace, one_by_one)
 
@@ -120,30 +119,27 @@ def _points(setup: Setup, tasks: Sequence[str], skews: Sequence[float]) -> list[
     ]
 
 
-class DocumentTrace:
-    """Makes traces of one session: every document once, unmeasured, then measured questions."""
+class Documents:
+    """Makes workloads of one session: every document once, unmeasured, then measured questions."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, contexts: int, scale: float, seed: Sequence[int]
-    ) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, contexts: int, scale: float) -> None:
         self._contexts = contexts
         self._scale = scale
-        self._rng = np.random.default_rng(list(seed))
+        self._fresh = FreshIds()
 
-    def once_each(self, task: str) -> Trace:
+    def once_each(self, task: str) -> Workload:
         """Every document is asked about once, in the order in which they were read."""
-        documents = self._documents(task)
+        documents = self._read(task)
         asked = [self._question(document, task) for document in documents]
         source = f"{task}: {self._contexts} documents, one question each, lengths x {self._scale:g}"
-        return self._trace(source, documents, asked)
+        return self._workload(source, documents, asked)
 
-    def by_zipf(self, skew: float, chance: npt.NDArray[np.float64]) -> Trace:
+    def by_zipf(self, skew: float, chance: npt.NDArray[np.float64]) -> Workload:
         """Questions about documents of all tasks, one for every number of `chance` in [0, 1).
 
         Skews that share `chance` differ by popularity alone, not by luck.
         """
-        documents = self._documents(MIXED)
+        documents = self._read(MIXED)
         ends = np.cumsum(zipf_weights(len(documents), skew))
         drawn = np.minimum(np.searchsorted(ends, chance, side="right"), len(documents) - 1)
         asked = [self._question(documents[i], f"zipf={skew:g}") for i in drawn.tolist()]
@@ -151,34 +147,28 @@ class DocumentTrace:
             f"{len(chance)} questions about {self._contexts} documents, Zipf {skew:g}, "
             f"lengths x {self._scale:g}"
         )
-        return self._trace(source, documents, asked)
+        return self._workload(source, documents, asked)
 
-    def _documents(self, task: str) -> list[tuple[ContextTask, tuple[int, ...]]]:
+    def _read(self, task: str) -> list[tuple[ContextTask, Span]]:
         names = list(TASKS)
         shapes = [
             TASKS[task if task != MIXED else names[i % len(names)]] for i in range(self._contexts)
         ]
-        return [
-            (shape, self._vocabulary.sample(self._rng, self._length(shape.context)))
-            for shape in shapes
-        ]
+        return [(shape, self._span(shape.context)) for shape in shapes]
 
-    def _question(self, document: tuple[ContextTask, tuple[int, ...]], label: str) -> Turn:
+    def _question(self, document: tuple[ContextTask, Span], label: str) -> Turn:
         shape, context = document
-        question = self._vocabulary.sample(self._rng, self._length(shape.question))
-        return Turn(context + question, self._length(shape.answer), whole=True, label=label)
+        said = (context, self._span(shape.question))
+        return Turn(said, self._span(shape.answer), label=label)
 
-    def _length(self, tokens: float) -> int:
-        return max(1, round(tokens * self._scale))
+    def _span(self, tokens: float) -> Span:
+        return self._fresh.span(max(1, round(tokens * self._scale)))
 
-    def _trace(
-        self,
-        source: str,
-        documents: Sequence[tuple[ContextTask, tuple[int, ...]]],
-        asked: list[Turn],
-    ) -> Trace:
+    def _workload(
+        self, source: str, documents: Sequence[tuple[ContextTask, Span]], asked: list[Turn]
+    ) -> Workload:
         read = [
-            Turn(context, 1, whole=True, measured=False, label="reading")
+            Turn((context,), Span(0, 1), label="reading", measured=False)
             for _, context in documents
         ]
-        return Trace(source, (Session("documents", (*read, *asked)),))
+        return Workload(source, (Session(0.0, (*read, *asked), whole=True),))

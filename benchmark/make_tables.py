@@ -13,7 +13,7 @@ A table stands between two comments; FILE is in benchmark/results, NAME one of t
 Results of `python -m benchmark` have: about (machine, commit, command), overview (one row for
 every arm of a chat), short (the same as a sentence), screen (the same as the demo prints it),
 groups (TTFT by turn or label), summary, ratios, costs (the ratios as a sentence), agreement,
-disagreements, cxs, gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue,
+disagreements, gain, losses, varied. Results of benchmark/hooks have hooks and hooks-queue,
 those of compare_fio fio, those of throttled.py sources. Other result files bring their own tables,
 beside about: {"tables": {NAME: {"columns": [...], "rows": [[...], ...]}}}.
 """
@@ -174,7 +174,6 @@ OF_A_CHAT: dict[str, Callable[[dict[str, Any]], str]] = {
     "costs": _costs,
     "agreement": _of(report.agreement_table),
     "disagreements": _of(report.disagreement_table),
-    "cxs": _of(report.cxs_table),
     "gain": _of(report.gain_table),
     "losses": lambda result: _bullets(report.loss_lines(result)),
     "varied": lambda result: _bullets(report.varied_lines(result)),

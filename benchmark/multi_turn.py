@@ -6,23 +6,26 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmark.harness import experiment, metrics, options
+from benchmark.harness import documents, experiment, metrics, options
 from benchmark.harness.driver import Pace
 from benchmark.harness.experiment import Show
 from benchmark.harness.options import Setup
 from benchmark.harness.points import Point
-from benchmark.harness.traces import NAMES, TraceReader, parse_dataset
 from benchmark.harness.workload import (
     ChatSpec,
     Distribution,
-    Trace,
     clipped,
+    is_timed,
     synthetic_chat,
     with_arrivals,
     with_think,
 )
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.reading import Timing, read_trace
+from sglang_hc.tools.workloads.sessions import Workload
+from sglang_hc.tools.workloads.traces import TraceError
 
 _DEFAULTS = {
     "sessions": 64,
@@ -73,8 +76,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     chat.add_argument(
         "--dataset",
-        metavar="FORMAT:PATH",
-        help=f"conversations from a file instead; FORMAT is {', '.join(NAMES)}",
+        metavar="[documents:]FILE",
+        help="instead of made conversations: a trace (a server's --hc-trace, Mooncake or Bailian "
+        "JSONL, BurstGPT CSV, ShareGPT JSON), or documents and questions about them",
     )
     chat.add_argument("--max-len", type=int, help="drop requests of more tokens, and what follows")
     pace = parser.add_argument_group("pace")
@@ -91,12 +95,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="turn n+1 of any session waits for turn n of all",
     )
     pace.add_argument("--time-scale", type=float, default=1.0, help="stretch all times by this")
-    pace.add_argument(
-        "--ttft-bound",
-        type=float,
-        default=2.0,
-        help="seconds of p95 TTFT for the largest concurrency x depth (with --concurrency)",
-    )
 
 
 def run(args: argparse.Namespace, show: Show | None = None) -> int:
@@ -104,13 +102,10 @@ def run(args: argparse.Namespace, show: Show | None = None) -> int:
     options.apply_preset(args, _DEFAULTS, _QUICK)
     _check(args)
     setup = options.prepare(args)
-    points, users = _points(args, setup)
-    cxs = (users, args.ttft_bound) if users else None
-    words = "concurrent users" if users else "session arrivals per second"
+    words = "concurrent users" if args.concurrency else "session arrivals per second"
+    points = _points(args, setup)
     extra = {"sweep": words}
-    return experiment.execute(
-        "multi-turn", setup, points, metrics.by_turn, extra=extra, cxs=cxs, show=show
-    )
+    return experiment.execute("multi-turn", setup, points, metrics.by_turn, extra=extra, show=show)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -118,36 +113,32 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("time_scale", "ttft_bound"):
-        if not getattr(args, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be positive")
+    if not args.time_scale > 0:
+        raise UsageError("--time-scale must be positive")
     if args.system_len < 0:
         raise UsageError("--system-len must not be negative")
     if args.rates and args.concurrency:
         raise UsageError("--rates and --concurrency are two sweeps; give one of them")
 
 
-def _points(args: argparse.Namespace, setup: Setup) -> tuple[list[Point], dict[str, int]]:
-    """(points, concurrent users by point for a concurrency sweep)."""
+def _points(args: argparse.Namespace, setup: Setup) -> list[Point]:
     pace = Pace(args.max_parallel, bool(args.round_barrier), args.time_scale)
     maker = _TraceMaker(args, setup)
     if maker.timed:
         if args.rates or args.concurrency:
             raise UsageError("--dataset brings its own arrival times: leave out the sweep")
-        return [Point("trace", None, maker.of(0, args.sessions, None), pace)], {}
+        return [Point("trace", None, maker.of(0, args.sessions, None), pace)]
     if args.concurrency:
-        counts = _numbers(args.concurrency, "--concurrency")
-        users = {f"users={count:g}": int(count) for count in counts}
         return [
-            Point(name, count, maker.of(index, count, float("inf")), pace)
-            for index, (name, count) in enumerate(users.items())
-        ], users
+            Point(f"users={count:g}", count, maker.of(index, int(count), float("inf")), pace)
+            for index, count in enumerate(_numbers(args.concurrency, "--concurrency"))
+        ]
     points = []
     for index, rate in enumerate(_numbers(args.rates or "inf", "--rates")):
         finite = None if rate == float("inf") else rate
         trace = maker.of(index, args.sessions, rate)
         points.append(Point(f"rate={rate:g}", finite, trace, pace, finite))
-    return points, {}
+    return points
 
 
 def _numbers(text: str, option: str) -> list[float]:
@@ -169,13 +160,9 @@ class _TraceMaker:
         self._args = args
         self._setup = setup
         self._think = Distribution.parse(args.think, "--think")
-        self._file: Trace | None = None
+        self._file: Workload | None = None
         if args.dataset:
-            kind, path = parse_dataset(args.dataset)
-            reader = TraceReader(
-                path, setup.vocabulary, setup.tokenizer, args.seed, self._most_sessions()
-            )
-            self._file = clipped(reader.read(kind), args.max_len)
+            self._file = clipped(read_dataset(args.dataset, setup, self._most()), args.max_len)
         else:
             self._spec = ChatSpec(
                 sessions=args.sessions,
@@ -189,26 +176,46 @@ class _TraceMaker:
 
     @property
     def timed(self) -> bool:
-        return self._file is not None and self._file.timed
+        return self._file is not None and is_timed(self._file)
 
-    def _most_sessions(self) -> int:
+    def _most(self) -> int:
         if not self._args.concurrency:
             return int(self._args.sessions)
         return int(max(_numbers(self._args.concurrency, "--concurrency")))
 
-    def of(self, index: int, sessions: int, rate: float | None) -> Callable[[int], Trace]:
+    def of(self, index: int, sessions: int, rate: float | None) -> Callable[[int], Workload]:
         """A function from the repeat to the trace of one point."""
         return functools.cache(lambda repeat: self._make(index, sessions, rate, repeat))
 
-    def _make(self, index: int, sessions: int, rate: float | None, repeat: int) -> Trace:
+    def _make(self, index: int, sessions: int, rate: float | None, repeat: int) -> Workload:
         seed = [self._args.seed, index, repeat]
         if self._file is None:
             spec = dataclasses.replace(self._spec, sessions=sessions)
-            trace = clipped(synthetic_chat(spec, self._setup.vocabulary, seed), self._args.max_len)
+            trace = clipped(synthetic_chat(spec, seed), self._args.max_len)
         else:
             trace = dataclasses.replace(self._file, sessions=self._file.sessions[:sessions])
             if rate is not None:
                 trace = with_think(trace, self._think, [*seed, 1])
         if rate is not None:
             trace = with_arrivals(trace, self._args.arrival, rate, [*seed, 2])
-        return self._setup.finish(trace)
+        return self._setup.vocabulary.spoken(trace, seed)
+
+
+def read_dataset(text: str, setup: Setup, limit: int) -> Workload:
+    """The first `limit` sessions of what --dataset names. Raises UsageError."""
+    kind, colon, name = text.partition(":")
+    about_documents = bool(colon) and kind == "documents"
+    path = Path(name if about_documents else text)
+    try:
+        if about_documents:
+            sessions = documents.read(path, setup.tokenizer(), limit)
+            return Workload(f"conversations about documents {path.name}", sessions)
+        read = read_trace(path, Timing(), lambda said: setup.tokenizer().encode(said))
+    except OSError as error:
+        raise UsageError(f"--dataset {text}: {error.strerror}") from None
+    except TraceError as error:
+        raise UsageError(f"--dataset {error}") from None
+    # Where a trace has no times, --rates says when its sessions arrive.
+    timed = is_timed(read)
+    sessions = tuple(s if timed else dataclasses.replace(s, arrival=0.0) for s in read.sessions)
+    return dataclasses.replace(read, sessions=sessions[:limit])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 
-import numpy as np
-
 from benchmark.harness import experiment, metrics, options
 from benchmark.harness.driver import Pace
 from benchmark.harness.options import Setup
 from benchmark.harness.points import Point
-from benchmark.harness.workload import Session, Trace, Turn
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import FreshIds, Session, Span, Turn, Workload
 
 _SHAPES = ("decode-heavy", "prefill-heavy")
 _DEFAULTS = {
@@ -88,18 +86,17 @@ def _point(setup: Setup, index: int, name: str, batch: int, lengths: tuple[int, 
     args = setup.args
 
     @functools.cache
-    def trace(repeat: int) -> Trace:
-        rng = np.random.default_rng([args.seed, index, repeat])
+    def trace(repeat: int) -> Workload:
+        fresh = FreshIds()
 
         def request() -> Turn:
-            ids = setup.vocabulary.sample(rng, prompt_len)
-            return Turn(ids, output_len, whole=True, label="all")
+            return Turn((fresh.span(prompt_len),), Span(0, output_len), label="all")
 
         sessions = tuple(
-            Session(f"w{worker}", tuple(request() for _ in range(args.requests)))
-            for worker in range(batch)
+            Session(0.0, tuple(request() for _ in range(args.requests)), whole=True)
+            for _ in range(batch)
         )
         source = f"distinct prompts of {prompt_len} tokens, replies of {output_len}"
-        return setup.finish(Trace(source, sessions))
+        return setup.vocabulary.spoken(Workload(source, sessions), [args.seed, index, repeat])
 
     return Point(name, None, trace, Pace())

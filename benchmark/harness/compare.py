@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmark.harness.client import Client
 from benchmark.harness.points import Cell
-from benchmark.harness.workload import Trace
+from benchmark.harness.workload import prompt_ids
+from sglang_hc.tools.workloads.sessions import Workload
 
 TIE_MARGIN = {"float32": 0.002}
 _HALF_TIE_MARGIN = 0.1
@@ -81,7 +82,7 @@ class Agreement:
 
 
 def compare(
-    cells: Sequence[Cell], reference: str, trace_of: Callable[[str, int], Trace]
+    cells: Sequence[Cell], reference: str, trace_of: Callable[[str, int], Workload]
 ) -> list[Agreement]:
     """One Agreement for every other arm. `trace_of(point, repeat)` is the trace of a cell.
 
@@ -98,16 +99,16 @@ def compare(
     return list(agreements.values())
 
 
-def _compare_cell(total: Agreement, base: Cell, cell: Cell, trace: Trace) -> None:
+def _compare_cell(total: Agreement, base: Cell, cell: Cell, trace: Workload) -> None:
     expected, got = base.run.outputs(), cell.run.outputs()
     for index, session in enumerate(trace.sessions):
         outputs: list[list[int]] = []
         parted = False
-        for number, turn in enumerate(session.turns):
+        for number in range(len(session.turns)):
             ours, theirs = got.get((index, number)), expected.get((index, number))
             if ours is None or theirs is None or not (ours.reply.ids and theirs.reply.ids):
                 break
-            if parted and not turn.whole:
+            if parted and not session.whole:
                 total.after += 1
                 continue
             total.compared += 1
@@ -116,7 +117,7 @@ def _compare_cell(total: Agreement, base: Cell, cell: Cell, trace: Trace) -> Non
                 total.equal += 1
             else:
                 parted = True
-                prompt = trace.prompt_ids(index, number, outputs)
+                prompt = prompt_ids(session, number, outputs)
                 total.disagreements.append(
                     Disagreement(
                         *(cell.arm, cell.point, cell.repeat, index, number, place),

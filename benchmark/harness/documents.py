@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 
 from benchmark.harness.tokens import Tokenizer
-from benchmark.harness.workload import Session, Turn
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import Ids, Session, Span, Turn
+from sglang_hc.tree.identity import pack_tokens
 
 _REPLY = "\x00reply\x00"
 """Stands for the replies while the template is rendered: no document holds it."""
@@ -64,14 +65,14 @@ def messages(talk: Conversation, folder: Path) -> list[str]:
 def read(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[Session, ...]:
     """The first `limit` conversations of the file. Raises UsageError, OSError."""
     sessions = []
-    for number, talk in enumerate(load(path)[:limit]):
-        asked = messages(talk, path.parent)
-        end_id, parts = rendered(asked, tokenizer)
+    for talk in load(path)[:limit]:
+        end_id, parts = rendered(messages(talk, path.parent), tokenizer)
+        answer = Span(0, talk.reply_tokens)
         turns = tuple(
-            Turn(tuple(tokenizer.encode(part)), talk.reply_tokens, text=text, label=question)
-            for part, text, question in zip(parts, asked, talk.questions, strict=True)
+            Turn((Ids(pack_tokens(tokenizer.encode(part))),), answer, label=question)
+            for part, question in zip(parts, talk.questions, strict=True)
         )
-        sessions.append(Session(f"{talk.document}/{number}", turns, end_id=end_id))
+        sessions.append(Session(0.0, turns, end_id=end_id))
     return tuple(sessions)
 
 

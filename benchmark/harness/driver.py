@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmark.harness.client import Client, History, Reply, RequestFailed
-from benchmark.harness.workload import Session, Trace
+from benchmark.harness.client import Client, Reply, RequestFailed
+from benchmark.harness.workload import History
+from sglang_hc.tools.workloads.sessions import Session, Workload
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Run:
 
 class _Drive:
     def __init__(
-        self, client: Client, trace: Trace, pace: Pace, progress: Callable[[], object]
+        self, client: Client, trace: Workload, pace: Pace, progress: Callable[[], object]
     ) -> None:
         self._client = client
         self._trace = trace
@@ -119,17 +120,17 @@ class _Drive:
 
     async def _session(self, index: int) -> None:
         session = self._trace.sessions[index]
-        await self._until(session.arrival_s)
+        await self._until(session.arrival)
         async with self._slots:
             for turn, asked in enumerate(session.turns):
-                await asyncio.sleep(asked.think_s * self._pace.time_scale)
-                if asked.at_s is not None:
-                    await self._until(asked.at_s)
+                await asyncio.sleep(asked.think * self._pace.time_scale)
+                if asked.at is not None:
+                    await self._until(asked.at)
                 await self._ask(session, index, turn)
 
     async def _round_turn(self, at: float, index: int, turn: int) -> None:
         session = self._trace.sessions[index]
-        await self._until(session.arrival_s, at)
+        await self._until(session.arrival, at)
         async with self._slots:
             await self._ask(session, index, turn)
 
@@ -137,13 +138,13 @@ class _Drive:
         turn = session.turns[number]
         history = self._histories[index]
         record = Record(index, number, turn.measured, turn.label, self._now(), Reply())
-        if index in self._broken and not turn.whole:
+        if index in self._broken and not session.whole:
             record.error = "not sent: an earlier turn of this session failed"
         else:
             history.ask(turn)
             try:
-                record.reply = await self._client.ask(history, turn.output_len)
-                history.answer(record.reply)
+                record.reply = await self._client.ask(history, max(1, turn.answer.length))
+                history.answer(record.reply.ids)
             except RequestFailed as error:
                 record.error = str(error)
                 self._broken.add(index)
@@ -158,7 +159,7 @@ class _Drive:
 
 
 async def drive(
-    client: Client, trace: Trace, pace: Pace, progress: Callable[[], object] = lambda: None
+    client: Client, trace: Workload, pace: Pace, progress: Callable[[], object] = lambda: None
 ) -> Run:
     """Send `trace` and return its records. Failed requests are records too, never exceptions.
 

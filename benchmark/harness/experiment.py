@@ -10,12 +10,13 @@ from typing import Any, TypeAlias
 
 from benchmark.harness import page, plots, report, results
 from benchmark.harness.arms import Arm
-from benchmark.harness.client import Client, GenerateApi, RequestFailed
+from benchmark.harness.client import Client, RequestFailed
 from benchmark.harness.compare import Agreement, Disagreement, compare, explain
-from benchmark.harness.metrics import Groups, largest_cxs
+from benchmark.harness.metrics import Groups
 from benchmark.harness.options import Setup
 from benchmark.harness.points import Cell, Point
 from benchmark.harness.suite import Suite
+from benchmark.harness.workload import longest_prompt
 from sglang_hc.tools.cli.main import UsageError
 
 Show: TypeAlias = "Callable[[dict[str, Any], Sequence[Path], Path], str]"
@@ -29,17 +30,15 @@ def execute(
     names: Groups,
     *,
     extra: dict[str, Any] | None = None,
-    cxs: tuple[dict[str, int], float] | None = None,
     show: Show | None = None,
 ) -> int:
     """Run, compare, write results, plots and the report, and print what `show` makes of them.
 
-    extra: further settings for the result. cxs: (concurrent users by point, bound in seconds).
-    show: every table by default.
+    extra: further settings for the result. show: every table by default.
     Returns the exit status: 1 when a request failed or a disagreement is not explained.
     """
     _terminate_like_interrupt()
-    longest = max(point.trace(0).longest_prompt for point in points)
+    longest = max(longest_prompt(point.trace(0)) for point in points)
     kept = setup.kept(experiment, names)
     suite = Suite(setup.arms, points, setup.suite_settings(longest, kept))
     cells = suite.run()
@@ -63,11 +62,8 @@ def execute(
         settings=settings,
         names=names,
     )
-    if cxs:
-        users, bound = cxs
-        result["cxs"] = {"bound_s": bound, "by_arm": largest_cxs(cells, users, bound)}
     output = setup.args.output
-    results.write(result, cells, setup.args.tag, output)
+    results.write(result, cells, output)
     drawn = plots.draw(result, cells, output)
     page.write(result, drawn, output / "report.html")
     print((show or _everything)(result, drawn, output))
@@ -108,7 +104,7 @@ def _explain(
 
 
 async def _ask_margins(url: str, items: Sequence[Disagreement], timeout_s: float) -> None:
-    async with Client(url, GenerateApi(), timeout_s) as client:
+    async with Client(url, timeout_s) as client:
         info = await client.get_json("/server_info")
         await explain(client, items, str(info.get("dtype", "auto")))
 

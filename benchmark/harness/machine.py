@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ def describe() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("sglang", "torch", "sglang-hc")},
         "commit": commit(),
         "load_average": os.getloadavg()[0],
+    }
+
+
+def about(experiment: str) -> dict[str, Any]:
+    """What a result begins with."""
+    return {
+        "experiment": experiment,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command(),
+        "machine": describe(),
     }
 
 

@@ -11,7 +11,6 @@ from benchmark.harness.arms import HICACHE
 
 if TYPE_CHECKING:  # tables are made from JSON alone, without the HTTP client
     from benchmark.harness.driver import Record, Run
-    from benchmark.harness.points import Cell
 
 Groups: TypeAlias = "Callable[[Record], tuple[str, ...]]"
 """Names under which a record is counted, e.g. ("turn 3", "turns 1+")."""
@@ -75,7 +74,7 @@ def _hit_rate(records: Sequence[Record]) -> float:
 
 
 def summary(run: Run, rate: float) -> dict[str, Any]:
-    """Totals in the schema of SGLang's bench_multiturn; ours are added (tbt, p95, hits, failed).
+    """Totals under the names of SGLang's bench_multiturn; ours are added (tbt, p95, hits, failed).
 
     Times in seconds, throughput in tokens or requests per second over the measured duration.
     """
@@ -99,20 +98,6 @@ def summary(run: Run, rate: float) -> dict[str, Any]:
         "hits": hits_by_tier(records),
         "failed": len(run.failed),
         "duration": run.duration_s,
-    }
-
-
-def rounds(run: Run) -> dict[str, Any]:
-    """Per-round block of SGLang's schema."""
-    turns = sorted({record.turn for record in run.measured})
-    chosen = {turn: [r for r in run.measured if r.turn == turn] for turn in turns}
-    return {
-        f"round_{turn}": {
-            "average_ttft": float(np.mean([r.reply.ttft_s for r in records])),
-            "cache_hit_rate": _hit_rate(records),
-            "request_count": len(records),
-        }
-        for turn, records in chosen.items()
     }
 
 
@@ -203,40 +188,3 @@ def _spread(row: Mapping[str, Any]) -> str:
         return "one repeat"
     noise = ", within the spread of the repeats" if row["high"] >= 1 else ""
     return f"{row['low']:.2f} to {row['high']:.2f} in {row['repeats']} repeats{noise}"
-
-
-def largest_cxs(cells: Sequence[Cell], users: Mapping[str, int], bound_s: float) -> dict[str, int]:
-    """LMBenchmark's number by arm: largest concurrency x depth with p95 TTFT within `bound_s`.
-
-    users: concurrent sessions by point. Depth d counts when the turns before d together stay
-    within the bound; of several repeats the worst counts.
-    """
-    worst: dict[tuple[str, str, int], float] = {}
-    for cell in cells:
-        for depth, value in enumerate(_p95_to_depth(cell.run), 1):
-            key = (cell.arm, cell.point, depth)
-            worst[key] = max(worst.get(key, 0.0), value)
-    best = {cell.arm: 0 for cell in cells}
-    for (arm, point, depth), value in worst.items():
-        if value <= bound_s:
-            best[arm] = max(best[arm], users[point] * depth)
-    return best
-
-
-def _p95_to_depth(run: Run) -> list[float]:
-    """Entry d-1: p95 TTFT in seconds over the turns before depth d. A failure counts as never."""
-    depth = max((record.turn for record in run.records), default=-1) + 1
-    times = [
-        (record.turn, float("inf") if record.error else record.reply.ttft_s)
-        for record in run.records
-    ]
-    return [
-        _percentile([value for turn, value in times if turn < limit], 95)
-        for limit in range(1, depth + 1)
-    ]
-
-
-def _percentile(values: Sequence[float], percent: float) -> float:
-    """The value at or above the percentile (no interpolation: one may be infinite)."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(np.ceil(len(ordered) * percent / 100)) - 1)]

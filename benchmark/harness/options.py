@@ -18,13 +18,15 @@ from typing import Any
 from benchmark import ROOT
 from benchmark.harness import arms as arms_module
 from benchmark.harness.arms import Arm, ServerSettings
-from benchmark.harness.client import APIS, Api, make_api
 from benchmark.harness.kept import KeptRuns
 from benchmark.harness.metrics import Groups
 from benchmark.harness.suite import SuiteSettings
-from benchmark.harness.tokens import Tokenizer, load_tokenizer, load_vocabulary, with_text
-from benchmark.harness.workload import Trace, Vocabulary, warm_up
+from benchmark.harness.tokens import Tokenizer, load_tokenizer, load_vocabulary
+from benchmark.harness.workload import Vocabulary, warm_up
 from sglang_hc.tools.cli.main import UsageError
+
+_WARM_UP = [2**31 - 1]
+"""Seed of its content, which is in no other workload."""
 
 DEFAULT_ARMS = "stock,hicache,kv,hidden,auto"
 
@@ -62,7 +64,6 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
         "points alternate between them (needs the memory; one is busy at a time)",
     )
     client = parser.add_argument_group("client")
-    client.add_argument("--api", choices=APIS, default="generate", help="interface to ask")
     client.add_argument("--tokenizer", help="tokenizer for text (default: --model)")
     client.add_argument(
         "--vocab-size", type=_positive, help="vocabulary size when --model is not at hand"
@@ -77,7 +78,6 @@ def configure(parser: argparse.ArgumentParser, output: str) -> None:
     )
     client.add_argument("--repeat", type=_positive, help="interleaved repeats of everything")
     client.add_argument("--seed", type=int, default=1)
-    client.add_argument("--tag", default="", help="put before the arm name in the JSONL tag")
     client.add_argument("--output", type=Path, default=Path(output), help="folder for results")
     client.add_argument(
         "--cells",
@@ -115,14 +115,9 @@ class Setup:
 
     arms: list[Arm]
     skipped: list[str]
-    api: Api
     vocabulary: Vocabulary
     tokenizer: Callable[[], Tokenizer]
     args: argparse.Namespace
-
-    def finish(self, trace: Trace) -> Trace:
-        """The trace as the chosen interface needs it."""
-        return with_text(trace, self.tokenizer()) if self.api.needs_text else trace
 
     def kept(self, experiment: str, names: Groups) -> KeptRuns | None:
         """Where runs go as soon as they are over; None without --cells."""
@@ -138,15 +133,14 @@ class Setup:
             repeat=args.repeat,
             together=args.servers == "together",
             output=args.output,
-            warmup=self.finish(warm_up(args.warmup, longest_prompt, self.vocabulary)),
+            warmup=self.vocabulary.spoken(warm_up(args.warmup, longest_prompt), _WARM_UP),
             timeout_s=args.request_timeout,
-            api=self.api,
             kept=kept,
         )
 
     def described(self) -> dict[str, Any]:
         """The settings for the result file."""
-        skip = ("run", "experiment", "output", "tag", "cells")
+        skip = ("run", "experiment", "output", "cells")
         return {
             key: str(value) if isinstance(value, Path) else value
             for key, value in vars(self.args).items()
@@ -184,7 +178,6 @@ def prepare(args: argparse.Namespace) -> Setup:
     return Setup(
         arms,
         skipped,
-        make_api(args.api, model),
         vocabulary,
         functools.cache(lambda: load_tokenizer(args.tokenizer or model)),
         args,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmark.harness.driver import Pace, Run
-from benchmark.harness.workload import Trace
+from sglang_hc.tools.workloads.sessions import Workload
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Point:
 
     name: str
     value: float | None
-    trace: Callable[[int], Trace]
+    trace: Callable[[int], Workload]
     pace: Pace
     rate: float | None = None
 

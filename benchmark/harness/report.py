@@ -56,8 +56,6 @@ def tables(result: dict[str, Any]) -> list[Table]:
         chosen.append(agreement_table(result))
     if any(item["disagreements"] for item in result["agreement"]):
         chosen.append(disagreement_table(result))
-    if result.get("cxs"):
-        chosen.append(cxs_table(result))
     return chosen
 
 
@@ -285,13 +283,6 @@ def disagreement_table(result: dict[str, Any], limit: int = 20) -> Table:
         *("tokens", "logprob margin", "reading"),
     )
     return Table(f"Disagreements (first {limit})", head, tuple(rows[:limit]))
-
-
-def cxs_table(result: dict[str, Any]) -> Table:
-    """Largest concurrency x depth within the TTFT bound."""
-    rows = tuple((arm, str(value)) for arm, value in result["cxs"]["by_arm"].items())
-    title = f"Largest concurrency x depth with p95 TTFT within {result['cxs']['bound_s']:g} s"
-    return Table(title, ("arm", "concurrency x depth"), rows)
 
 
 def loss_lines(result: dict[str, Any]) -> list[str]:

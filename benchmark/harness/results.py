@@ -14,7 +14,7 @@ from benchmark.harness.cells import rounded
 from benchmark.harness.compare import Agreement
 from benchmark.harness.metrics import Groups
 from benchmark.harness.points import Cell, Point
-from benchmark.harness.workload import Trace
+from sglang_hc.tools.workloads.sessions import Workload
 
 SCHEMA = 1
 
@@ -92,7 +92,7 @@ def from_runs(
     }
 
 
-def _conversation(trace: Trace, cells: Sequence[Cell]) -> list[dict[str, str]]:
+def _conversation(trace: Workload, cells: Sequence[Cell]) -> list[dict[str, str]]:
     """What the last arm said in the first conversation; empty where prompts are not text to read.
 
     The questions are as the file has them, without the document.
@@ -112,8 +112,8 @@ def point_json(point: Point) -> dict[str, Any]:
     return {
         "name": point.name,
         "value": point.value,
-        "trace": trace.source,
-        "requests": trace.num_requests,
+        "trace": trace.name,
+        "requests": trace.num_turns,
         "notes": list(trace.notes),
     }
 
@@ -128,26 +128,13 @@ def run_json(cell: Cell, point: Point, names: Groups) -> dict[str, Any]:
         "load_average": round(cell.load, 2),
         "flushed": cell.flushed,
         "summary": metrics.summary(cell.run, point.rate or 0.0),
-        "rounds": metrics.rounds(cell.run),
         "groups": metrics.groups(cell.run, names),
     }
 
 
-def write(result: dict[str, Any], cells: Sequence[Cell], tag: str, output: Path) -> None:
-    """Write result.json, performance_metrics.jsonl (SGLang's schema) and requests.jsonl."""
+def write(result: dict[str, Any], cells: Sequence[Cell], output: Path) -> None:
+    """Write result.json and requests.jsonl."""
     (output / "result.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
-    with open(output / "performance_metrics.jsonl", "w", encoding="utf-8") as file:
-        for run in result["runs"]:
-            line = {
-                "timestamp": result["created"],
-                "tag": f"{tag}{run['arm']}",
-                "summary": run["summary"],
-                "round": run["rounds"],
-                "arm": run["arm"],
-                "point": run["point"],
-                "repeat": run["repeat"],
-            }
-            file.write(json.dumps(line) + "\n")
     with open(output / "requests.jsonl", "w", encoding="utf-8") as file:
         for cell in cells:
             place = {"arm": cell.arm, "point": cell.point, "repeat": cell.repeat}

@@ -12,13 +12,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmark.harness.arms import Arm
-from benchmark.harness.client import Api, Client, RequestFailed
+from benchmark.harness.client import Client, RequestFailed
 from benchmark.harness.driver import Pace, drive
 from benchmark.harness.kept import KeptRuns
 from benchmark.harness.points import Cell, Point
 from benchmark.harness.server import ServerFailed, ServerProcess
-from benchmark.harness.workload import Trace
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import Workload
 
 _START_TIMEOUT_S = 900.0
 
@@ -32,9 +32,8 @@ class SuiteSettings:
     repeat: int
     together: bool
     output: Path
-    warmup: Trace
+    warmup: Workload
     timeout_s: float
-    api: Api
     kept: KeptRuns | None = None
 
 
@@ -125,7 +124,7 @@ class Suite:
     def _cell(self, arm: Arm, point: Point, repeat: int) -> Cell:
         trace = point.trace(repeat)
         words = f"{arm.name} {point.name} repeat {repeat + 1}/{self._settings.repeat}"
-        with tqdm(total=trace.num_requests, desc=words, unit="req", mininterval=0.5) as bar:
+        with tqdm(total=trace.num_turns, desc=words, unit="req", mininterval=0.5) as bar:
             cell = asyncio.run(self._cell_async(arm, point, repeat, trace, bar.update))
         if self._settings.kept is not None:
             starts = self.start_s.get(arm.name) or [0.0]
@@ -133,7 +132,7 @@ class Suite:
         return cell
 
     async def _cell_async(
-        self, arm: Arm, point: Point, repeat: int, trace: Trace, progress: Callable[[], object]
+        self, arm: Arm, point: Point, repeat: int, trace: Workload, progress: Callable[[], object]
     ) -> Cell:
         async with self._client(arm) as client:
             try:
@@ -145,4 +144,4 @@ class Suite:
         return Cell(arm.name, point.name, repeat, run, load, flushed)
 
     def _client(self, arm: Arm) -> Client:
-        return Client(self._live[arm.name], self._settings.api, self._settings.timeout_s)
+        return Client(self._live[arm.name], self._settings.timeout_s)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from benchmark.harness.workload import Trace, Vocabulary
+from benchmark.harness.workload import Vocabulary
 from sglang_hc.errors import ConfigError
 from sglang_hc.tools.cli.main import UsageError
 from sglang_hc.tools.model_config import read_model_config
@@ -17,9 +16,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Text of a chat by the model's template, up to where the next reply begins.
@@ -38,9 +34,6 @@ class _Pretrained:
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids)))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         return str(
@@ -89,19 +82,3 @@ def load_vocabulary(model: str) -> Vocabulary:
         value = inner.get(key)
         special.update(value if isinstance(value, list) else [value] if value is not None else [])
     return Vocabulary(size, frozenset(special))
-
-
-def with_text(trace: Trace, tokenizer: Tokenizer) -> Trace:
-    """The trace with the text of every turn that has none: OpenAI endpoints are asked in text."""
-    sessions = tuple(
-        dataclasses.replace(
-            session,
-            system_text=session.system_text or tokenizer.decode(session.system_ids),
-            turns=tuple(
-                turn if turn.text else dataclasses.replace(turn, text=tokenizer.decode(turn.ids))
-                for turn in session.turns
-            ),
-        )
-        for session in trace.sessions
-    )
-    return dataclasses.replace(trace, sessions=sessions)

@@ -1,19 +1,19 @@
-"""What is asked: distributions, sessions and traces, generated from a seed.
+"""What is asked, generated from a seed, and as the token ids of a model.
 
-A trace is fixed before any server sees it, so every arm answers the same requests at the same
+A workload is fixed before any server sees it, so every arm answers the same requests at the same
 times. Lengths are in tokens, times in seconds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sglang_hc.tools.cli.main import UsageError
+from sglang_hc.tools.workloads.sessions import FreshIds, Ids, Said, Session, Span, Turn, Workload
 
 _ARITY = {
     # name: (fewest parameters, most parameters, their names)
@@ -103,108 +103,97 @@ def zipf_weights(count: int, alpha: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The token ids that prompts are drawn from: 0..size-1 without `special`."""
+    """The token ids that prompts are made of: 0..size-1 without `special`."""
 
     size: int
     special: frozenset[int] = frozenset()
 
-    def sample(self, rng: np.random.Generator, count: int) -> tuple[int, ...]:
-        """`count` random ids."""
-        ids = rng.integers(0, self.size, count)
-        if self.special:
-            bad = np.isin(ids, list(self.special))
-            while bad.any():
-                ids[bad] = rng.integers(0, self.size, int(bad.sum()))
-                bad = np.isin(ids, list(self.special))
-        return tuple(ids.tolist())
+    def spoken(self, workload: Workload, seed: Sequence[int]) -> Workload:
+        """The same workload with token ids for its spans, and for ids that are none of these: equal
+        where they were equal, and with another seed different."""
+        allowed = np.setdiff1d(np.arange(self.size, dtype=np.int64), list(self.special))
+        key = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)[0]
+
+        def ids(said: Said) -> Ids:
+            values = unpacked(said)
+            drawn = allowed[_mixed(values.astype(np.uint64) + key) % np.uint64(len(allowed))]
+            if isinstance(said, Ids):
+                drawn = np.where(values < self.size, values, drawn)
+            return Ids(drawn.astype(">i4").tobytes())
+
+        def turn(one: Turn) -> Turn:
+            return replace(one, said=tuple(map(ids, one.said)))
+
+        sessions = (replace(s, turns=tuple(map(turn, s.turns))) for s in workload.sessions)
+        return replace(workload, sessions=tuple(sessions))
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One request of a session.
-
-    ids: the user's new tokens, or the whole prompt when `whole` is set (a replayed trace says
-    what the prompt was, so the history is not built from our own replies). text: the same as
-    text, for OpenAI endpoints. think_s: pause between the last reply and this turn. at_s: not
-    before this time of the trace's own clock. measured: False for requests that only fill caches.
-    """
-
-    ids: tuple[int, ...]
-    output_len: int
-    text: str = ""
-    think_s: float = 0.0
-    at_s: float | None = None
-    whole: bool = False
-    measured: bool = True
-    label: str = ""
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Numbers that look random, equal for equal ones (the finalizer of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
 
 
-@dataclass(frozen=True)
-class Session:
-    """Turns of one user, in order. arrival_s: start of the first turn on the trace's clock.
-
-    end_id: the token that ends a reply of this model. When it is set, replies end where the model
-    ends them, at their length at the latest, and the history has it after every reply. When it is
-    None, replies have exactly their length.
-    """
-
-    name: str
-    turns: tuple[Turn, ...]
-    arrival_s: float = 0.0
-    system_ids: tuple[int, ...] = ()
-    system_text: str = ""
-    end_id: int | None = None
-
-    def closed(self, reply: Sequence[int]) -> list[int]:
-        """The ids of a reply as they stand in the history."""
-        missing = self.end_id is not None and (not reply or reply[-1] != self.end_id)
-        return [*reply, self.end_id] if missing and self.end_id is not None else list(reply)
+def unpacked(said: Said) -> np.ndarray:
+    """Token ids, int64."""
+    return np.frombuffer(said.packed, dtype=">i4").astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Sessions and where they came from. notes: what a reader of the results must know."""
+class History:
+    """What one session has said so far: the ids of its next prompt."""
 
-    source: str
-    sessions: tuple[Session, ...]
-    notes: tuple[str, ...] = field(default=())
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.ids: list[int] = []
 
     @property
-    def num_requests(self) -> int:
-        return sum(len(session.turns) for session in self.sessions)
+    def free_end(self) -> bool:
+        """Whether a reply ends where the model ends it."""
+        return self._session.end_id is not None
 
-    @property
-    def timed(self) -> bool:
-        """Whether the trace brings its own times of arrival."""
-        return any(turn.at_s is not None for s in self.sessions for turn in s.turns)
+    def ask(self, turn: Turn) -> None:
+        """Append the user's part of a turn."""
+        said = [token for part in turn.said for token in unpacked(part).tolist()]
+        self.ids = said if self._session.whole else self.ids + said
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, replies counted at their full length."""
-        return max(
-            size - turn.output_len
-            for session in self.sessions
-            for size, turn in zip(_sizes(session), session.turns, strict=True)
-        )
-
-    def prompt_ids(self, session: int, turn: int, outputs: Sequence[Sequence[int]]) -> list[int]:
-        """Exact prompt of one request, given the output ids of the session's earlier turns."""
-        chosen = self.sessions[session]
-        current = chosen.turns[turn]
-        if current.whole:
-            return list(current.ids)
-        ids = list(chosen.system_ids)
-        for before, output in zip(chosen.turns[:turn], outputs, strict=False):
-            ids = list(before.ids) if before.whole else ids + list(before.ids)
-            ids += chosen.closed(output)
-        return ids + list(current.ids)
+    def answer(self, reply: Sequence[int]) -> None:
+        """Append the exact ids that were generated, with the end that was cut off."""
+        self.ids = [*self.ids, *reply]
+        end = self._session.end_id
+        if end is not None and (not reply or reply[-1] != end):
+            self.ids.append(end)
 
 
-def warm_up(count: int, prompt_len: int, vocabulary: Vocabulary) -> Trace:
-    """`count` requests of `prompt_len` tokens whose content is in no other trace."""
-    rng = np.random.default_rng(2**31 - 1)
-    turns = [Turn(vocabulary.sample(rng, prompt_len), 4) for _ in range(count)]
-    return Trace("warm-up", tuple(Session(f"w{i}", (turn,)) for i, turn in enumerate(turns)))
+def prompt_ids(session: Session, turn: int, outputs: Sequence[Sequence[int]]) -> list[int]:
+    """Exact prompt of one request, given the output ids of the session's earlier turns."""
+    history = History(session)
+    for before, output in zip(session.turns[:turn], outputs, strict=False):
+        history.ask(before)
+        history.answer(output)
+    history.ask(session.turns[turn])
+    return history.ids
+
+
+def is_timed(workload: Workload) -> bool:
+    """Whether it brings its own times of arrival."""
+    return any(turn.at is not None for s in workload.sessions for turn in s.turns)
+
+
+def longest_prompt(workload: Workload) -> int:
+    """Tokens of the longest prompt, replies counted at their full length."""
+    return max(
+        size - turn.answer.length
+        for session in workload.sessions
+        for size, turn in zip(_sizes(session), session.turns, strict=True)
+    )
+
+
+def warm_up(count: int, prompt_len: int) -> Workload:
+    """`count` requests of `prompt_len` tokens that share none."""
+    fresh = FreshIds()
+    turns = [Turn((fresh.span(prompt_len),), Span(0, 4)) for _ in range(count)]
+    return Workload("warm-up", tuple(Session(0.0, (turn,)) for turn in turns))
 
 
 def arrivals(kind: str, count: int, rate: float, rng: np.random.Generator) -> list[float]:
@@ -231,97 +220,74 @@ class ChatSpec:
     system_shared: bool = False
 
 
-def synthetic_chat(spec: ChatSpec, vocabulary: Vocabulary, seed: Sequence[int]) -> Trace:
-    """Random chat of `spec`; equal seeds give equal traces."""
-    rng = np.random.default_rng(list(seed))
-    shared = vocabulary.sample(rng, spec.system_len)
+def synthetic_chat(spec: ChatSpec, seed: Sequence[int]) -> Workload:
+    """Chat of `spec`, with a system prompt before the first turn; a seed fixes its lengths."""
+    rng, fresh = np.random.default_rng(list(seed)), FreshIds()
+    shared = fresh.span(spec.system_len)
     sessions = []
-    for number in range(spec.sessions):
-        system = shared if spec.system_shared else vocabulary.sample(rng, spec.system_len)
-        turns = tuple(
+    for _ in range(spec.sessions):
+        turns = [
             Turn(
-                ids=vocabulary.sample(rng, spec.input_len.draw_count(rng)),
-                output_len=spec.output_len.draw_count(rng),
-                think_s=spec.think.draw(rng) if index else 0.0,
+                (fresh.span(spec.input_len.draw_count(rng)),),
+                fresh.span(spec.output_len.draw_count(rng)),
+                spec.think.draw(rng) if index else 0.0,
             )
             for index in range(spec.turns.draw_count(rng))
-        )
-        sessions.append(Session(f"s{number}", turns, system_ids=system))
+        ]
+        system = shared if spec.system_shared else fresh.span(spec.system_len)
+        turns[0] = replace(turns[0], said=(system, *turns[0].said))
+        sessions.append(Session(0.0, tuple(turns)))
     words = "shared" if spec.system_shared else "own"
-    source = (
+    return Workload(
         f"synthetic chat: {spec.sessions} sessions, turns {spec.turns}, input {spec.input_len}, "
-        f"output {spec.output_len}, think {spec.think}, {words} system prompt {spec.system_len}"
+        f"output {spec.output_len}, think {spec.think}, {words} system prompt {spec.system_len}",
+        tuple(sessions),
     )
-    return Trace(source, tuple(sessions))
 
 
-def with_arrivals(trace: Trace, kind: str, rate: float, seed: Sequence[int]) -> Trace:
+def with_arrivals(workload: Workload, kind: str, rate: float, seed: Sequence[int]) -> Workload:
     """The same sessions arriving at `rate` per second. The gaps of all rates are proportional."""
     rng = np.random.default_rng(list(seed))
-    times = arrivals(kind, len(trace.sessions), rate, rng)
-    sessions = tuple(
-        dataclasses.replace(session, arrival_s=at)
-        for session, at in zip(trace.sessions, times, strict=True)
-    )
-    return dataclasses.replace(trace, sessions=sessions)
+    times = arrivals(kind, len(workload.sessions), rate, rng)
+    timed = zip(workload.sessions, times, strict=True)
+    return replace(workload, sessions=tuple(replace(s, arrival=at) for s, at in timed))
 
 
-def with_think(trace: Trace, think: Distribution, seed: Sequence[int]) -> Trace:
+def with_think(workload: Workload, think: Distribution, seed: Sequence[int]) -> Workload:
     """The same sessions with a pause drawn from `think` before every turn but the first."""
     rng = np.random.default_rng(list(seed))
-    sessions = tuple(
-        dataclasses.replace(
-            session,
-            turns=tuple(
-                dataclasses.replace(turn, think_s=think.draw(rng) if index else 0.0)
-                for index, turn in enumerate(session.turns)
-            ),
-        )
-        for session in trace.sessions
-    )
-    return dataclasses.replace(trace, sessions=sessions)
+
+    def paused(session: Session) -> Session:
+        first, *others = session.turns
+        return replace(session, turns=(first, *(replace(t, think=think.draw(rng)) for t in others)))
+
+    return replace(workload, sessions=tuple(map(paused, workload.sessions)))
 
 
-def from_zero(trace: Trace) -> Trace:
-    """The same trace with its earliest arrival at time 0."""
-    start = min(session.arrival_s for session in trace.sessions)
-    sessions = tuple(
-        dataclasses.replace(
-            session,
-            arrival_s=session.arrival_s - start,
-            turns=tuple(
-                turn if turn.at_s is None else dataclasses.replace(turn, at_s=turn.at_s - start)
-                for turn in session.turns
-            ),
-        )
-        for session in trace.sessions
-    )
-    return dataclasses.replace(trace, sessions=sessions)
-
-
-def clipped(trace: Trace, max_tokens: int) -> Trace:
+def clipped(workload: Workload, max_tokens: int) -> Workload:
     """Without the turns whose prompt and reply would exceed `max_tokens`, and those after them.
 
     What was dropped is said in the notes.
     """
-    sessions, dropped = [], 0
-    for session in trace.sessions:
+    sessions = []
+    for session in workload.sessions:
         kept = list(itertools.takewhile(lambda size: size <= max_tokens, _sizes(session)))
-        dropped += len(session.turns) - len(kept)
         if kept:
-            sessions.append(dataclasses.replace(session, turns=session.turns[: len(kept)]))
+            sessions.append(replace(session, turns=session.turns[: len(kept)]))
     if not sessions:
         raise UsageError(
-            f"--max-len {max_tokens}: every request of {trace.source} is longer; raise it"
+            f"--max-len {max_tokens}: every request of {workload.name} is longer; raise it"
         )
+    short = replace(workload, sessions=tuple(sessions))
+    dropped = workload.num_turns - short.num_turns
     if not dropped:
-        return trace
-    note = f"{dropped} of {trace.num_requests} requests dropped: longer than {max_tokens} tokens"
-    return Trace(trace.source, tuple(sessions), (*trace.notes, note))
+        return workload
+    note = f"{dropped} of {workload.num_turns} requests dropped: longer than {max_tokens} tokens"
+    return replace(short, notes=(*workload.notes, note))
 
 
 def _sizes(session: Session) -> Iterable[int]:
-    size = len(session.system_ids)
+    size = 0
     for turn in session.turns:
-        size = (0 if turn.whole else size) + len(turn.ids) + turn.output_len
+        size = (0 if session.whole else size) + turn.new_tokens + turn.answer.length
         yield size

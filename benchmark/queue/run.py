@@ -32,11 +32,13 @@ from typing import Any
 
 from benchmark.harness import machine
 from benchmark.harness.cells import rounded
-from benchmark.harness.client import Client, GenerateApi, History, Reply
+from benchmark.harness.client import Client, Reply
 from benchmark.harness.options import demo_model
 from benchmark.harness.server import ServerProcess
-from benchmark.harness.workload import Session, Turn
+from benchmark.harness.workload import History
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.tools.workloads.sessions import Ids, Session, Span, Turn
+from sglang_hc.tree.identity import pack_tokens
 
 ARMS = {
     "queue": ("queue", "queue"),
@@ -73,12 +75,13 @@ def flags(arm: str, model: str, folder: Path) -> list[str]:
 
 def say(history: History, rng: random.Random, length: int) -> History:
     """The user adds so many random tokens."""
-    history.ask(Turn(tuple(rng.randrange(3, 8000) for _ in range(length)), 0))
+    said = Ids(pack_tokens([rng.randrange(3, 8000) for _ in range(length)]))
+    history.ask(Turn((said,), Span(0, 0)))
     return history
 
 
 def talk(rng: random.Random, length: int) -> History:
-    return say(History(Session("talk", ())), rng, length)
+    return say(History(Session(0.0, ())), rng, length)
 
 
 async def tier_numbers(client: Client) -> dict[str, int]:
@@ -99,11 +102,11 @@ async def on_disk(client: Client, wanted: int) -> None:
 
 async def one_round(url: str, number: int, talks: int) -> tuple[Round, list[Reply]]:
     rng = random.Random(number)
-    async with Client(url, GenerateApi(), 600) as client:
+    async with Client(url, 600) as client:
         saved = (await tier_numbers(client)).get("disk_saved_blocks", 0)
         histories = [talk(rng, PROMPT) for _ in range(talks)]
         for history in histories:
-            history.answer(await client.ask(history, REPLY))
+            history.answer((await client.ask(history, REPLY)).ids)
         # The last token of a reply is never computed, so it is in no block.
         stored = (PROMPT + REPLY - 1) // BLOCK_TOKENS
         await on_disk(client, saved + talks * stored)
@@ -235,17 +238,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for (_, number), ids in tokens.items()
         for a, b in zip(ids, tokens[first, number], strict=True)
     )
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    command = machine.command()
-    here = machine.describe()
-    about = {
-        "columns": ["date", "machine", "load", "command"],
-        "rows": [[created[:10], machine.one_line(here), round(here["load_average"], 1), command]],
-    }
     return {
-        "created": created,
-        "command": command,
-        "machine": here,
+        **machine.about("queue"),
         "settings": {
             "talks": args.talks,
             "rounds": args.rounds,
@@ -261,7 +255,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         },
         "rounds": runs,
         "replies": {"equal_to_first_arm": equal, "of": sum(map(len, tokens.values()))},
-        "tables": {"about": about, **tables(runs)},
+        "tables": tables(runs),
     }
 
 

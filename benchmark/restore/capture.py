@@ -27,8 +27,8 @@ from benchmark import ROOT
 from benchmark.gpu.settings import SHAPES, make_shape, rehearsal
 from benchmark.gpu.tables import pair_rows
 from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
 from benchmark.harness.cells import CellFile
-from benchmark.restore.cases import answer, run_case
 from benchmark.restore.goals import capture_lines
 
 ELEMENT = 2

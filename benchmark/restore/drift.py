@@ -26,8 +26,8 @@ from typing import Any
 
 from benchmark import ROOT
 from benchmark.harness import machine
+from benchmark.harness.cases import answer, run_case
 from benchmark.harness.cells import CellFile
-from benchmark.restore.cases import answer, run_case
 
 MODELS = "llama-mha,llama-gqa,mistral,qwen2,qwen3,gemma,phi,opt,gpt2,granite,starcoder2,deepseek-v2"
 PROMPTS = (70, 131, 200)

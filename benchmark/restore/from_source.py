@@ -39,7 +39,7 @@ if not __package__:  # run by its path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmark.harness import cells, machine
-from benchmark.restore.cases import answer, run_case
+from benchmark.harness.cases import answer, run_case
 from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from sglang_hc.tools.simulator.models import load_model
-from sglang_hc.tools.simulator.run import Setup, simulate
-from sglang_hc.tools.simulator.traces import Timing, read_trace
-from support.branching_talks import FLAGS, talk
+from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child
 
-TALKS = 12
+TALKS, REQUESTS = 8, 40
+DEVICE = 640
 
 
-def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> tuple:
+def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> list:
+    """Conversations with a common start that come back in random order, one at a time. Returns the
+    tokens that came from device and tiers for each request."""
     below = ("--hc-disk", f"{folder}/disk:1") if disk else ()
     core = Core(
-        *FLAGS, "--hc-forms", forms, *below, "--hc-eviction", eviction,
-        "--hc-trace", f"{folder}/t.jsonl",
+        "--hc-forms", forms, *below, "--hc-eviction", eviction, "--hc-trace", f"{folder}/t.jsonl",
+        "--max-total-tokens", str(DEVICE), "--hc-host-size-gb", "0.01", "--dtype", "float32",
     )  # fmt: skip
-    rids = talk(core, TALKS)
-    core.settle()
-    stats = core.tree.stats()
+    rng = random.Random(3)
+    system = rng.choices(range(3, 900), k=64)
+    talks = [system + rng.choices(range(3, 900), k=90) for _ in range(TALKS)]
+    replies = []
+    for _ in range(REQUESTS):
+        talk = rng.choice([t for t in talks if len(t) < DEVICE - 100])
+        replies.append(core.ask(talk, 8))
+        talk += [*replies[-1].tokens, *rng.choices(range(3, 900), k=30)]
+        core.settle()
+    evicted = core.tree.stats()["evicted_blocks"]
     core.tree.release_host_resources()
-    return [core.reply(rid) for rid in rids], stats
+    return [[(r.device, r.host + r.storage) for r in replies], evicted]
 
 
 @pytest.mark.parametrize(
@@ -34,20 +42,20 @@ def recorded_run(folder: str, forms: str, eviction: str, disk: bool) -> tuple:
     [("kv", "queue", True), ("hidden", "lru", False), ("hidden:2,kv:2", "queue", False)],
 )
 def test_the_load_simulated_hits_what_the_server_did(
-    models: None, tmp_path: Path, forms: str, eviction: str, disk: bool
+    models: None, tmp_path: Path, capsys, forms: str, eviction: str, disk: bool
 ) -> None:
-    replies, stats = run_in_child(recorded_run, str(tmp_path), forms, eviction, disk)
-    assert stats["trace_dropped"] == 0
+    replies, evicted = run_in_child(recorded_run, str(tmp_path), forms, eviction, disk)
     path = tmp_path / "t.jsonl"
     header, *events = map(json.loads, path.read_text().splitlines())
     admitted = [event for event in events if event["op"] == "admit"]
-    assert len(admitted) == len(replies) == stats["trace_events"] // 3 - 1 or True
-    assert sum(a["restored"] for a in admitted) == sum(r.host + r.storage for r in replies) > 0
-    model = load_model(str(MODELS / "llama-mha"), forms, context=4096)
-    dram = header["host_slots"] * model.slot_bytes
-    load = read_trace(path, Timing())
-    setup = Setup(load, model, dram, 1e9 if disk else 0.0, policy=eviction, max_batch=3)
-    found = simulate(setup).measures
+    assert [(a["device"], a["restored"]) for a in admitted] == replies
+    assert events[-1]["op"] == "end" and evicted > 20
+    dram = header["host_slots"] * header["slot_bytes"] / 1e9
+    words = ["--workload", str(path), "--model", str(MODELS / "llama-mha"), "--forms", forms]
+    words += ["--dram-gb", f"{dram:.6f}", "--disk-gb", "1" if disk else "0", "--policy", eviction]
+    assert main(["simulate", *words, "--context", "2048", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     hit = sum(a["device"] + a["hit"] for a in admitted)
-    print(stats["evicted_blocks"], hit, found.hit_tokens, found.prompt_tokens, found.as_json())
-    assert found.hit_tokens == pytest.approx(hit, rel=0.05)
+    simulated = sum(found[f"{tier}_hit_tokens"] for tier in ("device", "host", "disk"))
+    print(evicted, hit, simulated, found)
+    assert simulated == pytest.approx(hit, rel=0.03)

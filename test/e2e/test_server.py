@@ -357,7 +357,7 @@ def test_our_benchmark_replays_a_mooncake_trace(
     server: ServerProcess, mooncake: Path, tmp_path: Path
 ) -> None:
     words = ["multi-turn", "--base-url", server.url, "--model", str(MODELS / "llama-mha")]
-    words += ["--dataset", f"mooncake:{mooncake}", "--max-parallel", "1", "--repeat", "1"]
+    words += ["--dataset", str(mooncake), "--max-parallel", "1", "--repeat", "1"]
     assert main([*words, "--warmup", "1", "--output", str(tmp_path / "out")]) == 0
     run = json.loads((tmp_path / "out" / "result.json").read_text())["runs"][0]
     assert run["summary"]["total_requests"] == 6

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
 from sglang_hc.tiers.trace import Recorder
-from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.traces import TraceError
 from sglang_hc.tree.identity import Prefix, pack_tokens
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_hc.queue.requests import Serial
 from sglang_hc.tiers.trace import Recorder
-from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.sessions import Turn
 from sglang_hc.tree.block_tree import common_tokens
 from sglang_hc.tree.identity import TOKEN_BYTES, Prefix, pack_tokens

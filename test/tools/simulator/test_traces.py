@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hc.tools.simulator.traces import Timing, read_trace
+from sglang_hc.tools.workloads.reading import Timing, read_trace
 from sglang_hc.tools.workloads.traces import TraceError
 
 SAMPLES = Path(__file__).parents[3] / "benchmark" / "simulator" / "samples"

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from sglang_hc.tools.workloads.l_eval import TASKS
-from sglang_hc.tools.workloads.sessions import FreshIds, Session, Turn, Workload
+from sglang_hc.tools.workloads.sessions import (
+    FreshIds,
+    Session,
+    Turn,
+    Workload,
+    poisson_arrivals,
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,6 @@ Stated: 5.75 turns in the mean, 73 % multi-turn, 47 % of sessions above 2K token
 Fitted to the two shares: tokens_per_turn and session_sigma. Assumed: geometric turns, lognormal
 lengths, turn_sigma, and prompt_share (the paper gives no split; HCache's ShareGPT4 has 0.16).
 """
-
-
-def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
-    """Arrival times in seconds at `rate` per second, from 0."""
-    now = 0.0
-    while True:
-        now += rng.expovariate(rate)
-        yield now
 
 
 def conversations(

@@ -6,6 +6,8 @@ spans are equal text. Where the ids themselves count, a turn has these.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -50,13 +52,16 @@ class Turn:
 
     said: new tokens, appended to the conversation; with `Session.whole` the entire prompt. answer:
     what the model answers. at: earliest arrival in seconds on the load's clock; None for "when the
-    turn before has been answered". think: seconds between that answer and this turn.
+    turn before has been answered". think: seconds between that answer and this turn. label: what a
+    report counts it under. measured: False for a request that only fills caches.
     """
 
     said: tuple[Said, ...]
     answer: Said
     think: float = 0.0
     at: float | None = None
+    label: str = ""
+    measured: bool = True
 
     @property
     def new_tokens(self) -> int:
@@ -65,11 +70,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """Turns in order. arrival: of the first one, in seconds."""
+    """Turns in order. arrival: of the first one, in seconds.
+
+    end_id: the token that ends an answer of this model, where answers end as the model ends them,
+    at their length at the latest. None where they have exactly their length.
+    """
 
     arrival: float
     turns: tuple[Turn, ...]
     whole: bool = False
+    end_id: int | None = None
 
     def moved(self, seconds: float) -> Session:
         """The same session so much earlier."""
@@ -81,11 +91,13 @@ class Session:
 
 @dataclass(frozen=True)
 class Workload:
-    """warmup_turns: requests served before counting starts."""
+    """name: where it comes from. warmup_turns: requests served before counting starts. notes: what
+    a reader of results must know."""
 
     name: str
     sessions: tuple[Session, ...]
     warmup_turns: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def num_turns(self) -> int:
@@ -102,3 +114,11 @@ class FreshIds:
         span = Span(self._first + self._given, length)
         self._given = (self._given + length) % (TOKEN_IDS - self._first)
         return span
+
+
+def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
+    """Arrival times in seconds at `rate` per second, from 0."""
+    now = 0.0
+    while True:
+        now += rng.expovariate(rate)
+        yield now

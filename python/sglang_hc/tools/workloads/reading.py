@@ -1,19 +1,28 @@
-"""Real traces as workloads: the public formats, and the record of a server of ours.
+"""Files as loads: the public trace formats, and what a server of ours recorded.
 
-Told apart by their contents, not their names. Text is never needed: hash ids say which tokens are
-shared, and where a format has text its length is estimated.
+Told apart by their contents, not their names. Hash ids say which tokens are shared. Where a format
+has text, its length is estimated, unless a tokenizer is at hand.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_hc.tools.simulator.recorded import recorded_sessions
-from sglang_hc.tools.simulator.workloads import poisson_arrivals
-from sglang_hc.tools.workloads.sessions import TOKEN_IDS, FreshIds, Session, Span, Turn, Workload
+from sglang_hc.tools.workloads.recorded import recorded_sessions
+from sglang_hc.tools.workloads.sessions import (
+    TOKEN_IDS,
+    FreshIds,
+    Ids,
+    Said,
+    Session,
+    Span,
+    Turn,
+    Workload,
+    poisson_arrivals,
+)
 from sglang_hc.tools.workloads.traces import (
     READERS,
     HashedPrompt,
@@ -22,12 +31,19 @@ from sglang_hc.tools.workloads.traces import (
     TraceTurn,
     json_object,
 )
+from sglang_hc.tree.identity import pack_tokens
 
 CHARACTERS_PER_TOKEN = 4.0
 """Estimate for ShareGPT, whose files hold text and no token counts."""
 
+RECORDED = "sglang-hc"
+"""Names the format of a server's own trace, beside those of READERS."""
+
 _FRESH = TOKEN_IDS // 2
 """Token ids below belong to hash ids, those above are given out once."""
+
+Encode = Callable[[str], list[int]]
+"""Token ids of a text."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +58,19 @@ class Timing:
     seed: int = 0
 
 
-def read_trace(path: Path, timing: Timing) -> Workload:
-    """Workload from a trace file. Raises TraceError."""
+def read_trace(path: Path, timing: Timing, encode: Encode | None = None) -> Workload:
+    """Workload from a trace file; its earliest session arrives at 0. encode: for formats with
+    text, whose lengths are estimated without it. Raises TraceError."""
     try:
         kind = _kind_of(path)
-        if kind == "sglang-hc":
+        if kind == RECORDED:
             sessions = recorded_sessions(path)
         else:
-            sessions = list(_sessions(READERS[kind](path), timing))
+            sessions = list(_sessions(READERS[kind](path), timing, encode))
     except OSError as cause:
         raise TraceError(f"{path}: {cause.strerror or cause}") from cause
     except UnicodeDecodeError as cause:
         raise TraceError(f"{path}: not a UTF-8 text file") from cause
-    sessions = [session for session in sessions if session.turns]
     if not sessions:
         raise TraceError(f"{path}: holds no request with a prompt")
     start = min(session.arrival for session in sessions)
@@ -62,7 +78,7 @@ def read_trace(path: Path, timing: Timing) -> Workload:
 
 
 def _kind_of(path: Path) -> str:
-    """A key of READERS, or `sglang-hc` for a record of a server."""
+    """A key of READERS, or RECORDED."""
     with open(path, encoding="utf-8-sig") as file:
         line = next((text for text in file if text.strip()), "")
     start = line.lstrip()[:1]
@@ -70,8 +86,8 @@ def _kind_of(path: Path) -> str:
         return "sharegpt"
     if start == "{":
         first = json_object(line, f"{path}:1")
-        if first.get("trace") == "sglang-hc":
-            return "sglang-hc"
+        if first.get("trace") == RECORDED:
+            return RECORDED
         return "bailian" if "chat_id" in first else "mooncake"
     if "Request tokens" in line:
         return "burstgpt"
@@ -81,36 +97,44 @@ def _kind_of(path: Path) -> str:
     )
 
 
-def _sessions(found: Iterator[TraceSession], timing: Timing) -> Iterator[Session]:
+def _sessions(
+    found: Iterator[TraceSession], timing: Timing, encode: Encode | None
+) -> Iterator[Session]:
     """Sessions of a public format. Those without times arrive by `timing`."""
     fresh = FreshIds(_FRESH)
     arrivals = poisson_arrivals(random.Random(timing.seed), timing.rate or 1.0)
     for session in found:
-        turns = [
-            _turn(turn, fresh, timing.think if i else 0.0) for i, turn in enumerate(session.turns)
-        ]
+        turns: list[Turn] = []
+        so_far = 0
+        for turn in session.turns:
+            said, answer = _said(turn, so_far, fresh, encode), _text(turn.answered, fresh, encode)
+            think = timing.think if turns and turn.at is None else 0.0
+            turns.append(Turn(said, answer, think, turn.at))
+            so_far += turns[-1].new_tokens + answer.length
         if turns:
             arrival = turns[0].at
             whole = isinstance(session.turns[0].asked, HashedPrompt)
             yield Session(next(arrivals) if arrival is None else arrival, tuple(turns), whole)
 
 
-def _turn(turn: TraceTurn, fresh: FreshIds, think: float) -> Turn:
-    if isinstance(turn.asked, HashedPrompt):
-        spans = _hashed(turn.asked)
-    else:
-        spans = (fresh.span(_tokens(turn.asked)),)
-    return Turn(
-        spans, fresh.span(_tokens(turn.answered)), think if turn.at is None else 0.0, turn.at
-    )
+def _said(turn: TraceTurn, so_far: int, fresh: FreshIds, encode: Encode | None) -> tuple[Said, ...]:
+    """What a turn adds to a conversation of `so_far` tokens, or its whole prompt by hashes."""
+    asked = turn.asked
+    if isinstance(asked, HashedPrompt):
+        return _hashed(asked)
+    if isinstance(asked, int):
+        # A prompt that covers the session so far contains it; any other is new in whole.
+        return (fresh.span(asked - so_far if asked > so_far else asked),)
+    return tuple(_text(part, fresh, encode) for part in asked)
 
 
-def _tokens(said: int | str | tuple[str, ...]) -> int:
-    """What a turn of a conversation adds: the count that the file gives, or an estimate."""
+def _text(said: int | str, fresh: FreshIds, encode: Encode | None) -> Said:
+    """The count that the file gives, the tokens of a text, or an estimate of how many it has."""
     if isinstance(said, int):
-        return said
-    parts = (said,) if isinstance(said, str) else said
-    return sum(max(1, round(len(part) / CHARACTERS_PER_TOKEN)) for part in parts)
+        return fresh.span(said)
+    if encode is not None:
+        return Ids(pack_tokens(encode(said)))
+    return fresh.span(max(1, round(len(said) / CHARACTERS_PER_TOKEN)))
 
 
 def _hashed(prompt: HashedPrompt) -> tuple[Span, ...]:
