@@ -102,8 +102,8 @@ def texts() -> dict[str, list[int]]:
 
     from transformers import AutoTokenizer
 
-    from support.core import MODELS
-    from support.real_text import tokens_of
+    from benchmark.harness.core import MODELS
+    from benchmark.quality.real_text import tokens_of
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / MODEL)
     reference = "\n".join(topics[name] for name in sorted(topics))
@@ -176,7 +176,7 @@ class Bench:
 
     def __init__(self, dtype: str, name: str) -> None:
         """name: a form, or what stands in place of one."""
-        from support.core import Core
+        from benchmark.harness.core import Core
 
         self.form, self.small = form_of(name), name in SMALL
         self.core = Core(

@@ -20,6 +20,7 @@ from sglang.srt import server_args as stock
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
+from benchmark.harness.core import FREE_LOADING
 from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.server_args import config_of
@@ -33,7 +34,7 @@ ALONE = {
     "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
     "audit": "1",
-    "profile": str(Path(__file__).parents[1] / "support" / "free_loading.json"),
+    "profile": str(FREE_LOADING),
 }  # fmt: skip
 """Flags that have an effect by themselves, with a value."""
 
