@@ -14,7 +14,8 @@ class Point:
     """One setting of a sweep.
 
     workload: that of a repeat, the same for all arms; content differs between repeats so that
-    nothing is found in a cache by accident. value: the swept quantity, None outside a sweep. rate: sessions arriving per second, None when all come at once or by their own times.
+    nothing is found in a cache by accident. value: the swept quantity, None outside a sweep. rate:
+    sessions arriving per second, None when all come at once or by their own times.
     """
 
     name: str
