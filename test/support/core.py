@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmark.harness import core
-from benchmark.harness.core import import_engine
+from benchmark.harness.in_process import import_engine
 
 Core, Idle, Reply, MODELS = core.Core, core.Idle, core.Reply, core.MODELS
-use_one_thread = core.use_one_thread
+
+Once = Callable[..., Any]
+"""The fixture `once` of e2e/conftest.py."""
 
 
 def run_in_child(body: Callable[..., Any], *args: Any) -> Any:

@@ -20,10 +20,11 @@ from sglang.srt import server_args as stock
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from benchmark.harness.core import FREE_LOADING
 from sglang_hc.config import FLAGS, ConfigError, flag_of
 from sglang_hc.srt.arguments import hicache_flags
 from sglang_hc.srt.arguments.server_args import config_of
+from support.core import MODELS
+from support.profiles import FREE_LOADING
 
 KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 """A file that `plugin` writes."""
@@ -83,7 +84,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, models: None, tmp_path: Path) -> Ite
 
 
 CPU = ("--device", "cpu")
-MODEL = ("--model-path", str(Path(__file__).parents[2] / "models" / "llama-mha"))
+MODEL = ("--model-path", str(MODELS / "llama-mha"))
 
 
 def parsed(*words: str | None) -> ServerArgs:
