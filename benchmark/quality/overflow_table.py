@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import ROOT
+from benchmark.harness import cells, machine
+from benchmark.harness.cases import answer, run_case
 from benchmark.quality.overflow_rows import (
     BOOK,
     CHUNK,
@@ -57,8 +59,6 @@ from benchmark.quality.overflow_rows import (
     rows_of,
     tables,
 )
-from benchmark.restore.cases import answer, run_case
-from sglang_hc.tools.bench import cells, machine
 
 MODEL = "smollm2-135m"
 PROSE = ("declaration.txt", "constitution.txt", "devils-dictionary.txt")
@@ -102,8 +102,8 @@ def texts() -> dict[str, list[int]]:
 
     from transformers import AutoTokenizer
 
-    from support.core import MODELS
-    from support.real_text import tokens_of
+    from benchmark.harness.core import MODELS
+    from benchmark.quality.real_text import tokens_of
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / MODEL)
     reference = "\n".join(topics[name] for name in sorted(topics))
@@ -176,7 +176,7 @@ class Bench:
 
     def __init__(self, dtype: str, name: str) -> None:
         """name: a form, or what stands in place of one."""
-        from support.core import Core
+        from benchmark.harness.core import Core
 
         self.form, self.small = form_of(name), name in SMALL
         self.core = Core(
@@ -365,11 +365,8 @@ def main() -> int:
         print("  ".join(line))
     if args.out is not None:
         result = {
-            "experiment": "overflow table",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": command,
+            **machine.about("overflow table"),
             "note": older.get("note", ""),
-            "machine": machine.describe(),
             "measured_at": sorted({*older["measured_at"], *(c["commit"] for c in found.values())}),
             "seconds": round(sum(cell["seconds"] for cell in found.values())),
             "model": MODEL,
