@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmark.quality import real_text
 from benchmark.quality import run as quality
-from support import real_text
 
 ROOT = Path(__file__).resolve().parents[2]
 
