@@ -27,8 +27,8 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import StoreIo
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
+from support.decisions import Note
 from support.examples import examples
-from support.several_ranks import Notes
 from support.tiers import HIDDEN_BYTES, build, project
 
 SALTS = [None, "", "a"]
@@ -83,7 +83,7 @@ class TiersMachine(RuleBasedStateMachine):
     ring = 0
     now = 0.0
     ranks: Ranks = ALONE
-    notes: Notes | None = None
+    notes: list[Note] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
             copy_stream=self.make_copy_stream(), recomputer=self, ring=self.ring,
             disk=self.make_disk, store=self.make_store, clock=lambda: self.now, ranks=self.ranks,
-            recorder=self.notes,
+            notes=self.notes,
         )  # fmt: skip
         self.free = list(range(DEVICE_SLOTS))
         self.running: dict[str, Running] = {}
@@ -136,7 +136,7 @@ class TiersMachine(RuleBasedStateMachine):
             return None
         self.count += 1
         req = Running(f"r{self.count}", salt, tokens, 0, [self.free.pop() for _ in tokens])
-        _, nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens[:-1]))).ready
+        nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens[:-1]))).ready
         if usable:
             self.restore(req, nodes, usable)
         self.running[req.rid] = req
@@ -362,7 +362,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(node.pins == 0 for node in self.tiers.host.tree.nodes())
         # What is left is served, and right.
         for salt, tokens in self.spoken:
-            _, nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready
+            nodes, usable = self.tiers.host.tree.match(Prefix(salt, pack_tokens(tokens))).ready
             if usable:
                 req = Running("last", salt, tokens, 0, list(range(len(tokens))))
                 self.restore(req, nodes, usable)

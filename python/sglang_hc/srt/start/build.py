@@ -20,7 +20,9 @@ from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
+from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath
@@ -39,8 +41,8 @@ from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
 from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
-from sglang_hc.srt.start.recorded_tree import recording
-from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
+from sglang_hc.srt.start.recorded_tree import RecordedRadixCache, recorder_of
+from sglang_hc.srt.start.sizes import TierSizes
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -53,7 +55,7 @@ from sglang_hc.store.opening import DiskSpec, Io, open_io
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.store.remote import Chain, RemoteBlocks
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -68,12 +70,13 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     device = device_of(model)
     sizes = _sizes(model, device)
     ranks = ranks_of(model.state.group)
-    factories = _factories(model, sizes, ranks)
+    recorder = recorder_of(model.config, model.runner, sizes, ranks.clock)
     io = _open_io(model, sizes)
     device.copy_stream.pin(io.memory.pool.buffer)
-    tiers = _tiers(model, device, sizes, factories, io, ranks)
+    tiers = _tiers(model, device, sizes, io, ranks)
     compute = ComputeStream.of(model.runner)
-    tree = factories.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
+    make = HcRadixCache if recorder is None else partial(RecordedRadixCache, recorder)
+    tree = make(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
     tree.audit = audit_of(tree, model.runner, model.config.audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
@@ -120,12 +123,6 @@ def _product(model: Model) -> list[str]:
     return [f"exact {model.state.proof.digest}"]
 
 
-def _factories(model: Model, sizes: TierSizes, ranks: Ranks) -> TierFactories:
-    if model.config.trace is None:
-        return TierFactories()
-    return recording(model.config, model.runner, sizes, ranks.clock)
-
-
 # -- memory and what lies below it ---------------------------------------------------------------
 
 
@@ -157,9 +154,7 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 # -- tiers ---------------------------------------------------------------------------------------
 
 
-def _tiers(
-    model: Model, device: Device, sizes: TierSizes, factories: TierFactories, io: Io, ranks: Ranks
-) -> Tiers:
+def _tiers(model: Model, device: Device, sizes: TierSizes, io: Io, ranks: Ranks) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
@@ -180,16 +175,16 @@ def _tiers(
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
-    window = factories.window()
+    window: LookAhead[Serial] = LookAhead()
     policy = make_policy(config.eviction, window, pinned=pins)
-    host = factories.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
+    host = HostTier(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
     disk = _disk(model, sizes, io, host, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
     scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
     mover = None
     if device.rotation is not None:
-        mover = Grafts(host, disk, scatters, counters, ranks.clock)
+        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
     queue = QueueView(
         host,
         disk,

@@ -22,7 +22,7 @@ from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
-NOTHING = PathMatch(None, (), 0)
+NOTHING = PathMatch((), 0)
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,9 @@ def _store(tier: HostTier, tokens: bytes, now: float) -> None:
     start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
     offsets = range(start, len(tokens), BLOCK_BYTES)
     tier.evict(len(offsets) - tier.free_slots, now)
-    parent = match.full_parent
-    if parent is None or parent.is_root:  # making room may have emptied the tree
-        parent = tier.tree.root(None)
+    full = match.tokens // BLOCK_TOKENS
+    # Looked up only now: making room may have emptied the tree.
+    parent = match.nodes[full - 1] if full else tier.tree.root(None)
     for offset in offsets[: tier.free_slots]:
         slot = tier.stage(now)
         assert slot is not None
