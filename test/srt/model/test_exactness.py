@@ -156,16 +156,6 @@ def test_one_layer_with_another_product_is_enough(
     assert proof.difference > 0.01
 
 
-def test_a_quantised_projection_is_not_proven(
-    layers: list[LayerAdapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, in_order)
-    for layer in refresh(layers):
-        layer.unquantized = layer.sliceable = False
-    proof = choose_product(layers, demanded=True)
-    assert proof.wrong is not None and "quantised" in proof.wrong
-
-
 @pytest.mark.parametrize("demanded", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_other_kernels_do_not_project_where_bits_matter(
