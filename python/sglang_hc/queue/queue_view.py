@@ -342,5 +342,6 @@ class QueueView:
 
     def _send_eviction_hints(self) -> None:
         if self._changed and self._disk is not None and self._priority is not None:
-            self._disk.expect(self._priority.next_uses(self._changed))
+            next_use = self._priority.next_use
+            self._disk.expect({block_id: next_use(block_id) for block_id in self._changed})
             self._changed.clear()

@@ -43,19 +43,15 @@ class Retention:
         """Whether something ends when time passes."""
         return len(self.pins) > 0 or self._host.has_ttl
 
-    def keeps(self, block_id: bytes) -> bool:
-        """Whether a tier below the device has this block, as far as known."""
-        if self._host.has(block_id):
-            return True
-        return self._disk is not None and self._disk.holds(block_id)
-
     def pin(self, prefix: Prefix, session: str, seconds: float) -> int:
         """Hold what the tiers have of a prefix, in place of what the session held before.
         State behind a cut counts in its client's own namespace.
 
         Returns the number of blocks; for 0 nothing changes. Raises PinLimitError.
         """
-        blocks = [b for b in self._host.tree.identities(prefix) if self.keeps(b)]
+        host, disk = self._host, self._disk
+        wanted = host.tree.identities(prefix)
+        blocks = [b for b in wanted if host.has(b) or (disk is not None and disk.holds(b))]
         if blocks:
             owner = base_namespace(prefix.namespace)
             self.pins.pin(owner, session, blocks, seconds, self._clock())
