@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.correction import Correction, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.store.disk import DiskStore
@@ -151,7 +152,7 @@ class SourceServer:
         self.costs = self.planner.costs
         assert self.costs is not None, "the server could not measure its costs"
         self.core.believe_profile()
-        self._profile: CostModel = self.costs.measured
+        self._profile: CostModel = replace(self.costs)
         layout = self.tiers.restorer.path.pool.layout
         self.plan: LayerPlan = layout.plan
         self.token_bytes: float = layout.slot_bytes / BLOCK_TOKENS
@@ -163,8 +164,8 @@ class SourceServer:
     @property
     def model(self) -> CostModel:
         """The costs that the server decides by now."""
-        model: CostModel = self.costs.model
-        return model
+        costs: CostModel = self.costs
+        return costs
 
     @property
     def profile(self) -> dict[str, Any]:
@@ -190,12 +191,11 @@ class SourceServer:
         self.bucket.set(bytes_per_s)
         if self.tier is SourceTier.REMOTE:
             return
-        costs = self._profile
+        self.costs.copies = self._profile.copies
         if bytes_per_s:
             line = Fit(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
-            copy = TierCopy(line, None if costs.project is None else line)
-            costs = replace(costs, copies={**costs.copies, SourceTier.DISK: copy})
-        self.costs.measured = self.costs.model = costs
+            copy = TierCopy(line, None if self.costs.project is None else line)
+            self.costs.copies = {**self.costs.copies, SourceTier.DISK: copy}
 
     def gbps(self, history: int) -> float:
         """What the costs say of the source, in GB/s."""
@@ -215,8 +215,11 @@ class SourceServer:
     def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""
         self.throttle(bytes_per_s)
-        self.costs._remote = CorrectedCosts(self._profile)._remote
+        self.costs.learned.pop(Resource.REMOTE, None)
+        self.costs._corrections[Resource.REMOTE] = Correction(None, math.inf)
+        del self.costs.observe
         self.ttft(prompt, "serial")
+        self.core.believe_profile()
 
     def take_pages(self) -> None:
         """Take the memory of both pools from the system, which are empty. Where there is a GPU it

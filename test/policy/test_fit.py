@@ -72,13 +72,6 @@ def test_few_new_tokens_behind_a_long_history_pay_for_reading_it():
     assert fit_prefill(behind).seconds(2048, 2048) > 0.49
 
 
-def test_a_scaled_fit_takes_so_many_times_as_long():
-    fit = Fit(1e-3, 1e-5, 1e-9, per_context=1e-6, floor=2e-3)
-    for new, context in ((1, 0), (64, 4096), (2048, 0)):
-        assert fit.scaled(3.0).seconds(new, context) == pytest.approx(3 * fit.seconds(new, context))
-    assert fit.scaled(1.0) is fit
-
-
 def test_floor_keeps_small_calls_from_looking_free():
     # Launch-bound below 1024 tokens, which a line through all samples cannot show.
     samples = [(n, max(1e-4, 1e-7 * n)) for n in SIZES]

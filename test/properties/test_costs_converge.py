@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.cost_correction import BOUND, DEAD_BAND, Resource
+from sglang_hc.policy.correction import BOUND, DEAD_BAND, Resource
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.restore_plan import Decision, plan_restore
 from sglang_hc.policy.tries import LAST_GAP, TRY_SHARE, affordable
@@ -63,7 +63,7 @@ def test_a_right_profile_never_changes_a_decision(cost, plan, asked, seed, recom
         else:
             assert replace(found, copy_seconds=0.0, skips_hidden=False) == wanted
         refusals += not wanted.tokens
-    assert machine.costs.model is true
+    assert machine.costs == true
     assert machine.counters["restore_decision_try"] == tries
     if not plan.hidden:
         assert tries <= 6 + refusals / LAST_GAP
@@ -90,8 +90,8 @@ def test_a_wrong_profile_is_unlearned(cost, plan, errors, seed, recompute) -> No
         last = found if not is_try(found) else last
     assert last is not None
     if machine.counters["restore_decision_try"] < 3 and (not last.tokens or last.skips_hidden):
-        seconds = best(machine.costs.model, plan, 2048, 64, recompute).seconds
-        assert not affordable(machine.costs.model, plan, 2048, context=0, new=64, seconds=seconds)
+        seconds = best(machine.costs, plan, 2048, 64, recompute).seconds
+        assert not affordable(machine.costs, plan, 2048, context=0, new=64, seconds=seconds)
         return
     assert true_seconds(true, plan, last) <= (DEAD_BAND * 1.02) ** 2 * best(
         true, plan, 2048, 64, recompute

@@ -1,7 +1,8 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
 A cost model is fitted to samples measured on the device; `tools.datasheet` derives one from data
-sheets. `profile_file` keeps it in a file.
+sheets. While the server runs it is corrected by what restorations, reads and prefills really take:
+one factor for each resource (`correction.py`). `profile_file` keeps it in a file.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import Form, LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, Form, LayerPlan
+from sglang_hc.policy.correction import Correction, Resource
 from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_prefill
 from sglang_hc.policy.makespan import LayerTimes
 
@@ -66,16 +69,31 @@ class Samples:
     noise: float | None = None
 
 
-@dataclass(frozen=True)
+_UNIT = TierCopy(Fit(0.0, 1.0), Fit(0.0, 1.0))
+"""A tier of which only a factor is known: seconds for a token of a layer, in either form."""
+
+_READS = MappingProxyType({SourceTier.DISK: Resource.DISK, SourceTier.REMOTE: Resource.REMOTE})
+
+SHARE = 0.2
+"""An observation of several resources counts for those with at least this share of what was
+expected: their common ratio says nothing about a small part."""
+
+
+@dataclass
 class CostModel:
     """Seconds for one layer of one model on one machine, per rank.
 
     fingerprint: what the model was measured on; a server refuses another machine's profile.
     origin: "measured" or "data sheet".
-    copies: per tier that can be read. project: None when the model has no HIDDEN form.
+    copies, prefill, project: as measured. copies: per tier that can be read. project: None when the
+    model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
-    ahead: seconds of copies from host memory that the staging frames hold.
+    ahead: seconds of copies from host memory that the staging frames hold, as measured.
     noise: see `Samples`.
+    learned: by what each resource has to be multiplied, where that is not 1. For a tier that is not
+    in `copies` it is the seconds for a token of a layer.
+
+    The methods give the costs to decide by, which are corrected. Belongs to the scheduler thread.
     """
 
     fingerprint: Annotated[str, Meta(min_length=1)]
@@ -86,8 +104,17 @@ class CostModel:
     overlap: bool = True
     ahead: NonNegative = math.inf
     noise: NonNegative | None = None
+    learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.changes = 0
+        """How often a factor has changed."""
+        self._corrections = {
+            resource: Correction(self.learned.get(resource, 1.0)) for resource in Resource
+        }
+        if SourceTier.REMOTE not in self.copies:
+            known = self.learned.get(Resource.REMOTE)
+            self._corrections[Resource.REMOTE] = Correction(known, bound=math.inf)
         for tier, copy in self.copies.items():
             if (copy.hidden is None) != (self.project is None):
                 raise ConfigError(
@@ -116,19 +143,28 @@ class CostModel:
         """Seconds for `tokens` hidden states of a layer, see `TierCopy`; infinite without a HIDDEN
         form."""
         line = self._tier(tier).hidden
-        return math.inf if line is None else line.seconds(tokens)
+        if line is None or self.project is None:
+            return math.inf
+        return line.seconds(tokens) * self._factor(_READS.get(tier, Resource.HIDDEN_COPY))
 
     def copy_kv(self, tier: SourceTier, tokens: int) -> float:
         """Seconds for the K and V of `tokens` tokens of a layer, see `TierCopy`."""
-        return self._tier(tier).kv.seconds(tokens)
+        factor = self._factor(_READS.get(tier, Resource.KV_COPY))
+        return self._tier(tier).kv.seconds(tokens) * factor
 
     def project_kv(self, tokens: int) -> float:
         """Seconds from hidden states to K and V in the pool; infinite without a HIDDEN form."""
-        return math.inf if self.project is None else self.project.seconds(tokens)
+        if self.project is None:
+            return math.inf
+        return self.project.seconds(tokens) * self._factor(Resource.PROJECTION)
 
     def prefill_layer(self, new: int, context: int) -> float:
         """Seconds to run one layer over `new` tokens behind `context` tokens."""
-        return self.prefill.seconds(new, context)
+        return self.prefill.seconds(new, context) * self._factor(Resource.PREFILL)
+
+    def knows(self, tier: SourceTier) -> bool:
+        """Whether there are costs of a tier: a remote store's are learned from its reads."""
+        return tier in self.copies or _READS.get(tier) in self.learned
 
     def layer_times(
         self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, start: float = 0.0
@@ -151,8 +187,60 @@ class CostModel:
             new=self.prefill_layer(new, context + tokens),
             start=start,
             overlap=self.overlap,
-            ahead=self.ahead,
+            ahead=self.ahead * self._factor(Resource.KV_COPY),
         )
+
+    # -- what is learned while the server runs ---------------------------------------------------
+
+    def observe(self, parts: Mapping[Resource, float], seconds: float) -> None:
+        """Work that uses these resources alone took `seconds`; as measured, without what was
+        learned, each of them takes so long for its part. Times that are not positive and finite say
+        nothing and are ignored.
+        """
+        expected = sum(part * self._factor(resource) for resource, part in parts.items())
+        if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
+            return
+        ratio = seconds / expected
+        factors = {resource: self._factor(resource) for resource in parts}
+        for resource, factor in factors.items():
+            if parts[resource] * factor < SHARE * expected:
+                continue
+            changed = self._corrections[resource].observe(factor * ratio)
+            if changed is not None:
+                self.learned[resource] = changed
+                self.changes += 1
+
+    def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
+        """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
+        if tier in self.copies or tier is SourceTier.REMOTE:
+            copy, tokens = self.copies.get(tier, _UNIT), blocks * BLOCK_TOKENS
+            expected = plan.kv * copy.kv.seconds(tokens)
+            if plan.hidden and copy.hidden is not None:
+                expected += plan.hidden * copy.hidden.seconds(tokens)
+            self.observe({_READS[tier]: expected}, seconds)
+
+    def levels(self) -> dict[str, float]:
+        """For /server_info and the metrics: the factor in force of each resource that was seen;
+        below 1 the profile says slower than it is."""
+        return {
+            f"cost_correction_{resource.value}": round(self._factor(resource), 4)
+            for resource, correction in self._corrections.items()
+            if resource is not Resource.REMOTE
+            and (correction.observations or resource in self.learned)
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Observations by resource, and how often a factor changed."""
+        found = {
+            f"cost_observations_{resource.value}": correction.observations
+            for resource, correction in self._corrections.items()
+        }
+        return {**found, "cost_corrections": self.changes}
+
+    def _factor(self, resource: Resource) -> float:
+        return self.learned.get(resource, 1.0)
+
+    # -- measured --------------------------------------------------------------------------------
 
     def complaints(self) -> tuple[str, ...]:
         """One sentence for the log per poor fit, and one for a busy machine; empty when all is
@@ -205,11 +293,10 @@ class CostModel:
         )
 
     def _tier(self, tier: SourceTier) -> TierCopy:
-        try:
-            return self.copies[tier]
-        except KeyError:
+        if not self.knows(tier):
             known = ", ".join(known.value for known in self.copies)
-            raise KeyError(f"no costs for tier {tier.value}, only for {known}") from None
+            raise KeyError(f"no costs for tier {tier.value}, only for {known}")
+        return self.copies.get(tier, _UNIT)
 
 
 def _fit(name: str, fit: Callable[[Sequence[S]], Fit], samples: Sequence[S]) -> Fit:

@@ -56,19 +56,6 @@ class Fit:
         each = self.per_token + self.per_pair * (context + 0.5 * new)
         return max(self.floor, self.fixed + new * each + self.per_context * context)
 
-    def scaled(self, factor: float) -> Fit:
-        """Everything takes `factor` times as long."""
-        if factor == 1.0:
-            return self
-        return replace(
-            self,
-            fixed=self.fixed * factor,
-            per_token=self.per_token * factor,
-            per_pair=self.per_pair * factor,
-            per_context=self.per_context * factor,
-            floor=self.floor * factor,
-        )
-
     @property
     def is_poor(self) -> bool:
         return self.r2 < POOR_R2

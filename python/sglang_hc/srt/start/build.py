@@ -17,12 +17,11 @@ from sglang_hc.capture.snapshots import ScatterQueue
 from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.ranks.agreement import Ranks
-from sglang_hc.restore.cost_watch import CostWatch, timer_for
+from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
@@ -163,11 +162,10 @@ def _tiers(
 ) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
-    costs = CorrectedCosts(state.cost) if state.cost is not None else None
-    watch = None
+    costs, observer = state.cost, None
     # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
     if costs is not None and ranks.count == 1:
-        watch = CostWatch(costs, state.plan, timer_for(copy_stream), copy_stream)
+        observer = CostObserver(costs, sizes.layout, timer_for(copy_stream), copy_stream)
     whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
     planner = RestorePlanner(
         costs,
@@ -214,7 +212,7 @@ def _tiers(
         host,
         disk,
         _capture(model, device, io, host, disk, scatters, ranks),
-        Restorer(host, path, planner, watch, counters, ranks),
+        Restorer(host, path, planner, observer, counters, ranks),
         queue,
         Retention(host, disk, pins, priority, ranks.clock),
         device.exactness,

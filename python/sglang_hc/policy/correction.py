@@ -1,0 +1,75 @@
+"""One factor by which a resource is slower or faster than the probe at the start said.
+
+A probe is short, and perhaps something else used the machine meanwhile. Each restoration, read and
+prefill then tells how long a resource really took. The factor follows the median of the last WINDOW
+observations, PRIOR of which are what was known at the beginning. So a single slow pass changes
+nothing, and three agreeing observations do. The factor moves only when the median has left the band
+of DEAD_BAND around it: observations within the band change no decision. It never leaves
+[1/BOUND, BOUND].
+
+Pure: no clock, no randomness. The same observations give the same factors.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+
+WINDOW = 7
+"""Observations that count, the newest. Four of them must agree to move a factor for good."""
+
+PRIOR = 2
+"""Observations that the window begins with: what the costs at the start are worth."""
+
+DEAD_BAND = 1.3
+"""A median within this ratio of the factor in force changes nothing."""
+
+BOUND = 16.0
+"""Largest factor, and the reciprocal of the smallest. A probe that is further off than this is
+corrected as far as the bound."""
+
+
+class Resource(enum.Enum):
+    """What is timed on its own."""
+
+    KV_COPY = "kv_copy"
+    """K and V from host memory into the device pool."""
+    HIDDEN_COPY = "hidden_copy"
+    """Hidden states from host memory onto the device."""
+    PROJECTION = "projection"
+    """Hidden states to K and V."""
+    PREFILL = "prefill"
+    """Layers run over tokens; also what recomputing costs."""
+    DISK = "disk"
+    """Blocks from disk into host memory."""
+    REMOTE = "remote"
+    """Blocks from a remote store into host memory."""
+
+    # A factor is looked up for every cost, and Enum's own hash is a Python function.
+    __hash__ = object.__hash__
+
+
+class Correction:
+    """The factor of one resource, in logarithms."""
+
+    def __init__(self, known: float | None, bound: float = BOUND) -> None:
+        """known: the factor so far; None where nothing is known, and the first observation is
+        believed."""
+        self._limit = math.log(bound)
+        self._in_force = None if known is None else math.log(known)
+        prior = [] if self._in_force is None else [self._in_force] * PRIOR
+        self._recent: deque[float] = deque(prior, WINDOW)
+        self.observations = 0
+
+    def observe(self, factor: float) -> float | None:
+        """The factor was seen to be `factor`. Returns the new one in force; None if it stays."""
+        self._recent.append(max(-self._limit, min(self._limit, math.log(factor))))
+        self.observations += 1
+        median = statistics.median(self._recent)
+        before = self._in_force
+        if before is not None and abs(median - before) <= math.log(DEAD_BAND):
+            return None
+        self._in_force = median
+        return math.exp(median)
