@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
+from sglang_hc.policy.correction import Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.profile_file import decode, encode
@@ -97,18 +98,19 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
 
 
 number = st.floats(0, 1e3)
-lines = st.builds(Fit, number, number, floor=number, r2=st.floats(-5, 1))
+lines = st.builds(Fit, number, number, floor=number)
 copies = st.dictionaries(
     st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
 )
-fits = st.builds(Fit, number, number, number, floor=number, r2=st.floats(-5, 1))
+fits = st.builds(Fit, number, number, number, floor=number)
+learned = st.dictionaries(st.sampled_from(Resource), st.floats(1e-6, 16))
 
 
 @settings(max_examples=40)
 @given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans(),
-       st.one_of(st.just(math.inf), st.floats(0, 9)))  # fmt: skip
-def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead):
-    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead)
+       st.one_of(st.just(math.inf), st.floats(0, 9)), learned)  # fmt: skip
+def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead, learned):
+    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead, learned)
     assert decode(encode(model), "x", fingerprint) == model
 
 
@@ -142,8 +144,8 @@ def change(path: str, value: object) -> str:
         ("[]", "Expected `object`, got `array`"),
         ("{}", "not a cost model"),
         (change("format", "recipe"), "not a cost model"),
-        (change("version", 1), "format version 1, this release reads version 4; measure again"),
-        (change("version", 99), "format version 99, this release reads version 4"),
+        (change("version", 1), "format version 1, this release reads version 5; measure again"),
+        (change("version", 99), "format version 99, this release reads version 5"),
         (change("copies.host.kv.per_token", None), r"`per_token` - at `\$\.copies\[\.\.\.\]\.kv`"),
         (
             change("copies.host.kv.per_token", -1),
@@ -156,9 +158,9 @@ def change(path: str, value: object) -> str:
         (change("copies.host.hidden", None), "from host and their projection must both be known"),
         (change("prefill.per_token", None), r"`per_token` - at `\$\.prefill`"),
         (change("overlap", 1), r"Expected `bool`, got `int` - at `\$\.overlap`"),
-        (change("noise", -1), r">= 0.0 - at `\$\.noise`"),
+        (change("learned", {"prefill": 0.0}), r"> 0.0 - at `\$\.learned"),
+        (change("learned", {"weather": 2.0}), "Invalid enum value 'weather'"),
         (change("origin", None), "missing required field `origin`"),
-        (change("project.r2", 1.5), r"<= 1.0 - at `\$\.project\.r2`"),
         (change("prefill.fixed", 1e999), "not valid JSON"),
     ],
 )
@@ -166,8 +168,3 @@ def test_nonsense_in_a_profile_is_named(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         decode(text, "p.json")
     assert str(caught.value).startswith("p.json: ")
-
-
-def test_a_profile_says_whether_the_machine_was_busy() -> None:
-    assert decode(encode(replace(SHEET, noise=3.0)), "f").is_noisy
-    assert not decode(encode(replace(SHEET, noise=None)), "f").is_noisy

@@ -2,14 +2,9 @@
 
 The first start happens beside busy loops and caches its profile. The loops end; the second start
 finds the cache, 20 histories of 800 tokens are served, leave the device, and are asked for again.
-Printed: the noise of both profiles, and for each history the tokens restored and the time to the
-first token.
+Printed: for each history the tokens restored and the time to the first token, and what was learned.
 
     python -m benchmark.restore.busy_start --model demo
-    python -m benchmark.restore.busy_start --model demo --believe
-
---believe: the second start takes the profile for one of an idle machine, as one measured before
-version 2 was. Then only what is seen while the server runs can correct it.
 """
 
 from __future__ import annotations
@@ -22,10 +17,8 @@ import random
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from sglang_hc.policy.cost_model import NOISY
 from support.core import Core, run_in_child
 
 LENGTH = 800
@@ -37,7 +30,6 @@ def main() -> None:
     options.add_argument("--form", default="kv", choices=("kv", "hidden", "auto"))
     options.add_argument("--loops", type=int, default=6, help="busy loops beside the first start")
     options.add_argument("--histories", type=int, default=20)
-    options.add_argument("--believe", action="store_true")
     args = options.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
@@ -50,16 +42,8 @@ def main() -> None:
             for loop in loops:
                 loop.kill()
                 loop.join()
-        (file,) = (Path(cache) / "sglang-hc").iterdir()
-        profile = json.loads(file.read_text())
-        report = {"first start, noise": round(profile["noise"], 2), "quiet is at most": NOISY}
-        if args.believe:
-            file.write_text(json.dumps(profile | {"noise": 1.0}))
         served = run_in_child(_serve, args.model, args.form, args.histories)
-        if not args.believe:
-            noise = json.loads(file.read_text())["noise"]
-            report["second start, noise"] = round(noise, 2)
-        print(json.dumps({**report, **served}, indent=2))
+        print(json.dumps(served, indent=2))
 
 
 def _spin() -> None:

@@ -133,7 +133,6 @@ class Measurement:
             "explanation": self.planned.explanation,
             "beside_the_compute_stream": self.engine.side_stream is not None,
             "cost_model": json.loads(profile_file.encode(cost)),
-            "complaints": list(cost.complaints()),
         }
 
     def arms(self, slots: str, n: int) -> list[Arm]:

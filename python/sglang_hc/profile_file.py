@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 OPTION = "--hc-profile"
 
 FORMAT = "sglang-hc cost model"
-VERSION = 4
-"""Before 4 copies were measured into one layer, whose rows stay in the caches, and a prefill had
-no price for reading its context; before 3 a copy from a lower tier went on to the device."""
+VERSION = 5
+"""Before 5 nothing was learned; before 4 copies were measured into one layer, whose rows stay in
+the caches; before 3 a copy from a lower tier went on to the device."""
 
 ANY_SERVER = "any"
 """Fingerprint of a profile that its writer answers for: every server takes it."""

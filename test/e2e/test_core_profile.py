@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -23,13 +22,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "sglang-hc"
 
 
-def start(model: str, *flags: str, quiet: float = math.inf) -> tuple[str, int]:
-    """The layer plan of a fresh server, and how often it measured. quiet: up to which noise a
-    profile counts as measured on an idle machine."""
-    from sglang_hc.policy import cost_model
+def start(model: str, *flags: str) -> tuple[str, int]:
+    """The layer plan of a fresh server, and how often it measured."""
     from sglang_hc.srt.model import calibrate
 
-    cost_model.NOISY = quiet
     measured = 0
     original = calibrate.measured
 
@@ -61,27 +57,6 @@ def test_the_first_start_measures_and_the_second_finds_what_it_measured(
     file.write_text("damaged")
     assert run_in_child(start, "llama-mha", *disk)[1] == 1
     assert json.loads(file.read_text())["origin"] == "measured"
-
-
-def noisy_start() -> tuple[str, int]:
-    return start("llama-mha", quiet=0.0)
-
-
-def test_a_profile_of_a_busy_machine_is_measured_again_at_the_next_start(
-    models: None, cache: Path
-) -> None:
-    assert run_in_child(noisy_start)[1] == 1
-    (file,) = cache.iterdir()
-    found = json.loads(file.read_text())
-    assert found["noise"] >= 1.0
-    file.write_text(json.dumps(found | {"noise": 1e9}))
-    assert run_in_child(noisy_start)[1] == 1
-    again = json.loads(file.read_text())
-    assert again["noise"] < 1e9, "the quieter one is kept"
-    file.write_text(json.dumps(again | {"noise": 0.5}))
-    assert run_in_child(noisy_start)[1] == 1
-    assert json.loads(file.read_text())["noise"] == 0.5, "the quieter one is kept"
-    assert run_in_child(start, "llama-mha")[1] == 0, "a quiet one is believed"
 
 
 def test_a_cached_profile_of_an_older_version_is_measured_again(models: None, cache: Path) -> None:

@@ -122,7 +122,7 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     import gc
     import weakref
 
-    from sglang_hc.restore.measure import measure
+    from sglang_hc.restore.probe import probe
     from sglang_hc.srt.model.scratch_layer import subject_of
     from sglang_hc.srt.ranks.start_group import StartGroup
 
@@ -131,7 +131,7 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     subject = subject_of(runner, layers, True, StartGroup(0, 1))
     pool = subject.sink.pool
     left = [weakref.ref(thing) for thing in (subject, subject.sink, pool, *pool.k_buffer)]
-    measure(subject, budget_s=0.2)
+    probe(subject, "here")
     del subject, pool
     gone = [ref() is None for ref in left]
     gc.enable()

@@ -23,8 +23,11 @@ WINDOW = 7
 PRIOR = 2
 """Observations that the window begins with: what the costs at the start are worth."""
 
-DEAD_BAND = 1.3
+DEAD_BAND = 1.1
 """A median within this ratio of the factor in force changes nothing."""
+
+STEP = 1.3
+"""A factor that has moved by more than this may turn decisions that were refused."""
 
 BOUND = 16.0
 """Largest factor, and the reciprocal of the smallest. A probe that is further off than this is
@@ -41,7 +44,9 @@ class Resource(enum.Enum):
     PROJECTION = "projection"
     """Hidden states to K and V."""
     PREFILL = "prefill"
-    """Layers run over tokens; also what recomputing costs."""
+    """Layers run over tokens, without their attention; also what recomputing costs."""
+    ATTENTION = "attention"
+    """Attention of a prefill to its context and to itself."""
     DISK = "disk"
     """Blocks from disk into host memory."""
     REMOTE = "remote"
@@ -61,7 +66,10 @@ class Correction:
         self._in_force = None if known is None else math.log(known)
         prior = [] if self._in_force is None else [self._in_force] * PRIOR
         self._recent: deque[float] = deque(prior, WINDOW)
+        self._counted = self._in_force
         self.observations = 0
+        self.steps = 0
+        """How often the factor has moved by more than STEP since it was last counted."""
 
     def observe(self, factor: float) -> float | None:
         """The factor was seen to be `factor`. Returns the new one in force; None if it stays."""
@@ -72,4 +80,7 @@ class Correction:
         if before is not None and abs(median - before) <= math.log(DEAD_BAND):
             return None
         self._in_force = median
+        if self._counted is None or abs(median - self._counted) > math.log(STEP):
+            self._counted = median
+            self.steps += 1
         return math.exp(median)

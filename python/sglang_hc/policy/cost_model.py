@@ -1,34 +1,30 @@
 """What moving and computing one layer costs on this machine, in seconds (HCache 4.1.2).
 
-A cost model is fitted to samples measured on the device; `tools.datasheet` derives one from data
-sheets. While the server runs it is corrected by what restorations, reads and prefills really take:
-one factor for each resource (`correction.py`). `profile_file` keeps it in a file.
+A short probe at the start measures it on the device (`restore.probe`); for `sglang-hc plan` and the
+simulator `tools.datasheet` derives one from data sheets. While the server runs it is corrected by
+what restorations, reads and prefills really take: one factor for each resource (`correction.py`).
+`profile_file` keeps both in a file.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from msgspec import Meta
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.forms import BLOCK_TOKENS, Form, LayerPlan
+from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.correction import Correction, Resource
-from sglang_hc.policy.fit import POOR_R2, Fit, FitError, NonNegative, fit_line, fit_prefill
+from sglang_hc.policy.fit import Fit, NonNegative
 from sglang_hc.policy.makespan import LayerTimes
-
-S = TypeVar("S")
 
 LONG_HISTORY = 16384
 """Tokens of the paper's longest history. The fixed costs of a copy do not show in it."""
-
-NOISY = 1.5
-"""A machine whose repeats differ by more than this (see `Samples.noise`) had other work to do."""
 
 
 class SourceTier(enum.Enum):
@@ -51,24 +47,6 @@ class TierCopy:
     hidden: Fit | None = None
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Measured (tokens, seconds) per copy and projection, (new, context, seconds) per prefill.
-
-    Each sample is one layer. Include the smallest size in use, one block, and the largest that is
-    usual. Leave the HIDDEN copies and `project` out for a model that has no HIDDEN form.
-    overlap, ahead: see `CostModel`. noise: 1 on a machine that did nothing else, and larger the
-    more the repeats of one measurement differ or wait for a processor; None when nobody looked.
-    """
-
-    copies: Mapping[tuple[SourceTier, Form], Sequence[tuple[int, float]]]
-    prefill: Sequence[tuple[int, int, float]]
-    project: Sequence[tuple[int, float]] = field(default_factory=tuple)
-    overlap: bool = True
-    ahead: float = math.inf
-    noise: float | None = None
-
-
 _UNIT = TierCopy(Fit(0.0, 1.0), Fit(0.0, 1.0))
 """A tier of which only a factor is known: seconds for a token of a layer, in either form."""
 
@@ -89,7 +67,6 @@ class CostModel:
     model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     ahead: seconds of copies from host memory that the staging frames hold, as measured.
-    noise: see `Samples`.
     learned: by what each resource has to be multiplied, where that is not 1. For a tier that is not
     in `copies` it is the seconds for a token of a layer.
 
@@ -103,12 +80,9 @@ class CostModel:
     project: Fit | None = None
     overlap: bool = True
     ahead: NonNegative = math.inf
-    noise: NonNegative | None = None
     learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.changes = 0
-        """How often a factor has changed."""
         self._corrections = {
             resource: Correction(self.learned.get(resource, 1.0)) for resource in Resource
         }
@@ -121,11 +95,6 @@ class CostModel:
                     f"cost model of {self.fingerprint}: the copy of hidden states from "
                     f"{tier.value} and their projection must both be known, or neither"
                 )
-
-    @property
-    def is_noisy(self) -> bool:
-        """The machine was busy while it was measured."""
-        return self.noise is not None and self.noise > NOISY
 
     def copy_stored(self, tier: SourceTier, stored: LayerPlan, tokens: int) -> float:
         """Seconds for all stored layers of `tokens` tokens, see `TierCopy`.
@@ -160,7 +129,10 @@ class CostModel:
 
     def prefill_layer(self, new: int, context: int) -> float:
         """Seconds to run one layer over `new` tokens behind `context` tokens."""
-        return self.prefill.seconds(new, context) * self._factor(Resource.PREFILL)
+        other = self._factor(Resource.PREFILL)
+        attention = self.prefill.attention(new, context)
+        whole = self.prefill.seconds(new, context)
+        return whole * other + attention * (self._factor(Resource.ATTENTION) - other)
 
     def knows(self, tier: SourceTier) -> bool:
         """Whether there are costs of a tier: a remote store's are learned from its reads."""
@@ -208,7 +180,11 @@ class CostModel:
             changed = self._corrections[resource].observe(factor * ratio)
             if changed is not None:
                 self.learned[resource] = changed
-                self.changes += 1
+
+    @property
+    def changes(self) -> int:
+        """How often a factor has changed by much (`correction.STEP`)."""
+        return sum(correction.steps for correction in self._corrections.values())
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
@@ -230,7 +206,7 @@ class CostModel:
         }
 
     def counts(self) -> dict[str, int]:
-        """Observations by resource, and how often a factor changed."""
+        """Observations by resource, and how often a factor changed by much."""
         found = {
             f"cost_observations_{resource.value}": correction.observations
             for resource, correction in self._corrections.items()
@@ -240,67 +216,8 @@ class CostModel:
     def _factor(self, resource: Resource) -> float:
         return self.learned.get(resource, 1.0)
 
-    # -- measured --------------------------------------------------------------------------------
-
-    def complaints(self) -> tuple[str, ...]:
-        """One sentence for the log per poor fit, and one for a busy machine; empty when all is
-        good."""
-        found = []
-        if self.is_noisy:
-            found.append(
-                f"the machine was busy while it was measured (noise {self.noise:.2f}, quiet is at "
-                f"most {NOISY}): these costs are corrected while the server runs; measure again "
-                "on an idle machine"
-            )
-        fits: dict[str, Fit | None] = {}
-        for tier, copy in self.copies.items():
-            fits[f"the copy of hidden states from {tier.value}"] = copy.hidden
-            fits[f"the copy of KV from {tier.value}"] = copy.kv
-        fits["the projection of hidden states"] = self.project
-        fits["the prefill of a layer"] = self.prefill
-        found += [
-            f"the fit of {name} is poor (r2 {fit.r2:.3f}, good is at least {POOR_R2}): plans may "
-            "be off; measure again on an idle machine"
-            for name, fit in fits.items()
-            if fit is not None and fit.is_poor
-        ]
-        return tuple(found)
-
-    @classmethod
-    def from_samples(cls, samples: Samples, fingerprint: str) -> CostModel:
-        """Fit of measured samples.
-
-        Raises FitError that says which measurement has too few or impossible ones.
-        """
-        tiers = {tier for tier, _ in samples.copies}
-        copies = {}
-        for tier in sorted(tiers, key=lambda tier: tier.value):
-            hidden = samples.copies.get((tier, Form.HIDDEN))
-            name = f"copy from {tier.value}"
-            copies[tier] = TierCopy(
-                kv=_fit(f"{name}, kv", fit_line, samples.copies.get((tier, Form.KV), ())),
-                hidden=_fit(f"{name}, hidden", fit_line, hidden) if hidden else None,
-            )
-        return cls(
-            fingerprint=fingerprint,
-            origin="measured",
-            copies=copies,
-            prefill=_fit("prefill", fit_prefill, samples.prefill),
-            project=_fit("projection", fit_line, samples.project) if samples.project else None,
-            overlap=samples.overlap,
-            ahead=samples.ahead,
-            noise=samples.noise,
-        )
-
     def _tier(self, tier: SourceTier) -> TierCopy:
         if not self.knows(tier):
             known = ", ".join(known.value for known in self.copies)
             raise KeyError(f"no costs for tier {tier.value}, only for {known}")
         return self.copies.get(tier, _UNIT)
-
-
-def _fit(name: str, fit: Callable[[Sequence[S]], Fit], samples: Sequence[S]) -> Fit:
-    try:
-        return fit(samples)
-    except FitError as error:
-        raise FitError(f"{name}: {error}") from error

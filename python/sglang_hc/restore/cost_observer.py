@@ -113,8 +113,9 @@ class CostObserver:
         self._pending: deque[_Pending] = deque()
         self._restored: Event | None = None
         """Behind the compute work of the last restoration."""
-        self._layer_seconds = 0.0
-        """Of the prefill that is being timed, as measured at the start; 0 for none."""
+        self._prefill: dict[Resource, float] = {}
+        """What a layer of the prefill that is being timed takes, as measured at the start; empty
+        for none."""
         self._begin: Any = None
 
     def between(self, parts: Mapping[Resource, float], begin: Any, end: Any) -> None:
@@ -145,12 +146,12 @@ class CostObserver:
         Empty for less than a block, which says nothing."""
         if max(rows.values(), default=0) < BLOCK_TOKENS:
             return {}
-        host, parts = self.costs.copies[SourceTier.HOST], Counter[Resource]()
+        host, parts = self.costs.copies[SourceTier.HOST], dict[Resource, float]()
         for layer, count in rows.items():
-            if self._layout.form(layer) is Form.KV:
-                parts[Resource.KV_COPY] += host.kv.seconds(count)
-            elif host.hidden is not None:
-                parts[Resource.HIDDEN_COPY] += host.hidden.seconds(count)
+            is_kv = self._layout.form(layer) is Form.KV
+            resource = Resource.KV_COPY if is_kv else Resource.HIDDEN_COPY
+            line = host.kv if is_kv or host.hidden is None else host.hidden
+            parts[resource] = parts.get(resource, 0.0) + line.seconds(count)
         return parts
 
     def projected(self, rows: int) -> dict[Resource, float]:
@@ -173,27 +174,25 @@ class CostObserver:
         """The pass about to run is one prefill of (new, context) tokens per request, and nothing
         else. Without this call a pass is not timed."""
         self.pass_ended()
-        new = sum(count for count, _ in lengths)
-        if not self._last or new < BLOCK_TOKENS:
-            return
-        pairs = sum(count * (context + 0.5 * count) for count, context in lengths)
-        self._layer_seconds = self.costs.prefill.seconds(new, pairs / new - 0.5 * new)
+        if self._last and sum(new for new, _ in lengths) >= BLOCK_TOKENS:
+            attention, other = self.costs.prefill.batch(lengths)
+            self._prefill = {Resource.ATTENTION: attention, Resource.PREFILL: other}
 
     def pass_ended(self) -> None:
         """Whatever was being timed is over."""
-        self._layer_seconds, self._begin = 0.0, None
+        self._prefill, self._begin = {}, None
 
     def layer_reached(self, layer: int, *, restores: bool) -> None:
         """The attention of a layer is about to read. restores: a restoration runs between the
         layers of this pass."""
-        if not self._layer_seconds:
+        if not self._prefill:
             return
         if restores:
             self.pass_ended()
         elif layer == 0 and self._begin is None:
             self._begin = self.timer.compute()
         elif layer == self._last and self._begin is not None:
-            parts = {Resource.PREFILL: self._last * self._layer_seconds}
+            parts = {resource: self._last * part for resource, part in self._prefill.items()}
             self.between(parts, self._begin, self.timer.compute())
             self.pass_ended()
 
