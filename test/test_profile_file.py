@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 
 from sglang_hc import profile_file
 from sglang_hc.errors import ConfigError
-from sglang_hc.policy.correction import Resource
+from sglang_hc.forms import LayerPlan
+from sglang_hc.policy.correction import WINDOW, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
-from sglang_hc.profile_file import decode, encode
+from sglang_hc.profile_file import CachedProfile, decode, encode
 from sglang_hc.tools.datasheet import datasheet_costs, load_hardware
 from sglang_hc.tools.model_shape import ModelShape
 from support.profiles import FREE_LOADING, cost_model, write
+from support.waiting import until
 
 HERE = "llama 1234, H200"
 COST = replace(cost_model(host=1e-6), fingerprint=HERE)
@@ -97,20 +100,72 @@ def test_a_given_profile_must_be_this_servers_and_name_its_tiers(tmp_path: Path)
         profile_file.load_given(str(tmp_path / "none.json"), HERE, both)
 
 
+def server(learned: float) -> CachedProfile:
+    """Has read its costs from the cache, and learned."""
+    cost = profile_file.load_cached(HERE)
+    assert cost is not None
+    one = CachedProfile(cost)
+    for _ in range(WINDOW):
+        cost.observe({Resource.PREFILL: 1.0}, learned)
+    return one
+
+
+def test_what_a_server_learned_is_where_the_next_one_begins() -> None:
+    profile_file.save_cached(COST)
+    server(4.0).close()
+    found = profile_file.load_cached(HERE)
+    assert found == replace(COST, learned={Resource.PREFILL: pytest.approx(4.0)})
+    server(5.0).close()
+    found = profile_file.load_cached(HERE)
+    assert found is not None and found.prefill_layer(100, 0) == pytest.approx(500.0)
+
+
+def test_large_changes_are_kept_at_once_and_nothing_else_is_written(cache: Path) -> None:
+    """A server that is killed has kept them."""
+    profile_file.save_cached(COST)
+    quiet = CachedProfile(replace(COST))
+    profile_file.cache_path(HERE).unlink()
+    quiet.poll()
+    quiet.close()
+    assert list(cache.iterdir()) == []
+    profile_file.save_cached(COST)
+    one = server(4.0)
+    one.poll()
+    until(lambda: profile_file.load_cached(HERE) != COST)
+
+
+def test_a_cache_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile_file.save_cached(COST)
+    one, answers = server(4.0), threading.Event()
+    monkeypatch.setattr(profile_file, "CLOSE_S", 0.01)
+    monkeypatch.setattr(profile_file, "save_cached", lambda _: answers.wait())
+    threads = threading.active_count()
+    one.poll()
+    one.poll()
+    one.close()
+    assert threading.active_count() == threads + 1
+    answers.set()
+
+
 number = st.floats(0, 1e3)
 lines = st.builds(Fit, number, number, floor=number)
 copies = st.dictionaries(
     st.sampled_from(SourceTier), st.builds(TierCopy, kv=lines, hidden=lines), min_size=1
 )
 fits = st.builds(Fit, number, number, number, floor=number)
+plans = st.sampled_from([None, LayerPlan(1, 2, 3)])
 learned = st.dictionaries(st.sampled_from(Resource), st.floats(1e-6, 16))
 
 
 @settings(max_examples=40)
 @given(copies, fits, lines, st.text(min_size=1, max_size=20), st.booleans(),
-       st.one_of(st.just(math.inf), st.floats(0, 9)), learned)  # fmt: skip
-def test_profile_file_round_trip(copies, prefill, project, fingerprint, overlap, ahead, learned):
-    model = CostModel(fingerprint, "measured", copies, prefill, project, overlap, ahead, learned)
+       st.one_of(st.just(math.inf), st.floats(0, 9)), learned, plans)  # fmt: skip
+def test_profile_file_round_trip(
+    copies, prefill, project, fingerprint, overlap, ahead, learned, plan
+):
+    model = CostModel(
+        fingerprint, "measured", copies, prefill, project, overlap, ahead, learned, plan
+    )
     assert decode(encode(model), "x", fingerprint) == model
 
 

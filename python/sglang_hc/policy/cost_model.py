@@ -67,6 +67,8 @@ class CostModel:
     model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     ahead: seconds of copies from host memory that the staging frames hold, as measured.
+    plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
+    good: blocks under another plan are not found. None before it was chosen.
     learned: by what each resource has to be multiplied, where that is not 1. For a tier that is not
     in `copies` it is the seconds for a token of a layer.
 
@@ -81,8 +83,11 @@ class CostModel:
     overlap: bool = True
     ahead: NonNegative = math.inf
     learned: dict[Resource, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)
+    plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
+        self.changes = 0
+        """How often a factor has changed by much (`correction.STEP`)."""
         self._corrections = {
             resource: Correction(self.learned.get(resource, 1.0)) for resource in Resource
         }
@@ -177,14 +182,11 @@ class CostModel:
         for resource, factor in factors.items():
             if parts[resource] * factor < SHARE * expected:
                 continue
-            changed = self._corrections[resource].observe(factor * ratio)
+            correction = self._corrections[resource]
+            steps, changed = correction.steps, correction.observe(factor * ratio)
+            self.changes += correction.steps - steps
             if changed is not None:
                 self.learned[resource] = changed
-
-    @property
-    def changes(self) -> int:
-        """How often a factor has changed by much (`correction.STEP`)."""
-        return sum(correction.steps for correction in self._corrections.values())
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""

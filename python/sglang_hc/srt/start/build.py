@@ -19,6 +19,7 @@ from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_observer import CostObserver, timer_for
@@ -218,7 +219,16 @@ def _tiers(
         device.exactness,
         ranks,
         own_errors,
+        _cached_profile(model),
     )
+
+
+def _cached_profile(model: Model) -> CachedProfile | None:
+    """Rank 0 keeps what it learns; a profile that the user gave stays as it is."""
+    cost = model.state.cost
+    if cost is None or model.config.profile is not None or model.state.group.rank:
+        return None
+    return CachedProfile(cost)
 
 
 def _can_meet(model: Model, device: Device) -> bool:
