@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hc.policy.correction import WINDOW, Resource
 from sglang_hc.tools.cli.main import main
 from support.core import MODELS, Core, run_in_child, use_one_thread
 from support.profiles import FREE_LOADING, cost_model, write
@@ -57,6 +58,26 @@ def test_the_first_start_measures_and_the_second_finds_what_it_measured(
     file.write_text("damaged")
     assert run_in_child(start, "llama-mha", *disk)[1] == 1
     assert json.loads(file.read_text())["origin"] == "measured"
+
+
+def learned(factor: float | None) -> dict[str, float]:
+    """What a fresh server knows of its costs; then it sees that prefills take `factor` times as
+    long as they should, and ends."""
+    core = Core(*SMALL, profile=None)
+    costs = core.tree.tiers.restorer.planner.costs
+    known = {resource.value: found for resource, found in costs.learned.items()}
+    for _ in range(WINDOW if factor is not None else 0):
+        costs.observe({Resource.PREFILL: 1.0}, factor)
+    core.tree.release_host_resources()
+    return known
+
+
+def test_a_server_begins_with_what_the_one_before_has_learned(models: None, cache: Path) -> None:
+    assert "prefill" not in run_in_child(learned, 3.0)
+    assert run_in_child(learned, None)["prefill"] == pytest.approx(3.0)
+    (file,) = cache.iterdir()
+    found = json.loads(file.read_text())
+    assert sum(found["plan"].values()) == 4, "the layer plan is kept with the costs"
 
 
 def test_a_cached_profile_of_an_older_version_is_measured_again(models: None, cache: Path) -> None:

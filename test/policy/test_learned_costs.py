@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_hc.forms import LayerPlan
-from sglang_hc.policy.correction import BOUND, DEAD_BAND, PRIOR, STEP, WINDOW, Resource
+from sglang_hc.policy.correction import BOUND, PRIOR, STEP, WINDOW, Resource
 from sglang_hc.policy.cost_model import SHARE, CostModel, SourceTier
 from sglang_hc.policy.fit import Fit
 from support.profiles import cost_model
@@ -29,29 +29,13 @@ def factors(costs: CostModel) -> dict[str, float]:
 def test_three_agreeing_observations_correct_a_cost_and_two_do_not_in_full() -> None:
     costs = fresh()
     costs.observe({Resource.KV_COPY: 10.0}, 1.0)
-    assert costs == fresh()
+    assert costs.learned == {Resource.KV_COPY: 1.0}
     for _ in range(PRIOR):
         costs.observe({Resource.KV_COPY: 10.0}, 1.0)
     assert costs.learned == {Resource.KV_COPY: pytest.approx(0.1)}
     assert costs.copy_kv(SourceTier.HOST, 100) == pytest.approx(1e-5)
     assert costs.copy_hidden(SourceTier.HOST, 100) == fresh().copy_hidden(SourceTier.HOST, 100)
     assert costs.prefill_layer(100, 9) == fresh().prefill_layer(100, 9)
-
-
-@given(st.lists(st.tuples(resources, st.floats(1.01 / DEAD_BAND, DEAD_BAND / 1.01)), max_size=60))
-def test_within_the_dead_band_nothing_changes(seen) -> None:
-    costs = fresh()
-    for resource, quotient in seen:
-        costs.observe({resource: 1.0}, quotient)
-    assert costs == fresh() and costs.changes == 0
-
-
-def test_beyond_the_dead_band_it_does() -> None:
-    costs = fresh()
-    for _ in range(WINDOW):
-        costs.observe({Resource.DISK: 1.0}, DEAD_BAND * 1.01)
-    assert costs.learned == {Resource.DISK: pytest.approx(DEAD_BAND * 1.01)}
-    assert costs.changes == 0, "too little to try again what was refused"
 
 
 @pytest.mark.parametrize(("factor", "changes"), [(STEP / 1.01, 0), (STEP * 1.01, 1)])
@@ -81,7 +65,7 @@ def test_less_than_half_a_window_of_nonsense_changes_nothing(count, nonsense, rn
     rng.shuffle(quotients)
     for quotient in [1.0] * WINDOW + quotients:
         costs.observe({Resource.PREFILL: 1.0}, quotient)
-        assert costs == fresh()
+        assert costs.learned == {Resource.PREFILL: 1.0}
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
@@ -154,7 +138,7 @@ def test_a_store_without_a_profile_is_priced_by_what_its_reads_take() -> None:
     assert costs.copy_kv(remote, 1000) == pytest.approx(3e-2)
     assert costs.copy_hidden(remote, 1000) == pytest.approx(3e-2)
     assert costs.copies == fresh().copies
-    for seconds in (2.9e-5, 3.1e-5, 9e-3):  # within the band, and one that was very slow
+    for seconds in (2.9e-5, 3.1e-5, 9e-3):  # one was very slow
         costs.observe({Resource.REMOTE: 1.0}, seconds)
     assert costs.changes == 1
     settled(costs, remote=6e-5)

@@ -1,11 +1,9 @@
 """One factor by which a resource is slower or faster than the probe at the start said.
 
 A probe is short, and perhaps something else used the machine meanwhile. Each restoration, read and
-prefill then tells how long a resource really took. The factor follows the median of the last WINDOW
+prefill then tells how long a resource really took. The factor is the median of the last WINDOW
 observations, PRIOR of which are what was known at the beginning. So a single slow pass changes
-nothing, and three agreeing observations do. The factor moves only when the median has left the band
-of DEAD_BAND around it: observations within the band change no decision. It never leaves
-[1/BOUND, BOUND].
+nothing, and three agreeing observations do. The factor never leaves [1/BOUND, BOUND].
 
 Pure: no clock, no randomness. The same observations give the same factors.
 """
@@ -23,11 +21,9 @@ WINDOW = 7
 PRIOR = 2
 """Observations that the window begins with: what the costs at the start are worth."""
 
-DEAD_BAND = 1.1
-"""A median within this ratio of the factor in force changes nothing."""
-
 STEP = 1.3
-"""A factor that has moved by more than this may turn decisions that were refused."""
+"""A factor that has moved by more than this may turn decisions: what was refused is tried again,
+and the costs are kept for the next start."""
 
 BOUND = 16.0
 """Largest factor, and the reciprocal of the smallest. A probe that is further off than this is
@@ -63,23 +59,18 @@ class Correction:
         """known: the factor so far; None where nothing is known, and the first observation is
         believed."""
         self._limit = math.log(bound)
-        self._in_force = None if known is None else math.log(known)
-        prior = [] if self._in_force is None else [self._in_force] * PRIOR
+        self._counted = None if known is None else math.log(known)
+        prior = [] if self._counted is None else [self._counted] * PRIOR
         self._recent: deque[float] = deque(prior, WINDOW)
-        self._counted = self._in_force
         self.observations = 0
         self.steps = 0
         """How often the factor has moved by more than STEP since it was last counted."""
 
-    def observe(self, factor: float) -> float | None:
-        """The factor was seen to be `factor`. Returns the new one in force; None if it stays."""
+    def observe(self, factor: float) -> float:
+        """The factor was seen to be `factor`. Returns the one that counts now."""
         self._recent.append(max(-self._limit, min(self._limit, math.log(factor))))
         self.observations += 1
         median = statistics.median(self._recent)
-        before = self._in_force
-        if before is not None and abs(median - before) <= math.log(DEAD_BAND):
-            return None
-        self._in_force = median
         if self._counted is None or abs(median - self._counted) > math.log(STEP):
             self._counted = median
             self.steps += 1

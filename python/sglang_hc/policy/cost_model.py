@@ -183,10 +183,9 @@ class CostModel:
             if parts[resource] * factor < SHARE * expected:
                 continue
             correction = self._corrections[resource]
-            steps, changed = correction.steps, correction.observe(factor * ratio)
+            steps = correction.steps
+            self.learned[resource] = correction.observe(factor * ratio)
             self.changes += correction.steps - steps
-            if changed is not None:
-                self.learned[resource] = changed
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
