@@ -37,6 +37,10 @@ PRIMED = 2048
 """Tokens that are computed at a time when a history is stored: a remote store queues few blocks."""
 
 
+LEARNED = 20
+"""Requests that a server has served before anything is measured: from them it learns its costs."""
+
+
 class Bucket:
     """Lets so many bytes a second through, whoever reads; 0 for any number."""
 
@@ -151,7 +155,6 @@ class SourceServer:
         self.planner = self.tiers.restorer.planner
         self.costs = self.planner.costs
         assert self.costs is not None, "the server could not measure its costs"
-        self.core.believe_profile()
         self._profile: CostModel = replace(self.costs)
         layout = self.tiers.restorer.path.pool.layout
         self.plan: LayerPlan = layout.plan
@@ -169,7 +172,7 @@ class SourceServer:
 
     @property
     def profile(self) -> dict[str, Any]:
-        """What was measured at the start, as `sglang-hc profile` writes it."""
+        """What was measured at the start and learned, as `sglang-hc profile` writes it."""
         fields: dict[str, Any] = json.loads(profile_file.encode(self._profile))
         return fields
 
@@ -192,7 +195,9 @@ class SourceServer:
         if self.tier is SourceTier.REMOTE:
             return
         self.costs.copies = self._profile.copies
+        self.costs.learned = dict(self._profile.learned)
         if bytes_per_s:
+            self.costs.learned[Resource.DISK] = 1.0
             line = Fit(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
             copy = TierCopy(line, None if self.costs.project is None else line)
             self.costs.copies = {**self.costs.copies, SourceTier.DISK: copy}
@@ -212,14 +217,27 @@ class SourceServer:
         assert held == len(path.block_ids), f"{held} of {len(path.block_ids)} blocks were stored"
         self.forget()
 
-    def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
+    def learn(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Serve LEARNED requests, a third of them computed and the others read, and keep to the
+        costs that are known by then."""
+        for number in range(LEARNED):
+            prompt = prompts[number // 3 % len(prompts)]
+            self.ttft(prompt, "serial" if number % 3 else "recompute")
+        self.believe()
+
+    def believe(self) -> None:
+        """Keep to the costs that are known now."""
+        self.core.believe_profile()
+        self._profile = replace(self.costs, learned=dict(self.costs.learned))
+
+    def price_store(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""
         self.throttle(bytes_per_s)
         self.costs.learned.pop(Resource.REMOTE, None)
         self.costs._corrections[Resource.REMOTE] = Correction(None, math.inf)
         del self.costs.observe
         self.ttft(prompt, "serial")
-        self.core.believe_profile()
+        self.believe()
 
     def take_pages(self) -> None:
         """Take the memory of both pools from the system, which are empty. Where there is a GPU it
