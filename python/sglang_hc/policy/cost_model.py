@@ -67,10 +67,10 @@ class CostModel:
     model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     ahead: seconds of copies from host memory that the staging frames hold, as measured.
+    learned: by what each resource that was seen has to be multiplied. For a remote store that is not
+    in `copies` it is the seconds for a token of a layer.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
-    learned: by what each resource has to be multiplied, where that is not 1. For a tier that is not
-    in `copies` it is the seconds for a token of a layer.
 
     The methods give the costs to decide by, which are corrected. Belongs to the scheduler thread.
     """
@@ -141,7 +141,8 @@ class CostModel:
 
     def knows(self, tier: SourceTier) -> bool:
         """Whether there are costs of a tier: a remote store's are learned from its reads."""
-        return tier in self.copies or _READS.get(tier) in self.learned
+        is_learned = tier is SourceTier.REMOTE and Resource.REMOTE in self.learned
+        return is_learned or tier in self.copies
 
     def layer_times(
         self, tier: SourceTier, tokens: int, *, context: int = 0, new: int = 0, start: float = 0.0
@@ -170,22 +171,20 @@ class CostModel:
     # -- what is learned while the server runs ---------------------------------------------------
 
     def observe(self, parts: Mapping[Resource, float], seconds: float) -> None:
-        """Work that uses these resources alone took `seconds`; as measured, without what was
-        learned, each of them takes so long for its part. Times that are not positive and finite say
-        nothing and are ignored.
+        """Work that uses these resources alone took `seconds`. parts: what each of them takes of it
+        as measured at the start, without what was learned. Times that are not positive and finite
+        say nothing and are ignored.
         """
         expected = sum(part * self._factor(resource) for resource, part in parts.items())
         if not (0.0 < expected < math.inf and 0.0 < seconds < math.inf):
             return
-        ratio = seconds / expected
-        factors = {resource: self._factor(resource) for resource in parts}
-        for resource, factor in factors.items():
-            if parts[resource] * factor < SHARE * expected:
-                continue
-            correction = self._corrections[resource]
-            steps = correction.steps
-            self.learned[resource] = correction.observe(factor * ratio)
-            self.changes += correction.steps - steps
+        for resource, part in parts.items():
+            factor = self._factor(resource)
+            if part * factor >= SHARE * expected:
+                correction = self._corrections[resource]
+                steps = correction.steps
+                self.learned[resource] = correction.observe(factor * seconds / expected)
+                self.changes += correction.steps - steps
 
     def observe_read(self, plan: LayerPlan, tier: SourceTier, blocks: int, seconds: float) -> None:
         """So many blocks of `plan` came from an idle disk or remote store in `seconds`."""
@@ -200,10 +199,9 @@ class CostModel:
         """For /server_info and the metrics: the factor in force of each resource that was seen;
         below 1 the profile says slower than it is."""
         return {
-            f"cost_correction_{resource.value}": round(self._factor(resource), 4)
-            for resource, correction in self._corrections.items()
+            f"cost_correction_{resource.value}": round(factor, 4)
+            for resource, factor in self.learned.items()
             if resource is not Resource.REMOTE
-            and (correction.observations or resource in self.learned)
         }
 
     def counts(self) -> dict[str, int]:
