@@ -67,8 +67,8 @@ class CostModel:
     model has no HIDDEN form.
     overlap: whether copies run beside the compute; False on a CPU, where one thread does both.
     ahead: seconds of copies from host memory that the staging frames hold, as measured.
-    learned: by what each resource that was seen has to be multiplied. For a remote store that is not
-    in `copies` it is the seconds for a token of a layer.
+    learned: by what each resource that was seen has to be multiplied. For a remote store that is
+    not in `copies` it is the seconds for a token of a layer.
     plan: the layer plan that was chosen by these costs, so that the next start keeps it while it is
     good: blocks under another plan are not found. None before it was chosen.
 
