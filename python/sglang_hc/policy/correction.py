@@ -25,9 +25,9 @@ STEP = 1.3
 """A factor that has moved by more than this may turn decisions: what was refused is tried again,
 and the costs are kept for the next start."""
 
-BOUND = 16.0
-"""Largest factor, and the reciprocal of the smallest. A probe that is further off than this is
-corrected as far as the bound."""
+BOUND = 256.0
+"""Largest factor, and the reciprocal of the smallest. A probe on a machine whose cores are all taken
+may be a hundred times off."""
 
 
 class Resource(enum.Enum):
