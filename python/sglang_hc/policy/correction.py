@@ -26,7 +26,7 @@ STEP = 1.3
 and the costs are kept for the next start."""
 
 BOUND = 256.0
-"""Largest factor, and the reciprocal of the smallest. A probe on a machine whose cores are all taken
+"""Largest factor, and the reciprocal of the smallest. A probe on a machine whose cores are taken
 may be a hundred times off."""
 
 
