@@ -228,7 +228,7 @@ class SourceServer:
     def believe(self) -> None:
         """Keep to the costs that are known now."""
         self.core.believe_profile()
-        self._profile = replace(self.costs, learned=dict(self.costs.learned))
+        self._profile = replace(self.costs)
 
     def price_store(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""

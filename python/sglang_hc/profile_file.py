@@ -142,7 +142,7 @@ class CachedProfile:
 
     def _write(self) -> threading.Thread:
         self._kept_changes = self._cost.changes
-        now = replace(self._cost, learned=dict(self._cost.learned))
+        now = replace(self._cost)  # the server goes on learning
         self._writer = threading.Thread(target=save_cached, args=(now,), daemon=True)
         self._writer.start()
         return self._writer

@@ -180,7 +180,8 @@ def test_what_is_shown_says_which_way_the_profile_is_wrong() -> None:
 
 def test_what_was_learned_is_where_the_next_server_begins() -> None:
     """And a first observation of another machine does not turn it."""
-    costs = replace(settled(fresh(), kv_copy=4, remote=6e-5))
+    before = settled(fresh(), kv_copy=4, remote=6e-5)
+    costs = replace(before)
     assert costs.copy_kv(SourceTier.HOST, 1000) == pytest.approx(4e-3)
     assert costs.copy_kv(SourceTier.REMOTE, 1000) == pytest.approx(6e-2)
     assert costs.levels() == {"cost_correction_kv_copy": pytest.approx(4.0)}
@@ -188,6 +189,7 @@ def test_what_was_learned_is_where_the_next_server_begins() -> None:
     assert costs.copy_kv(SourceTier.HOST, 1000) == pytest.approx(4e-3)
     settled(costs, kv_copy=1)
     assert costs.copy_kv(SourceTier.HOST, 1000) == pytest.approx(1e-3)
+    assert before.copy_kv(SourceTier.HOST, 1000) == pytest.approx(4e-3), "each learns on its own"
 
 
 shapes = st.sampled_from([(64, 0), (512, 0), (2048, 0), (64, 4096), (512, 8000), (8000, 0)])

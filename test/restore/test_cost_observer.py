@@ -125,9 +125,8 @@ def test_a_prefill_is_timed_from_its_first_attention_to_its_last() -> None:
     one = Gate()
     one.observer.prefill_begins([(100, 0), (28, 500)])
     one.run()
-    assert one.seen == [
-        ({Resource.PREFILL: pytest.approx((LAYERS - 1) * 128 * 1e-2)}, 2.0 * (LAYERS - 1))
-    ]
+    parts = {Resource.PREFILL: (LAYERS - 1) * 128 * 1e-2, Resource.ATTENTION: 0.0}
+    assert one.seen == [(pytest.approx(parts), 2.0 * (LAYERS - 1))]
     one.run()
     assert len(one.seen) == 1, "the next pass may be anything"
 

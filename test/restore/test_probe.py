@@ -266,7 +266,7 @@ def test_a_throttled_source_gets_another_plan_than_the_host_tier() -> None:
 def test_nothing_of_a_measurement_is_left_when_it_is_over() -> None:
     """On a GPU it is 0.8 GB of frames and scratch rows; without a run of the garbage collector."""
     clock = Clock()
-    measured = subject(clock, HostCopyStream())
+    measured = subject(clock, SlowCopyStream(clock))
     left: list[weakref.ref[object]] = [weakref.ref(frame) for frame in measured.staging.free]
     left += [weakref.ref(measured.sink), weakref.ref(measured.sink.parts[0])]  # type: ignore[attr-defined]
     gc.disable()

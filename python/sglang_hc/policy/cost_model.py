@@ -86,6 +86,7 @@ class CostModel:
     plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
+        self.learned = dict(self.learned)  # `replace` makes a model that learns on its own
         self.changes = 0
         """How often a factor has changed by much (`correction.STEP`)."""
         self._corrections = {
