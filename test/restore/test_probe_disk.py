@@ -54,7 +54,7 @@ def test_a_disk_that_writes_slowly_is_read_less(tmp_path: Path) -> None:
     clock = Clock()
 
     def ticking() -> float:
-        clock.now += probe_disk.WRITE_S
+        clock.now += 2 * probe_disk.WRITE_S
         return clock.now
 
     assert blocks_of([str(tmp_path)], ticking) == [1, 2]
