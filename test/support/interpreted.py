@@ -129,10 +129,10 @@ def scratch_is_gone(runner: Any, layers: list[Any]) -> bool:
     gc.collect()
     gc.disable()
     subject = subject_of(runner, layers, True, StartGroup(0, 1))
-    pool = subject.sink.pool
-    left = [weakref.ref(thing) for thing in (subject, subject.sink, pool, *pool.k_buffer)]
+    rows = [part for parts in subject.sink._rows for part in parts]
+    left = [weakref.ref(thing) for thing in (subject, subject.sink, *rows)]
     probe(subject, "here")
-    del subject, pool
+    del subject, rows
     gone = [ref() is None for ref in left]
     gc.enable()
     return len(gone) >= 4 and all(gone)
@@ -176,23 +176,17 @@ def found_of(model: str) -> dict[str, Any]:
     )
     found["agree_when_wrong"] = sorted(set(timed))
     found["ways_beyond_the_table"] = list(projection.projections(kernels, layers, 10**9))
-    # The middle layer alone, in a pool of its own, as it is measured before the KV pool is there;
-    # and what the chosen way is run with afterwards, so that nothing is left to compile.
-    from sglang_hc.srt.model.scratch_layer import scratch_pool
-
-    middle = layers[len(layers) // 2]
-    ways = projection.projections(kernels, [middle], context)
+    # What the chosen way is run with before it serves, so that nothing is left to compile.
+    ways = projection.projections(kernels, layers, context)
     ran: list[int] = []
 
     def counted(*args: Any) -> None:
         ran.append(len(args[-1]))
         projection.by_fused(kernels, *args)
 
-    timed.clear()
-    pool = scratch_pool(middle, 64, torch.float32)
     ways["fused"] = counted
-    found["scratch_chosen"] = projection.choose(
-        pool, [middle], ways, torch.arange(64), context,
+    found["chosen_when_counted"] = projection.choose(
+        runner.token_to_kv_pool, layers, ways, slots.to(torch.int64), context,
         lambda work: 0.0 if work.args[0] is counted else 1.0, (1, 7, 900),
     )  # fmt: skip
     found["warmed_rows"] = ran[:3]

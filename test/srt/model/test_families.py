@@ -176,36 +176,6 @@ def test_k_is_turned_by_kernels_that_check_the_numbers_of_heads(heads: int, kv_h
     assert torch.allclose(v, plain_v.reshape(rows, kv_heads, dim), atol=1e-5)
 
 
-def test_ways_agree_on_scratch_slots_although_sglang_skips_slot_0() -> None:
-    """SGLang's write leaves slot 0 as it is, the kernels write it; so each measurement at start
-    refused them, and timed another projection than the one that served."""
-    import torch
-
-    from sglang_hc.srt.model.projection import choose
-    from sglang_hc.srt.model.scratch_layer import scratch_slots
-
-    rows, width = 64, 8
-    pool = SimpleNamespace(
-        k_buffer=[torch.zeros(rows + 1, 1, width)], v_buffer=[torch.zeros(rows + 1, 1, width)]
-    )
-    adapter: Any = SimpleNamespace(qkv=SimpleNamespace(weight=torch.zeros(1, width)))
-
-    def kernel(pool: Any, adapter: Any, layer: int, hidden: Any, positions: Any, at: Any) -> None:
-        pool.k_buffer[layer][at] = hidden.unsqueeze(1)
-        pool.v_buffer[layer][at] = hidden.unsqueeze(1)
-
-    def sglang(pool: Any, adapter: Any, layer: int, hidden: Any, positions: Any, at: Any) -> None:
-        kernel(pool, adapter, layer, hidden[at != 0], positions[at != 0], at[at != 0])
-
-    def chosen(slots: Any) -> str:
-        times = {sglang: 2.0, kernel: 1.0}
-        ways = {"sglang": sglang, "kernel": kernel}
-        return choose(pool, [adapter], ways, slots, 1024, lambda work: times[work.args[0]], (1, 7))
-
-    assert chosen(scratch_slots(rows, torch.device("cpu"))) == "kernel"
-    assert chosen(torch.arange(rows)) == "sglang", "slot 0 is told apart"
-
-
 def test_copies_keep_off_every_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the passes and the named ones: Qwen3 norms its keys on one of them."""
     from sglang.srt.runtime_context import get_context

@@ -98,10 +98,15 @@ def projections(kernels: Any, adapters: list[LayerAdapter], context: int) -> dic
 
 
 def fastest_projection(runner: Any, adapters: list[LayerAdapter], allocator: Any) -> Projection:
-    """The fastest way for this model on this GPU. Runs before any request: no slot is in use."""
-    context = runner.model_config.context_len
+    """The fastest way for this model on this GPU, ready to run with any number of rows. Runs before
+    any request: no slot is in use."""
+    context, pool = runner.model_config.context_len, runner.token_to_kv_pool
+    kernels = installed_kernels()
+    ways = projections(kernels, adapters, context)
+    warm_rows = () if kernels is None else kernels.WARM_ROWS
     with unused_slots(allocator, TIMED_ROWS) as slots:
-        return projection_for(runner.token_to_kv_pool, adapters, slots, context)
+        seconds = seconds_on(slots.device)
+        return ways[choose(pool, adapters, ways, slots, context, seconds, warm_rows)]
 
 
 @contextlib.contextmanager
@@ -113,16 +118,6 @@ def unused_slots(allocator: Any, rows: int) -> Iterator[torch.Tensor]:
         yield slots.to(torch.int64)
     finally:
         allocator.free(slots)
-
-
-def projection_for(
-    pool: Any, adapters: list[LayerAdapter], slots: torch.Tensor, context: int
-) -> Projection:
-    """The fastest way into a pool on a GPU, and ready to run with any number of rows."""
-    kernels = installed_kernels()
-    ways = projections(kernels, adapters, context)
-    warm_rows = () if kernels is None else kernels.WARM_ROWS
-    return ways[choose(pool, adapters, ways, slots, context, seconds_on(slots.device), warm_rows)]
 
 
 def fastest_stream(

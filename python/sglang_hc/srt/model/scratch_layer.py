@@ -1,11 +1,11 @@
-"""One layer of the loaded model with a scratch KV pool: what the cost model is measured on. The
-pool has several layers alike, which restorations write in turn.
+"""One layer of the loaded model with scratch rows of a KV pool: what the cost model is probed on.
+There are rows of several layers, which restorations write in turn.
 
 It is measured right after the weights are loaded, because the layer plan has to be known before
 CUDA graphs are captured; there is no KV pool, no attention backend and no batch yet. So a prefill
-is stood in for by one matrix product and one attention of the same size. This flatters experts;
-what a prefill really takes is learned from the first requests (`policy.correction`). Hidden states
-are projected by the way that would be chosen to serve (`projection.py`).
+is stood in for by one matrix product and one attention of the same size, which flatters experts,
+and hidden states are projected by the model's own modules, where a GPU may serve with a faster
+kernel. What both really take is learned from the first requests (`policy.correction`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -31,10 +30,8 @@ from sglang_hc.errors import ConfigError
 from sglang_hc.forms import StateShape
 from sglang_hc.restore.probe import LAYERS, ROWS, Subject
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt.model.columns import columns_of
+from sglang_hc.srt.model.columns import Columns, columns_of
 from sglang_hc.srt.model.families import LayerAdapter
-from sglang_hc.srt.model.kv_pool import KvPoolRows
-from sglang_hc.srt.model.projection import Projection, by_sglang, projection_for
 from sglang_hc.srt.ranks.start_group import StartGroup
 
 Prefill = Callable[[int, int], None]
@@ -46,14 +43,11 @@ def subject_of(
     """What to measure. hidden: whether the model's layers can be kept as hidden states. group: the
     ranks that run a layer together."""
     rows = min(ROWS, runner.model_config.context_len)
-    if layers is not None:
-        return _of_layer(runner, layers, rows, hidden, group)
-    device = torch.device(runner.device)
-    shape = model_shape(runner)
-    sink = _ByteRows(shape.kv_parts, rows, device)
-    prefill = stand_in(runner, rows)
+    device, shape = torch.device(runner.device), model_shape(runner)
+    middle = layers[len(layers) // 2] if layers is not None and hidden else None
+    sink = _ScratchRows(shape.kv_parts, rows, device, middle, partial(columns_of, runner))
     staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
-    return Subject(shape, staging, sink, prefill, rows, False, group.most)
+    return Subject(shape, staging, sink, stand_in(runner, rows), rows, hidden, group.most)
 
 
 def model_shape(runner: Any) -> StateShape:
@@ -123,51 +117,6 @@ def kv_dtype(runner: Any) -> torch.dtype:
     return dtype
 
 
-def _of_layer(
-    runner: Any, layers: list[LayerAdapter], rows: int, hidden: bool, group: StartGroup
-) -> Subject:
-    adapter = layers[len(layers) // 2]
-    device = adapter.qkv.weight.device
-    pool = scratch_pool(adapter, rows, kv_dtype(runner))
-    alike = [adapter] * LAYERS
-    project: Projection = by_sglang
-    if hidden and device.type == "cuda":
-        # What is measured is what serves: the way is chosen again on the whole pool, by the same
-        # rules and on a layer of the same size.
-        slots = scratch_slots(rows, device)
-        project = projection_for(pool, alike, slots, runner.model_config.context_len)
-    sink = KvPoolRows(pool, alike, project, columns=partial(columns_of, runner))
-    shape = model_shape(runner)
-    staging = StagingRing.sized_for(shape, device, copy_stream_for(device))
-    return Subject(shape, staging, sink, stand_in(runner, rows), rows, hidden, group.most)
-
-
-def scratch_slots(rows: int, device: torch.device) -> torch.Tensor:
-    """(rows,) int64 slots of a scratch pool, from 1 on, as an allocator gives them.
-
-    SGLang keeps slot 0 for padding, and its kernels write nothing there. A pool has a page more
-    than its rows.
-    """
-    return torch.arange(1, rows + 1, dtype=torch.int64, device=device)
-
-
-def scratch_pool(adapter: LayerAdapter, rows: int, dtype: torch.dtype) -> MHATokenToKVPool:
-    """A KV pool of LAYERS layers like this one, on the device of its weights; the first has its
-    number."""
-    return MHATokenToKVPool(
-        size=rows,
-        page_size=1,
-        dtype=dtype,
-        head_num=adapter.kv_heads,
-        head_dim=adapter.head_dim,
-        v_head_dim=adapter.v_head_dim,
-        layer_num=LAYERS,
-        device=str(adapter.qkv.weight.device),
-        enable_memory_saver=False,
-        start_layer=adapter.radix.layer_id,
-    )
-
-
 def stand_in(runner: Any, rows: int) -> Prefill:
     """One matrix product and one causal attention with the FLOPs of a layer of this rank, and the
     two sums over all ranks of a stage."""
@@ -192,10 +141,21 @@ def stand_in(runner: Any, rows: int) -> Prefill:
     return prefill
 
 
-class _ByteRows:
-    """A device pool's rows as bytes, for models without a projection of ours."""
+class _ScratchRows:
+    """Rows of LAYERS layers of a device pool, as bytes."""
 
-    def __init__(self, parts: tuple[int, ...], rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: tuple[int, ...],
+        rows: int,
+        device: torch.device,
+        adapter: LayerAdapter | None,
+        columns: Callable[[int], Columns],
+    ) -> None:
+        """adapter: of the layer that hidden states are projected by; None for a model without a
+        projection of ours. columns: what this rank keeps of hidden states, by their width."""
+        self._adapter = adapter
+        self._columns = columns
         self._rows = [
             [torch.zeros((rows, part), dtype=torch.uint8, device=device) for part in parts]
             for _ in range(LAYERS)
@@ -204,7 +164,11 @@ class _ByteRows:
     def write_hidden(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        raise AssertionError("hidden states of this model cannot be projected")
+        assert self._adapter is not None, "hidden states of this model cannot be projected"
+        weight = self._adapter.qkv.weight
+        states = self._columns(weight.shape[1]).whole(hidden.view(weight.dtype))
+        parts = [part.flatten(1).contiguous() for part in self._adapter.project(states, positions)]
+        self.write_kv(layer, [part.view(torch.uint8) for part in parts], slots)
 
     def write_kv(self, layer: int, parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for target, rows in zip(self._rows[layer], parts, strict=True):
