@@ -13,7 +13,7 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
@@ -280,11 +280,12 @@ def _capture(
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, io.memory.pool, device.copy_stream.opposite()
     hidden = kv = None
+    ways = copies, scatters, taken.ring
     if pool.layout.plan.hidden:
-        snapshots = io.memory.snapshots
-        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+        snapshots = Snapshots(io.memory.snapshots, taken.staging, copies, scatters)
+        hidden = HiddenPath(snapshots, DirectRows([pool.hidden], *ways))
     if pool.layout.kv_layers:
-        kv = DirectRows(pool.kv, copies, scatters, taken.ring)
+        kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
@@ -325,4 +326,4 @@ def _device_order(model: Model, tiers: Tiers) -> DeviceOrder | None:
     if model.config.eviction != "queue" or model.params.eviction_policy.lower() != "lru":
         return None
     retention = tiers.retention
-    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority)
