@@ -71,6 +71,16 @@ def test_no_test_edits_the_import_path() -> None:
     assert [file for file in files if edit.search(file.read_text())] == []
 
 
+def test_benchmarks_import_nothing_of_the_tests_and_the_package_nothing_of_both() -> None:
+    tests = re.compile(r"^\s*(?:from|import) (?:support|test)\b", re.M)
+    both = re.compile(r"^\s*(?:from|import) (?:support|test|benchmark)\b", re.M)
+    assert tests.search("    from support.core import Core") and both.search("import benchmark")
+    for folder, found in (("benchmark", tests), ("python", both)):
+        files = list((ROOT / folder).rglob("*.py"))
+        assert len(files) > 50
+        assert [file for file in files if found.search(file.read_text())] == []
+
+
 def imported_tests(source: str) -> list[str]:
     """Modules that a test must not import: tests, and whatever lies beside it."""
     found = []

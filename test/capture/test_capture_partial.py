@@ -35,7 +35,7 @@ def kept(tiers: Tiers, seed: int, count: int) -> int:
     """Tokens that can be served of a sequence; what is served is right."""
     tiers.drain()
     tiers.check_integrity()
-    _, nodes, usable = tiers.host.tree.match(Prefix(None, tokens_of(seed, count))).ready
+    nodes, usable = tiers.host.tree.match(Prefix(None, tokens_of(seed, count))).ready
     plan, pool = tiers.layout.plan, tiers.restorer.path.pool
     hidden = states(plan.hidden, seed, 0, count)
     for block, node in enumerate(nodes):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sglang_hc.tools.bench.server import free_port
+from benchmark.harness.server import free_port
 from support.core import Once, run_in_child
 from support.two_servers import (
     PROMPT,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.harness.server import ServerProcess
 from sglang_hc.store.disk.folders import (
     ModelFolder,
     fingerprint_of,
@@ -15,9 +16,9 @@ from sglang_hc.store.disk.folders import (
     store_root,
 )
 from sglang_hc.store.remote.envelope import fingerprint_of_part
-from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
+from support.decisions import Note, note_decisions
 from support.disk_store import spoil_pages
 from support.exactness import BOUND
 from support.prompts import in_store, on_disk, prompt
@@ -27,7 +28,6 @@ from support.ranked_turns import (
     Turns,
     both_on_rank,
     check_tokens,
-    decisions,
     engine,
     go_on,
     prompts,
@@ -80,14 +80,18 @@ def spoil(disk: Path, part: str) -> None:
         spoil_pages(path, header=False)
 
 
-def on_grid(rank: int, port: int, folder: str, *server: str) -> tuple[Turns, Turns, list[int]]:
-    core = engine(rank, port, *server, "--hc-trace", f"{folder}/t.jsonl")
+def on_grid(
+    rank: int, port: int, folder: str, *server: str
+) -> tuple[Turns, Turns, list[int], list[Note]]:
+    core = engine(rank, port, *server)
+    notes: list[Note] = []
+    note_decisions(core.tree.tiers, notes)
     well = talk(core, "well")
     damaged = talk(core, "damaged", lambda: spoil(Path(folder), HIT_BY) if rank == 3 else None)
     left = core.ask_replica(prompts("later")[0], 60).tokens
     core.settle()
     core.tree.release_host_resources()
-    return well, damaged, left
+    return well, damaged, left, notes
 
 
 def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> None:
@@ -105,8 +109,8 @@ def test_the_disks_of_two_stages_of_two_ranks(models: None, tmp_path: Path) -> N
     assert [
         damaged[0].counted.get(f"rank{rank}_block_damaged", 0) > 0 for rank in range(RANKS)
     ] == ([False, False, False, True])
-    traces = [decisions(folder / f"t.jsonl.pp{rank // 2}.tp{rank % 2}") for rank in range(RANKS)]
-    assert all(trace == traces[0] for trace in traces) and len(traces[0]) > 30
+    notes = found[0][3]
+    assert all(of_rank[3] == notes for of_rank in found) and len(notes) > 30
     for stage, rank in itertools.product((0, 1), repeat=2):
         assert any(part_folder(folder, f"pp2-{stage}/tp2-{rank}").block_ids())
     (report,) = check([str(folder)], False)

@@ -21,9 +21,9 @@ from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.branching_talks import FLAGS, talk
+from support.decisions import note_decisions
 from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
-from support.ranked_turns import decisions
 
 TALKS = 6
 MORE_AT_ONCE = ("--max-running-requests", "6")
@@ -109,9 +109,10 @@ def run(
 ) -> tuple:
     core = CORES[kind](
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", *below(what, folder),
-        "--hc-trace", f"{folder}/t.jsonl", *(MORE_AT_ONCE if kind == "pp" else ()),
+        *(MORE_AT_ONCE if kind == "pp" else ()),
     )  # fmt: skip
-    ranks = core.tree.tiers.ranks
+    ranks, notes = core.tree.tiers.ranks, []
+    note_decisions(core.tree.tiers, notes)
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, scatter)
         wrap_below(ranks, lambda inner: Late(inner, io, loses=loses))
@@ -124,7 +125,7 @@ def run(
     core.settle()
     counts = core.tree.tiers.counts()
     core.tree.release_host_resources()
-    return [core.reply(rid).tokens for rid in rids], counts
+    return [core.reply(rid).tokens for rid in rids], counts, notes
 
 
 @pytest.mark.parametrize(
@@ -152,14 +153,13 @@ def test_one_late_rank(
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        (said, counts), (same, others) = run_ranks(
+        (said, counts, notes), (same, others, noted) = run_ranks(
             run, kind, what, str(folder), late_scatters, late_io, lost
         )
         tokens.append(said)
         assert said == same
-        trace, other = (decisions(folder / f"t.jsonl.{kind}{rank}") for rank in (0, 1))
-        assert trace == other
-        assert len(trace) > 300 and counts["restored_tokens"] > 0
+        assert notes == noted and len(notes) > 300
+        assert counts["restored_tokens"] > 0
         failed = {key: count for key, count in counts.items() if key.startswith("rank")}
         may_fail = {f"rank{LATE}_{kind}_timed_out" for kind in ("block", "remote", "lookup")}
         assert set(failed) <= (may_fail if lost else set())

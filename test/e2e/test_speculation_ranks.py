@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from support.decisions import Note, note_decisions
 from support.ranked_core import RankedCore, run_ranks
-from support.ranked_turns import decisions
 from support.speculation import NGRAM, SpeculativeCore
 from support.speculative_talks import (
     MODEL,
@@ -34,15 +34,19 @@ class Spoken(NamedTuple):
     told: Told
     proposed: list[list[int]]
     accepted: list[list[list[int]]]
+    notes: list[Note]
 
 
 def speak(rank: int, port: int, taught: list[int], evict: bool, warm: bool, *flags: str) -> Spoken:
     core = RankedSpeculativeCore(rank, port, *flags, taught=[taught], model=MODEL)
     sampling = {"temperature": 0.9} if warm else {}
+    notes: list[Note] = []
+    if evict:
+        note_decisions(core.tree.tiers, notes)
     told = converse(core, evict, **sampling)
     if evict:
         core.tree.release_host_resources()
-    return Spoken(told, core.proposed, core.accepted)
+    return Spoken(told, core.proposed, core.accepted, notes)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +78,13 @@ def test_two_ranks_propose_and_keep_alike(
     ngram = algorithm == "NGRAM"
     flags = NGRAM if ngram else draft_model(tmp_path / "draft", algorithm, shape)
     kept = run_ranks(speak, plain.history, False, warm, *flags, *ROOMY)
-    own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1", "--hc-trace", f"{tmp_path}/t.jsonl")
+    own = ("--hc-forms", form, "--hc-disk", f"{tmp_path}/d:1")
     found = run_ranks(speak, plain.history, True, warm, *flags, *TIGHT, *own)
     assert kept[0] == kept[1]
     for of_rank, wanted in zip(found, kept, strict=True):
         check_same(of_rank.told, wanted.told)
         assert of_rank.proposed == wanted.proposed
         assert of_rank.accepted == wanted.accepted
-    trace, other = (decisions(tmp_path / f"t.jsonl.tp{rank}") for rank in (0, 1))
-    assert trace == other and len(trace) > 30
+    assert found[0].notes == found[1].notes and len(found[0].notes) > 30
     if ngram and not warm:
         assert len({count for _, counts in kept[0].told.verified for count in counts}) > 3

@@ -3,9 +3,7 @@ device; and whether the ranks decided alike."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.conversations import Outcome, compare, options
@@ -46,17 +44,6 @@ def both_on_rank(
 def worst_of_stage(rank: Outcome) -> float:
     """Largest error of the layers that a stage has, over all turns."""
     return max(max(turn) for turn in rank.evicted["error"])
-
-
-def decisions(trace: Path) -> list[dict[str, Any]]:
-    """The trace of a rank, without what only it has: token ids are made unreadable by a secret of
-    each file, and a stage of a pipeline has layers of its own."""
-    lines = [json.loads(line) for line in trace.open()]
-    for line in lines:
-        line.pop("tokens", None)
-    if ".pp" in trace.name:
-        del lines[0]["slot_bytes"], lines[0]["layer_plan"]
-    return lines
 
 
 def prompts(name: str) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness.server import ServerProcess
 from support.core import MODELS
 from support.profiles import FREE_LOADING
 from support.waiting import HANGS_S, until

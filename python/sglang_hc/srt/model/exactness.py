@@ -89,7 +89,7 @@ def choose_product(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProo
     left as it was, and the answer says what the plain product does.
     """
     plain = measure(layers)
-    if plain.wrong is None or not demanded or not all(layer.sliceable for layer in layers):
+    if plain.wrong is None or not demanded:
         return plain
     for name, choose in products_of(layers):
         choose()
@@ -103,8 +103,7 @@ def choose_product(layers: Sequence[LayerAdapter], demanded: bool) -> HiddenProo
 
 def use_plain_products(layers: Sequence[LayerAdapter]) -> None:
     """Undo what `choose_product` chose: no layer is kept as hidden states after all."""
-    if all(layer.unquantized for layer in layers):
-        _choose(layers, on_tiles=False, whole=False)
+    _choose(layers, on_tiles=False, whole=False)
 
 
 def has_fixed_tiles(model: torch.nn.Module) -> bool:
@@ -141,8 +140,6 @@ def disagreement(proof: HiddenProof, dtype: torch.dtype) -> str | None:
 
 
 def _products_differ(layers: Sequence[LayerAdapter], digest: Any) -> str | None:
-    if not all(layer.unquantized for layer in layers):
-        return "the projection is quantised, and only plain products are compared"
     shapes = {(tuple(a.qkv.weight.shape), a.q_rows, a.qkv.bias is not None): a for a in layers}
     for ((out, size), _, bias), adapter in shapes.items():
         weight = adapter.qkv.weight

@@ -56,9 +56,8 @@ class LayerAdapter:
         self.v_head_dim = getattr(self.qkv, "v_head_size", self.head_dim)
         self.q_rows = self.qkv.num_heads * self.head_dim
         self._k_rows = self.kv_heads * self.head_dim
-        self.unquantized = type(self.qkv.quant_method) is UnquantizedLinearMethod
-        # A quantised projection cannot be sliced; the whole of it is run instead.
-        self.sliceable = self.unquantized
+        self.sliceable = type(self.qkv.quant_method) is UnquantizedLinearMethod
+        """Whether the K and V part of the projection is run; else the whole of it is."""
         self.linear: Product = torch.nn.functional.linear
         """Product of a sliced projection; `exactness.choose_product` may choose another one."""
         self.models_product = False
