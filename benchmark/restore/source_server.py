@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 from sglang_hc import profile_file
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
-from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.correction import Correction, Resource
 from sglang_hc.policy.cost_model import CostModel, SourceTier, TierCopy
 from sglang_hc.policy.fit import Fit
 from sglang_hc.store.disk import DiskStore
@@ -34,6 +35,10 @@ NEW = 64
 POOL_SPARE = 1024
 PRIMED = 2048
 """Tokens that are computed at a time when a history is stored: a remote store queues few blocks."""
+
+
+LEARNED = 20
+"""Requests that a server has served before anything is measured: from them it learns its costs."""
 
 
 class Bucket:
@@ -150,8 +155,7 @@ class SourceServer:
         self.planner = self.tiers.restorer.planner
         self.costs = self.planner.costs
         assert self.costs is not None, "the server could not measure its costs"
-        self.core.believe_profile()
-        self._profile: CostModel = self.costs.measured
+        self._profile: CostModel = replace(self.costs)
         layout = self.tiers.restorer.path.pool.layout
         self.plan: LayerPlan = layout.plan
         self.token_bytes: float = layout.slot_bytes / BLOCK_TOKENS
@@ -163,12 +167,12 @@ class SourceServer:
     @property
     def model(self) -> CostModel:
         """The costs that the server decides by now."""
-        model: CostModel = self.costs.model
-        return model
+        costs: CostModel = self.costs
+        return costs
 
     @property
     def profile(self) -> dict[str, Any]:
-        """What was measured at the start, as `sglang-hc profile` writes it."""
+        """What was measured at the start and learned, as `sglang-hc profile` writes it."""
         fields: dict[str, Any] = json.loads(profile_file.encode(self._profile))
         return fields
 
@@ -190,12 +194,13 @@ class SourceServer:
         self.bucket.set(bytes_per_s)
         if self.tier is SourceTier.REMOTE:
             return
-        costs = self._profile
+        self.costs.copies = self._profile.copies
+        self.costs.learned = dict(self._profile.learned)
         if bytes_per_s:
+            self.costs.learned[Resource.DISK] = 1.0
             line = Fit(0.0, self.token_bytes / (self.plan.hidden + self.plan.kv) / bytes_per_s)
-            copy = TierCopy(line, None if costs.project is None else line)
-            costs = replace(costs, copies={**costs.copies, SourceTier.DISK: copy})
-        self.costs.measured = self.costs.model = costs
+            copy = TierCopy(line, None if self.costs.project is None else line)
+            self.costs.copies = {**self.costs.copies, SourceTier.DISK: copy}
 
     def gbps(self, history: int) -> float:
         """What the costs say of the source, in GB/s."""
@@ -212,11 +217,27 @@ class SourceServer:
         assert held == len(path.block_ids), f"{held} of {len(path.block_ids)} blocks were stored"
         self.forget()
 
-    def learn(self, prompt: Sequence[int], bytes_per_s: float) -> None:
+    def learn(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Serve LEARNED requests, a third of them computed and the others read, and keep to the
+        costs that are known by then."""
+        for number in range(LEARNED):
+            prompt = prompts[number // 3 % len(prompts)]
+            self.ttft(prompt, "serial" if number % 3 else "recompute")
+        self.believe()
+
+    def believe(self) -> None:
+        """Keep to the costs that are known now."""
+        self.core.believe_profile()
+        self._profile = replace(self.costs)
+
+    def price_store(self, prompt: Sequence[int], bytes_per_s: float) -> None:
         """Forget what reads from the remote store have told, and read once."""
         self.throttle(bytes_per_s)
-        self.costs._remote = CorrectedCosts(self._profile)._remote
+        self.costs.learned.pop(Resource.REMOTE, None)
+        self.costs._corrections[Resource.REMOTE] = Correction(None, math.inf)
+        del self.costs.observe
         self.ttft(prompt, "serial")
+        self.believe()
 
     def take_pages(self) -> None:
         """Take the memory of both pools from the system, which are empty. Where there is a GPU it

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hc.policy.correction import Resource
 from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
@@ -189,7 +190,8 @@ def meet(rank: int, port: int, what: str, folder: str, profile: str, loses: bool
     )  # fmt: skip
     first = core.ask(PROMPT, 30).tokens
     core.forget()
-    core.tree.tiers.restorer.planner.costs.observe_remote(2e-4)  # as the profile says of the disk
+    costs = core.tree.tiers.restorer.planner.costs
+    costs.observe({Resource.REMOTE: 1.0}, 2e-4)  # as the profile says of the disk
     core.believe_profile()
     if rank == LATE:
         wrap = partial(Late, seconds=0.1, loses=True) if loses else OneByOne

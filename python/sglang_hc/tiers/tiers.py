@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
+from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
@@ -27,7 +28,8 @@ from sglang_hc.tree.identity import Prefix
 class Tiers:
     """The parts of one model's tiers. disk: what is below the host tier; None for nothing.
     exactness: what was measured at start of what comes back. ranks: who decides
-    with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse."""
+    with them. own_errors: counts of what was wrong with a request, or with us, and cost reuse.
+    profile: keeps what is learned of the costs; None where another rank or a user does."""
 
     host: HostTier
     disk: DiskTier | None
@@ -38,6 +40,7 @@ class Tiers:
     exactness: Exactness
     ranks: Ranks = ALONE
     own_errors: Counter[str] = field(default_factory=Counter)
+    profile: CachedProfile | None = None
 
     @property
     def layout(self) -> BlockLayout:
@@ -67,6 +70,8 @@ class Tiers:
             self.disk.poll()
         self.retention.upkeep()
         self.restorer.poll()
+        if self.profile is not None:
+            self.profile.poll()
 
     def drain(self) -> None:
         """Wait until everything saved so far can be served; for tests and orderly stops."""
@@ -101,6 +106,8 @@ class Tiers:
             self.disk.close()
         self.capture.scatters.close()
         self.restorer.path.copy_stream.close()
+        if self.profile is not None:
+            self.profile.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""

@@ -17,14 +17,14 @@ from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.config import GIB, ConfigError
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
-from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
+from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
-from sglang_hc.restore.cost_watch import CostWatch, timer_for
+from sglang_hc.restore.cost_observer import CostObserver, timer_for
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
@@ -157,11 +157,10 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
 def _tiers(model: Model, device: Device, sizes: TierSizes, io: Io, ranks: Ranks) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
-    costs = CorrectedCosts(state.cost) if state.cost is not None else None
-    watch = None
+    costs, observer = state.cost, None
     # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
     if costs is not None and ranks.count == 1:
-        watch = CostWatch(costs, state.plan, timer_for(copy_stream), copy_stream)
+        observer = CostObserver(costs, sizes.layout, timer_for(copy_stream), copy_stream)
     # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
     alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
     planner = RestorePlanner(
@@ -208,13 +207,22 @@ def _tiers(model: Model, device: Device, sizes: TierSizes, io: Io, ranks: Ranks)
         host,
         disk,
         _capture(model, device, io, host, disk, scatters, ranks),
-        Restorer(host, path, planner, watch, counters, ranks),
+        Restorer(host, path, planner, observer, counters, ranks),
         queue,
         Retention(host, disk, pins, priority, ranks.clock),
         device.exactness,
         ranks,
         own_errors,
+        _cached_profile(model),
     )
+
+
+def _cached_profile(model: Model) -> CachedProfile | None:
+    """Rank 0 keeps what it learns; a profile that the user gave stays as it is."""
+    cost = model.state.cost
+    if cost is None or model.config.profile is not None or model.state.group.rank:
+        return None
+    return CachedProfile(cost)
 
 
 def _can_meet(model: Model, device: Device) -> bool:

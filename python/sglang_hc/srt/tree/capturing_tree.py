@@ -35,7 +35,7 @@ class CapturingTree(SglangTree):
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
-            self.tiers.restorer.gate.prefill_begins(prefilled(forward_batch))
+            self.tiers.restorer.prefill_begins(prefilled(forward_batch))
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
