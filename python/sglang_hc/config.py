@@ -29,8 +29,11 @@ READ_BUFFER_GIB = 0.5
 """Size of the read buffer on a GPU when none is given: at 50 GB/s what the link brings in the 10 ms
 of a decode step. Without a GPU nothing overlaps with the copies, and there is none."""
 
-REMOTES = ("file", "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
-"""SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
+FILE = "file"
+"""The remote store that is a directory, kept as those of `--hc-disk`."""
+
+REMOTES = (FILE, "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
+"""It, and SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
 
 
 class HcConfig(msgspec.Struct, frozen=True):
@@ -185,6 +188,24 @@ def read_remote_config(text: str | None) -> dict[str, object]:
     return decode_json(text, dict[str, object], where)
 
 
+def shared_directory(config: HcConfig) -> str | None:
+    """The directory of `--hc-remote file`, as `--hc-disk` names one. Raises ConfigError."""
+    if config.remote != FILE:
+        return None
+    options = read_remote_config(config.remote_config)
+    directory = options.pop("dir", None)
+    if not isinstance(directory, str) or options:
+        raise ConfigError(
+            "--hc-remote file needs a directory that all servers share, and takes nothing else: "
+            """give --hc-remote-config '{"dir": "DIR[:SIZE_GB]"}'"""
+        )
+    try:
+        check_disk(directory)
+    except ConfigError as error:
+        raise ConfigError(f"--hc-remote file: {error}") from None
+    return directory
+
+
 class Need(NamedTuple):
     """What an option has no effect without.
 
@@ -269,7 +290,8 @@ FLAGS: dict[str, Flag] = {
         check=_between(0, float("inf"), "0 (off) or a number of GiB"),
     ),
     "remote": Flag(
-        "keep full blocks in a store that servers share: one of SGLang's storage back ends",
+        "keep full blocks in a store that servers share: a directory (file) or one of SGLang's "
+        "storage back ends",
         choices=REMOTES,
     ),
     "remote_config": Flag(

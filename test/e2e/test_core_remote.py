@@ -1,4 +1,5 @@
-"""A remote store under SGLang's real scheduler: two servers, one directory."""
+"""A remote store under SGLang's real scheduler: two servers, and one directory or one store of
+files between them."""
 
 from __future__ import annotations
 
@@ -11,23 +12,39 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from sglang_hc.store.disk.format import Block, BlockHeader, StoredModel, seal_block
 from support.core import MODELS, Core, run_in_child
+from support.stored_files import in_files
+from support.waiting import until
 
 FLAGS = ("--max-total-tokens", "640", "--hc-host-size-gb", "0.2")
 PROMPT = random.Random(3).choices(range(3, 900), k=200)
 FOLLOW = random.Random(4).choices(range(3, 900), k=20)
 
 
+def in_directory(folder: str) -> tuple[str, ...]:
+    return "--hc-remote", "file", "--hc-remote-config", json.dumps({"dir": f"{folder}:1"})
+
+
+KINDS = {"file": in_directory, "dynamic": in_files}
+
+
 def server(
-    form: str, directory: str, *flags: str, dtype: str = "float32", model: str = "llama-mha"
+    form: str,
+    directory: str,
+    *flags: str,
+    dtype: str = "float32",
+    model: str = "llama-mha",
+    kind: str = "file",
 ) -> Core:
-    where = json.dumps({"dir": directory})
-    remote = ("--hc-remote", "file", "--hc-remote-config", where)
+    remote = KINDS[kind](directory)
     return Core("--hc-forms", form, "--dtype", dtype, *remote, *flags, *FLAGS, model=model)
 
 
-def first_turn(form: str, directory: str, *flags: str, model: str = "llama-mha") -> tuple:
-    core = server(form, directory, *flags, model=model)
+def first_turn(
+    form: str, directory: str, *flags: str, model: str = "llama-mha", kind: str = "file"
+) -> tuple:
+    core = server(form, directory, *flags, model=model, kind=kind)
     reply = core.ask(PROMPT, 60)
     core.settle()
     return reply.tokens, core.tree.stats()
@@ -35,9 +52,9 @@ def first_turn(form: str, directory: str, *flags: str, model: str = "llama-mha")
 
 def second_turn(
     form: str, directory: str, history: list[int], flags: tuple[str, ...] = (),
-    salt: str | None = None, dtype: str = "float32",
+    salt: str | None = None, dtype: str = "float32", kind: str = "file",
 ) -> tuple:  # fmt: skip
-    core = server(form, directory, *flags, dtype=dtype)
+    core = server(form, directory, *flags, dtype=dtype, kind=kind)
     reply = core.ask(history, 24, salt)
     core.settle()
     shown = type(core.tree.cache_controller.storage_backend).__name__
@@ -52,30 +69,41 @@ def both_turns(form: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("form", ["hidden", "kv"])
+@pytest.mark.parametrize(("kind", "name"), [("file", "file"), ("dynamic", "Files")])
 def test_one_server_goes_on_with_what_another_computed(
-    models: None, tmp_path: Path, form: str
+    models: None, tmp_path: Path, form: str, kind: str, name: str
 ) -> None:
+    def first_of_kind(form: str, directory: str) -> tuple:
+        return first_turn(form, directory, kind=kind)
+
+    def second_of_kind(form: str, directory: str, history: list[int]) -> tuple:
+        return second_turn(form, directory, history, kind=kind)
+
     first, wanted = run_in_child(both_turns, form)
-    tokens, stats = run_in_child(first_turn, form, str(tmp_path))
+    tokens, stats = run_in_child(first_of_kind, form, str(tmp_path))
     assert tokens == first
     assert stats["remote_saved_blocks"] == 4
     history = [*PROMPT, *first, *FOLLOW]
-    reply, stats, shown = run_in_child(second_turn, form, str(tmp_path), history)
+    reply, stats, shown = run_in_child(second_of_kind, form, str(tmp_path), history)
     assert reply.storage == 256 == stats["restored_tokens"]  # all full blocks of 260 tokens
     assert stats["remote_loaded_blocks"] == 4
     assert reply.tokens == wanted
-    assert shown == "HiCacheFile"
+    assert shown == name
 
 
 def second_turn_uninterrupted(directory: str, history: list[int]) -> int:
     """Tokens that come from the store when no thread is made to let go of the interpreter."""
-    core = server("kv", directory)
+    core = server("kv", directory, kind="dynamic")
     sys.setswitchinterval(1e6)
     return core.ask(history, 1).storage
 
 
+def first_of_files(directory: str) -> tuple:
+    return first_turn("kv", directory, kind="dynamic")
+
+
 def test_passes_without_a_batch_let_the_store_be_read(models: None, tmp_path: Path) -> None:
-    first, _ = run_in_child(first_turn, "kv", str(tmp_path))
+    first, _ = run_in_child(first_of_files, str(tmp_path))
     history = [*PROMPT, *first, *FOLLOW]
     assert run_in_child(second_turn_uninterrupted, str(tmp_path), history) == 256
 
@@ -147,14 +175,14 @@ def test_a_disk_and_a_remote_store_together(models: None, tmp_path: Path) -> Non
     assert (stats["disk_loaded_blocks"], stats["remote_loaded_blocks"]) == (1, 3)
     assert reply.storage == 256
     assert reply.tokens == wanted
-    assert shown == "disk+HiCacheFile"
+    assert shown == "disk+file"
 
 
 def test_damage_in_the_store_is_recomputed(models: None, tmp_path: Path) -> None:
     first, wanted = run_in_child(both_turns, "kv")
     run_in_child(first_turn, "kv", str(tmp_path))
     rng = random.Random(0)
-    for value in (tmp_path / "sglang-hc").iterdir():
+    for value in tmp_path.glob("sglang-hc/*-*/?/?/*"):
         with value.open("r+b") as file:
             file.seek(rng.randrange(value.stat().st_size))
             file.write(b"\xa5\x5a")
@@ -165,19 +193,63 @@ def test_damage_in_the_store_is_recomputed(models: None, tmp_path: Path) -> None
     assert reply.tokens == wanted
 
 
+def with_key(key: Path, secret: bytes) -> tuple[str, ...]:
+    key.write_bytes(secret)
+    key.chmod(0o600)
+    return "--hc-remote-key", str(key)
+
+
+def test_only_servers_with_the_same_key_share_a_directory(models: None, tmp_path: Path) -> None:
+    """Others find nothing there, and make no error of it; a block that is put there without the
+    key is forged."""
+    first, wanted = run_in_child(both_turns, "kv")
+    shared, history = str(tmp_path / "shared"), [*PROMPT, *first, *FOLLOW]
+    own = with_key(tmp_path / "key", b"a" * 16)
+    _, stats = run_in_child(first_turn, "kv", shared, *own)
+    assert stats["remote_saved_blocks"] == 4
+    for flags in ((), with_key(tmp_path / "other", b"b" * 16)):
+        reply, stats, _ = run_in_child(second_turn, "kv", shared, history, flags)
+        assert reply.tokens == wanted and reply.cached == 0
+        assert not any(name.startswith("remote_read") for name in stats)
+    reply, stats, _ = run_in_child(second_turn, "kv", shared, history, own)
+    assert reply.tokens == wanted and reply.storage == 256
+    blocks = list(Path(shared).glob("sglang-hc/*-*/?/?/*"))
+    assert len(blocks) > 12, "of three kinds of servers"
+    for path in blocks:
+        forge(path)
+    reply, stats, _ = run_in_child(second_turn, "kv", shared, history, own)
+    assert reply.tokens == wanted and reply.cached == 0 and stats["remote_forged"] >= 1
+
+
+def forge(path: Path) -> None:
+    """Another block's bytes under the same names, with digests that fit, by nobody's key."""
+    raw = bytearray(path.read_bytes())
+    header = BlockHeader.unpack(memoryview(raw))
+    raw[header.header_bytes :] = raw[header.header_bytes :][::-1]
+    chunks, at = [], 0
+    for layer, length, _ in header.table:
+        chunks.append((layer, at, length))
+        at += length
+    model = StoredModel.of(chunks, header.fingerprint, "", header.part)
+    block = Block(header.block_id, header.parent_id, header.label, header.position, header.tokens)
+    page, data = memoryview(raw)[: header.header_bytes], memoryview(raw)[header.header_bytes :]
+    seal_block(page, data, block, model, header.created)
+    path.write_bytes(raw)
+
+
 def cleared(directory: str) -> tuple:
     core = server("hidden", directory)
     first = core.ask(PROMPT, 60)
     core.settle()
-    core.tree.clear_storage_backend()
-    while not core.tree.stats()["remote_usable"]:
-        core.tree.tiers.poll()
-    files = list(Path(directory, "sglang-hc").iterdir())
+    ended: list[bool] = []
+    core.tree.clear_storage_backend(ended.append)
+    until(lambda: core.run(1) or ended)
+    files = list(Path(directory).glob("sglang-hc/*-*/?/?/*"))
     assert core.scheduler.flush_cache()
-    return core.ask([*PROMPT, *first.tokens, *FOLLOW], 24), files
+    return core.ask([*PROMPT, *first.tokens, *FOLLOW], 24), files, ended
 
 
 def test_clear_empties_the_store(models: None, tmp_path: Path) -> None:
-    reply, files = run_in_child(cleared, str(tmp_path))
-    assert reply.cached == 0
+    reply, files, ended = run_in_child(cleared, str(tmp_path))
+    assert reply.cached == 0 and ended == [True]
     assert files == []

@@ -139,7 +139,7 @@ class Server:
 
     def chunk(self, block: int, layer: int) -> Range:
         """Where a layer of a block lies."""
-        store = self._threads._store
+        store = self._threads._store._store
         model, directory = store.model, store.directory_of(self._path[block])
         (found,) = (chunk for chunk in model.chunks if chunk.layer == layer)
         begin = model.header_bytes + found.offset
@@ -263,7 +263,7 @@ def given_up(folder: str, profile: str, layer: int) -> tuple[Reply, dict[str, in
     and the request comes again."""
     server, goes_on = Server(folder, profile), threading.Event()
     chunks = [server.chunk(block, layer) for block in range(BLOCKS)]
-    disk = server.core.tree.tiers.disk._io
+    disk = server.core.tree.tiers.disk._io._store
 
     def stand_still(path: str, begin: int, end: int) -> None:
         if any(chunk.overlaps(path, begin, end) for chunk in chunks):

@@ -16,7 +16,7 @@ from sglang_hc.store.disk.folders import (
     model_folders,
     store_root,
 )
-from sglang_hc.store.remote.envelope import fingerprint_of_part
+from sglang_hc.store.disk.format import part_of
 from sglang_hc.tools.bench.server import ServerProcess
 from sglang_hc.tools.disk.fsck import check
 from support.conversations import check_same_tokens
@@ -60,9 +60,7 @@ def test_each_form_on_two_stages_of_two_ranks(models: None, model: str, form: st
 def part_folder(disk: Path, part: str) -> ModelFolder:
     """Where the parts of one rank lie."""
     found = model_folders(store_root(str(disk)))
-    (one,) = [
-        f for f in found if fingerprint_of_part(fingerprint_of(f)[0], part) in fingerprint_of(f)
-    ]
+    (one,) = [f for f in found if part_of(fingerprint_of(f)[0], part) in fingerprint_of(f)]
     return one
 
 
@@ -128,7 +126,7 @@ def test_a_remote_store_of_two_stages_of_two_ranks(models: None, tmp_path: Path)
     found = run_ranks(beside_store, str(tmp_path), ranks=RANKS)
     check_tokens(found)
     assert found[0].stored == BLOCKS
-    keys = {file.name.split("-")[1] for file in (tmp_path / "sglang-hc").iterdir()}
+    keys = {folder.path for folder in model_folders(store_root(str(tmp_path)))}
     assert len(keys) == RANKS, "each rank has its own"
 
 

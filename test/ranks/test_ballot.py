@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
@@ -120,12 +121,12 @@ def test_what_was_seen_settled_and_not_told_is_decided_once() -> None:
     assert one.failures == {(0, Outcome.IO_ERROR): 1, (1, Outcome.IO_ERROR): 1}
 
 
-@pytest.mark.parametrize(("kind", "value"), [(Kind.LOOKUP, 3), (Kind.REMOTE, 8)])
-def test_the_value_of_a_verdict(kind: Kind, value: int) -> None:
+@pytest.mark.parametrize(("of_all", "value"), [(min, 3), (max, 8)])
+def test_the_value_of_a_verdict(of_all: Callable[[Iterable[int]], int], value: int) -> None:
     """A path is there as far as every rank has found it; a read takes as long as the slowest."""
-    one, two, three = all_three = ballots(3, kind)
+    one, two, three = all_three = ballots(3)
     for ballot, own in zip(all_three, (8, 3, 5), strict=True):
-        begin(ballot, 6)
+        ballot.begin(6, lambda: None, of_all)
         ballot.vote(6, Outcome.OK, own)
     assert one.settled() == [Verdict(0, Outcome.OK, value)]
     two.decide(one.settled())

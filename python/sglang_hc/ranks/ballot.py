@@ -30,8 +30,8 @@ def a_moment() -> None:
 
 
 class Verdict(NamedTuple):
-    """How an operation ended for all ranks. value: see `Vote`; the least of all ranks' for a
-    look-up, else the largest."""
+    """How an operation ended for all ranks. value: see `Vote`; what `Ballot.begin` made of all
+    ranks'."""
 
     number: int
     outcome: Outcome
@@ -73,6 +73,8 @@ class Ballot:
         self._numbers = itertools.count()
         self._open: dict[int, int] = {}
         """Tickets by number."""
+        self._of_all: dict[int, Callable[[Iterable[int]], int]] = {}
+        """How all ranks' values become one, by number."""
         self._names: dict[int, int] = {}
         """Numbers by ticket."""
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
@@ -89,9 +91,16 @@ class Ballot:
         """Operations that are not decided on."""
         return len(self._open)
 
-    def begin(self, ticket: int, start: Callable[[], None]) -> None:
-        """An operation begins: `start` is called as soon as it has a place on the board."""
+    def begin(
+        self,
+        ticket: int,
+        start: Callable[[], None],
+        of_all: Callable[[Iterable[int]], int] = max,
+    ) -> None:
+        """An operation begins: `start` is called as soon as it has a place on the board. of_all:
+        makes one value of those of all ranks."""
         number = next(self._numbers)
+        self._of_all[number] = of_all
         self._open[number] = ticket
         self._names[ticket] = number
         self._held.append((number, start))
@@ -123,7 +132,7 @@ class Ballot:
         """These operations are over, on all ranks; for rank 0, all that it had seen settled."""
         for number, outcome, value in verdicts:
             ticket = self._open.pop(number)
-            del self._names[ticket]
+            del self._names[ticket], self._of_all[number]
             self._voted.pop(number, None)
             self._decided.append(Decided(ticket, outcome, value))
         self._settled = []
@@ -184,8 +193,7 @@ class Ballot:
         for rank, vote in enumerate(votes):
             if vote.outcome not in GOOD:
                 self.failures[rank, vote.outcome] += 1
-        of_all = min if self._kind is Kind.LOOKUP else max
-        value = of_all(vote.value for vote in votes)
+        value = self._of_all[number](vote.value for vote in votes)
         return Verdict(number, verdict_of(vote.outcome for vote in votes), value)
 
     def _start(self) -> None:

@@ -43,8 +43,9 @@ class Kind(enum.IntEnum):
 
     SCATTER = 0
     BLOCK = 1
-    REMOTE = 2
-    LOOKUP = 3
+    BLOCK_LOOKUP = 2
+    REMOTE = 3
+    LOOKUP = 4
 
 
 class Vote(NamedTuple):

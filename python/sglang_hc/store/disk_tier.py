@@ -22,7 +22,7 @@ from typing import NamedTuple
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, LocalBlockIo, count_write
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
@@ -61,7 +61,7 @@ BlockSeconds = Callable[[SourceTier], float]
 class LayerDisk(NamedTuple):
     """A disk that reads layer by layer. stored: the layers of a block."""
 
-    io: OwnDisk
+    io: LocalBlockIo
     stored: tuple[int, ...]
 
 
@@ -131,10 +131,7 @@ class DiskTier:
         label = clip_label(node.namespace or "")  # as much of it as a header has room for
         block = Block(node.block_id, parent.block_id, label, len(path) - 1, node.tokens)
         ticket = next(self._tickets)
-        if not self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S):
-            self.counters["disk_save_dropped"] += 1
-            self._write_failed(node)
-            return
+        self._io.write(ticket, block, node.slot, self.now() + WRITE_DEADLINE_S)
         for watch in self._watches.values():
             watch.disturbed()
         self._host.pin([node])

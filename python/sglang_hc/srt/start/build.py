@@ -7,6 +7,7 @@ sizes, memory, what lies below host memory, the tiers, the tree.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
-from sglang_hc.config import GIB, ConfigError, read_buffer_bytes
+from sglang_hc.config import GIB, ConfigError, read_buffer_bytes, shared_directory
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.queue.lookahead import QueueRules, QueueView
@@ -28,7 +30,7 @@ from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt.arguments.storage_backends import remote_store
+from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.guard import protect
 from sglang_hc.srt.engine.scheduler import BUILDING, TREE
@@ -45,15 +47,15 @@ from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.block_io import BlockIo, LocalBlockIo
+from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError
-from sglang_hc.store.disk.format import WHOLE
+from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.disk_tier import DiskTier, LayerDisk
 from sglang_hc.store.host_memory import MemorySpec
-from sglang_hc.store.opening import DiskSpec, Io, open_io
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.opening import DiskSpec, Io, open_directories, open_io
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.store.remote import Chain, RemoteBlocks
-from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tiers.grafts import Grafts
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -132,17 +134,13 @@ def _factories(model: Model, sizes: TierSizes, ranks: Ranks) -> TierFactories:
 
 def _open_io(model: Model, sizes: TierSizes) -> Io:
     """Host memory, executor and disk."""
-    config, runner, capture = model.config, model.runner, model.state.memory
+    config, capture = model.config, model.state.memory
     snapshots = SNAPSHOT_BUFFERS if sizes.layout.plan.hidden else 0
     rows = capture.sizes.snapshot_rows
     memory = MemorySpec(sizes.layout, sizes.num_slots, rows, snapshots)
     disk = None
     if config.disk:
-        label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        place = place_of(runner)
-        part = fingerprint_of_part(sizes.fingerprint, place.part) if place.part else WHOLE
-        folders = directories(config, place)
-        disk = DiskSpec(folders, sizes.fingerprint, label, part, config.ttl or None)
+        disk = _directories(model, sizes, config.disk)
     try:
         io = open_io(memory, disk)
     except DirectoryError as error:
@@ -153,6 +151,29 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
     return io
+
+
+def _directories(
+    model: Model, sizes: TierSizes, texts: Sequence[str], key: bytes | None = None
+) -> DiskSpec:
+    """Directories as `--hc-disk` names them, for this rank. Raises DirectoryError."""
+    args, place = model.runner.server_args, place_of(model.runner)
+    label = str(args.served_model_name or args.model_path)
+    part = part_of(sizes.fingerprint, place.part)
+    folders, ttl = directories(texts, place), model.config.ttl or None
+    return DiskSpec(folders, sizes.fingerprint, label, part, ttl, key)
+
+
+def _remote_store(model: Model, sizes: TierSizes, io: Io) -> LocalBlockIo:
+    """The store of `--hc-remote`. Raises ConfigError."""
+    config, pool, shared = model.config, io.memory.pool, shared_directory(model.config)
+    spec = _directories(model, sizes, [shared] if shared else [], remote_key(config))
+    if shared is None:
+        return remote_store(config, pool, spec.model(pool.layout), io.counts)
+    try:
+        return open_directories(spec, pool, io.counts, SourceTier.REMOTE)
+    except DirectoryError as error:
+        raise ConfigError(str(error).replace("--hc-disk", "--hc-remote file")) from None
 
 
 # -- tiers ---------------------------------------------------------------------------------------
@@ -245,13 +266,14 @@ def _disk(
     below: BlockIo | None = None
     layers = None
     if io.blocks is not None:
-        below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
+        capacity = model.state.group.least(io.blocks.capacity)
+        below = KnownBlocks(ranks.blocks(io.blocks, capacity), ranks.clock)
         if ranks.count == 1:  # several would have to agree on each layer
             layers = LayerDisk(io.blocks, sizes.layout.stored_layers)
     if model.config.remote is not None:
-        part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
-        store = remote_store(model.config, io.memory.pool, part, io.counts)
-        far = RemoteBlocks(ranks.store(store), io.counts, ranks.clock)
+        store = _remote_store(model, sizes, io)
+        capacity = model.state.group.least(store.capacity)
+        far = KnownBlocks(ranks.blocks(store, capacity), ranks.clock)
         below = far if below is None else Chain(below, far)
     if below is None:
         return None

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from sglang_hc.store.disk.backend import File, ThreadMemory
 from sglang_hc.store.disk.directory import Directory
-from sglang_hc.store.disk.format import BlockHeader, Chunk, Damaged, check_chunk, check_header
+from sglang_hc.store.disk.format import (
+    BlockHeader,
+    Chunk,
+    Damaged,
+    Forged,
+    check_chunk,
+    check_header,
+)
 from sglang_hc.store.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -66,6 +73,7 @@ class BlockReader:
         except _TimedOut:
             return Outcome.TIMED_OUT
         except (Damaged, IsADirectoryError) as problem:
+            directory.count("forged", isinstance(problem, Forged))
             # The file of a block that is evicted while it is read gets other bytes.
             return Outcome.DAMAGED if self._drop(block_id, problem) else Outcome.MISSING
         except OSError as problem:
@@ -111,7 +119,7 @@ class BlockReader:
         """Raises Damaged when a chunk is not the one of the header."""
         for number in wanted:
             _, start, length = self._model.chunks[number]
-            check_chunk(header, number, read.into[start : start + length])
+            check_chunk(header, number, read.into[start : start + length], self._model.key)
 
     def _fetch(
         self, file: File, read: Read, page: memoryview | None, wanted: Sequence[int]
