@@ -6,6 +6,9 @@ A hook of the backend does what another thread or server does at the worst momen
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from sglang_hc.store import known_blocks
-from sglang_hc.store.disk import DiskStore
+from sglang_hc.store.block_io import BlockDone
+from sglang_hc.store.disk import DirectoryError, DiskStore, sharing
 from sglang_hc.store.disk.maintenance import LOOK_S
 from sglang_hc.store.disk.sharing import NEW, SERVERS, living_servers
 from sglang_hc.store.disk.threads import DiskThreads
@@ -38,7 +42,7 @@ from support.disk_store import (
     put,
     remove,
 )
-from support.waiting import HANGS_S, until
+from support.waiting import HANGS_S, in_time, until
 
 BLOCKS = make_path(6)
 NAMES = [block.block_id for block in BLOCKS]
@@ -267,6 +271,67 @@ def test_a_ledger_that_says_nothing_is_counted_anew(scratch: Path) -> None:
         check_ledgers(store)
         remove(store, [extra.block_id])
     store.close()
+
+
+# -- a server that stands still ------------------------------------------------------------------
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from support.disk_store import Faults, FaultyBackend, make_path, open_store, put
+
+def stop(path):
+    faults.on_create = lambda path: None
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+faults = Faults(on_create=stop)  # a file is made while the lock is held
+store = open_store(Path(sys.argv[1]), backend=FaultyBackend(faults))
+(outcome,) = put(store, make_path(1))
+print(outcome.value, flush=True)
+store.close()
+"""
+
+
+def stopped_server(folder: Path) -> subprocess.Popen[str]:
+    """A server that stands still while it holds the directory's lock."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _, status = os.waitpid(server.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    return server
+
+
+def test_a_server_that_is_stopped_with_the_lock_holds_up_nobody_for_ever(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others read on and fail to write, which is counted; who starts is told why it cannot; and
+    the stopped one goes on where it was."""
+    one = open_store(scratch)
+    threads = DiskThreads(one, HostPool(LAYOUT, 2), Counter())
+    put(one, BLOCKS[1:2])
+    server = stopped_server(scratch)
+    try:
+        monkeypatch.setattr(sharing, "LOCK_S", 0.1)
+        threads.write(1, BLOCKS[2], 0, in_time())
+        done: list[BlockDone] = []
+        until(lambda: done, lambda: done.extend(threads.poll()))
+        assert [answer.outcome for answer in done] == [Outcome.IO_ERROR]
+        assert is_served(one, BLOCKS[1])
+        one.tick()
+        assert one.counters()["maintenance_errors"] == 1
+        with pytest.raises(DirectoryError, match="another server does not give its lock back"):
+            open_store(scratch)
+    finally:
+        server.send_signal(signal.SIGCONT)
+    said, _ = server.communicate(timeout=HANGS_S)
+    assert said == "ok\n" and one.find(BLOCKS[0].block_id)
+    assert put(one, BLOCKS[2:3]) == [Outcome.OK]
+    check_ledgers(one)
+    threads.close()
 
 
 # -- asking, off the scheduler thread -------------------------------------------------------------

@@ -13,7 +13,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_hc.config import HcConfig, read_remote_config, shared_directory
 from sglang_hc.errors import ConfigError
+from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.format import StoredModel, mac_key
+from sglang_hc.store.disk.opening import make_root
 from sglang_hc.store.host_pool import HostPool
-from sglang_hc.store.ownership import distrusted, read_remote_key
+from sglang_hc.store.ownership import read_remote_key
 from sglang_hc.store.remote import Frames, RemoteBackend, RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,6 @@ PACKAGES = {
 
 NIXL_DIRECTORY = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
 """Where NIXL looks for its directory on a file system, our option `dir`."""
-
-REMEDY = "give a directory that this user can write to as dir of --hc-remote-config"
-
-FOLDER = "sglang-hc"
-"""Made inside that directory, because a back end takes every file there for its own."""
 
 
 class FramePool:
@@ -229,21 +225,13 @@ def _nixl_directory(directory: object) -> str | None:
     directory = directory or NIXL_DIRECTORY.get()
     if directory is None:
         return None
-    folder = Path(str(directory)).expanduser().resolve() / FOLDER
+    path = os.path.realpath(os.path.expanduser(str(directory)))
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = distrusted(str(folder))
-        writable = os.access(folder, os.W_OK | os.X_OK)
+        return make_root(path)
+    except DirectoryError as error:
+        raise ConfigError(str(error).replace("--hc-disk", "--hc-remote nixl")) from None
     except OSError as error:
         raise ConfigError(
-            f"--hc-remote nixl: {folder} cannot be made ({error}); {REMEDY}"
+            f"--hc-remote nixl: {path} cannot be used ({error.strerror}); give a directory that "
+            "this user can write to as dir of --hc-remote-config"
         ) from None
-    if reason is not None:
-        raise ConfigError(
-            f"--hc-remote nixl: {folder} is not safe to share ({reason}): who can write there "
-            "decides what this server answers; give it to this user or to root and run "
-            f"chmod o-w {folder}, or name another directory as dir of --hc-remote-config"
-        )
-    if not writable:
-        raise ConfigError(f"--hc-remote nixl: {folder} cannot be written; {REMEDY}")
-    return str(folder)
