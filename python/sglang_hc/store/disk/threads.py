@@ -1,4 +1,4 @@
-"""The disk store as a `LocalBlockIo`: each directory has threads that read and others that write."""
+"""The disk store as a `LocalBlockIo`: each directory has threads that read and some that write."""
 
 from __future__ import annotations
 
