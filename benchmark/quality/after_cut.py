@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import ROOT
-from sglang_hc.tools.bench import machine
-from sglang_hc.tools.bench.server import ServerProcess
+from benchmark.harness import machine
+from benchmark.harness.server import ServerProcess
 
 MODEL = "smollm2-135m"
 MODES = ("recompute", "reembed")
@@ -114,7 +114,7 @@ def main() -> int:
     script = [sys.executable, str(ROOT / "scripts" / "get_real_model.py")]
     if subprocess.run([*script, "--output", str(ROOT / "models")], check=False).returncode:
         return 2
-    from support.real_text import tokens_of
+    from benchmark.quality.real_text import tokens_of
 
     text = tokens_of(MODEL, "constitution.txt")
     env = {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT / "python")}
@@ -133,11 +133,8 @@ def main() -> int:
         print("  ".join(line))
     if args.out is not None:
         result = {
-            "experiment": "after a cut",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": machine.command(),
+            **machine.about("after a cut"),
             "seconds": round(time.monotonic() - begun),
-            "machine": machine.describe(),
             "model": MODEL,
             "settings": {"window": WINDOW, "flags": FLAGS, "threads": args.threads},
             "rows": rows,

@@ -1,6 +1,6 @@
 """One model in this process with the server's own parts around it, for timing restorations.
 
-SGLang's real scheduler is built (test/support/core.py), so pool, projection, attention backend and
+SGLang's real scheduler is built (harness/core.py), so pool, projection, attention backend and
 recomputation are those of a server; no request is run.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmark.harness.core import Core
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, LayerPlan, StateShape
 from sglang_hc.policy.cost_model import CostModel
 from sglang_hc.policy.eviction import LruPolicy
@@ -28,7 +29,6 @@ from sglang_hc.store.opening import DiskSpec, open_io
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import pack_tokens
-from support.core import Core
 
 PATTERN = 1 << 20
 """Random values that a host pool is filled with, again and again."""
@@ -44,7 +44,7 @@ class Engine:
         from sglang_hc.srt.model.model_state import MODEL_STATE
 
         # In hidden form the factory chooses a projection and a stream; KV form uses neither.
-        words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25", "--hc-read-buffer-gb", "0"]
+        words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25"]
         words += ["--max-total-tokens", str(tokens + 1024), "--disable-cuda-graph"]
         self.core = Core(
             *words, *flags, model=str(folder.resolve()), profile=None,
@@ -139,17 +139,14 @@ class Stored:
         return History(host, tuple(parent.path()))
 
     def restore(
-        self, tokens: int, slots: str, recompute: int = 0, early: Any = None,
-        kv_per_hidden: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, tokens: int, slots: str, recompute: int = 0, kv_per_hidden: float = 0.0
+    ) -> None:
         """Submit what a server does between admission and the last layer's K/V."""
         engine = self.engine
         nodes = self.history(slots).nodes[: -(-tokens // BLOCK_TOKENS)]
         whole = engine.slots[:tokens]
         restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
-        path = RestorePath(
-            self.pool, engine.sink, self.ring, engine.recomputer, early, engine.side_stream
-        )
+        path = RestorePath(self.pool, engine.sink, self.ring, engine.recomputer, engine.side_stream)
         restore = RestorePass(path, [restoration], kv_per_hidden)
         with torch.no_grad():
             restore.recompute()

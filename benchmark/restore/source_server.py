@@ -1,6 +1,6 @@
 """A server in this process whose disk, or remote store, is as fast as a benchmark says.
 
-SGLang's scheduler is driven request by request (test/support/core.py), without overlap scheduling:
+SGLang's scheduler is driven request by request (harness/core.py), without overlap scheduling:
 that launches the next pass before it looks at the last one's result, and on a CPU a launch is the
 whole pass, so every first token would wait for a decoding pass that a GPU does not wait for. The
 disk is a real one with a token bucket before its reads.
@@ -119,7 +119,7 @@ class SourceServer:
 
     def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
-        from support.core import Core
+        from benchmark.harness.core import Core
 
         # Costs are measured now, not those of another start: a machine's speed drifts.
         shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
@@ -238,14 +238,12 @@ class SourceServer:
     def ttft(self, prompt: Sequence[int], arm: str) -> float:
         """Seconds from the arrival of a request to its first token, nothing but the source warm.
 
-        arm: `recompute` (nothing of it is stored), `serial` (all is read, then restored), `met`
-        (nothing is read layer by layer) or `overlapped` (what the server does).
+        arm: `recompute` (nothing of it is stored), `serial` (all is read, then restored) or
+        `overlapped` (what the server does).
         """
         disk, planner = self.tiers.disk, self.planner
         wants, disk._io.wants = disk._io.wants, lambda block_id: False  # nothing is written
         planner._always = arm == "serial"
-        layers = disk._layers
-        disk._layers = None if arm == "met" else layers
         salt = f"never stored {time.monotonic()}" if arm == "recompute" else None
         with _patience(600.0 if arm == "serial" else None):
             begin = time.perf_counter()
@@ -253,7 +251,7 @@ class SourceServer:
             self.core.run()
         reply = self.core.reply(rid)
         self.forget()  # the new tokens' blocks are saved meanwhile, and not written either
-        planner._always, disk._io.wants, disk._layers = False, wants, layers
+        planner._always, disk._io.wants = False, wants
         assert len(prompt) - reply.cached >= NEW, "the new tokens were stored"
         assert arm != "serial" or len(prompt) - reply.cached == NEW, "not everything was read"
         return self._first_token.pop(rid) - begin

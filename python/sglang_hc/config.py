@@ -11,6 +11,7 @@ import msgspec
 from sglang_hc.errors import ConfigError, convert, decode_json
 from sglang_hc.forms import LayerPlan
 from sglang_hc.memory import GIB, available_memory, total_memory
+from sglang_hc.policy.eviction import POLICIES
 from sglang_hc.profile_file import read_profile
 from sglang_hc.store.disk import DirectoryError, DirectorySpec
 from sglang_hc.store.ownership import read_remote_key
@@ -24,10 +25,6 @@ HOST_SHARE = 0.4
 HOST_MOST_GIB = 256
 """Most of that for one scheduler process: it locks its share for the GPU in one call when it
 starts, and nobody should wait minutes for a size that he did not ask for."""
-
-READ_BUFFER_GIB = 0.5
-"""Size of the read buffer on a GPU when none is given: at 50 GB/s what the link brings in the 10 ms
-of a decode step. Without a GPU nothing overlaps with the copies, and there is none."""
 
 FILE = "file"
 """The remote store that is a directory, kept as those of `--hc-disk`."""
@@ -49,7 +46,6 @@ class HcConfig(msgspec.Struct, frozen=True):
     eviction: str = "queue"
     prefetch: str = "queue"
     trace: str | None = None
-    read_buffer_gb: float | None = None
     remote: str | None = None
     remote_config: str | None = None
     remote_key: str | None = None
@@ -106,6 +102,8 @@ class HcConfig(msgspec.Struct, frozen=True):
     def from_mapping(cls, values: object, where: str) -> HcConfig:
         """Config from plain values. Raises ConfigError that names `where` and the field."""
         unknown = set(values) - set(FLAGS) if isinstance(values, dict) else set()
+        for name in unknown & GONE.keys():
+            raise ConfigError(f"{where}: {name} is gone: {GONE[name]}")
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"{where}: unknown {names}; known are {', '.join(sorted(FLAGS))}")
@@ -269,9 +267,9 @@ FLAGS: dict[str, Flag] = {
         check=check_disk,
     ),
     "eviction": Flag(
-        "what leaves a tier first: queue evicts what no waiting request needs, the others are for "
+        "what leaves a tier first: queue evicts what no waiting request needs, lru is for "
         "comparison",
-        choices=("queue", "lru", "fifo", "lfu"),
+        choices=POLICIES,
     ),
     "prefetch": Flag(
         "when blocks are read from disk: before a request's turn (queue), when it arrives, never",
@@ -279,15 +277,9 @@ FLAGS: dict[str, Flag] = {
         need=_BELOW,
     ),
     "trace": Flag(
-        "record what the tiers do in this file; `sglang-hc replay` reads it",
+        "record the load in this file; `sglang-hc simulate` and `capacity` read it",
         "FILE",
         check=_check_trace,
-    ),
-    "read_buffer_gb": Flag(
-        "device memory in GiB that holds chunks of waiting requests; 0 is off "
-        f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
-        "GIB",
-        check=_between(0, float("inf"), "0 (off) or a number of GiB"),
     ),
     "remote": Flag(
         "keep full blocks in a store that servers share: a directory (file) or one of SGLang's "
@@ -363,6 +355,12 @@ FLAGS: dict[str, Flag] = {
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""
 
+GONE = {
+    "read_buffer_gb": "blocks of waiting requests come into free slots of the KV pool, which needs "
+    "no memory of its own; leave it out",
+}
+"""Options of earlier releases, and what replaces each."""
+
 
 def flag_of(name: str) -> str:
     """The flag of a field."""
@@ -374,10 +372,3 @@ def host_bytes(config: HcConfig, processes: int = 1) -> int:
     if config.host_size_gb is not None:
         return int(config.host_size_gb * GIB) // processes
     return min(int(available_memory() * HOST_SHARE) // processes, HOST_MOST_GIB * GIB)
-
-
-def read_buffer_bytes(config: HcConfig, on_gpu: bool) -> int:
-    """Size of the read buffer in bytes; 0 for none."""
-    if config.read_buffer_gb is not None:
-        return int(config.read_buffer_gb * GIB)
-    return int(READ_BUFFER_GIB * GIB) if on_gpu else 0

@@ -6,11 +6,10 @@ And what agreeing costs.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from sglang_hc.ranks.agreement import Agreement
 from sglang_hc.store.outcome import Outcome
 from support import profiles
 from support.branching_talks import FLAGS, talk
+from support.decisions import note_decisions
+from support.prompts import in_store, on_disk
 from support.ranked_core import CORES, RankedCore, StagedCore, run_ranks
-from support.stored_files import in_files
 
 TALKS = 6
 MORE_AT_ONCE = ("--max-running-requests", "6")
@@ -96,12 +96,8 @@ def wrap_below(ranks: Agreement, wrap: Callable[[Any], Any]) -> None:
 
 def below(what: str, folder: str) -> tuple[str, ...]:
     """Flags of a disk, a store of files, or both, in this folder."""
-    flags: tuple[str, ...] = ()
-    if "disk" in what:
-        flags += "--hc-disk", f"{folder}/disk:1"
-    if "store" in what:
-        flags += in_files(f"{folder}/store")
-    return flags
+    disk = on_disk(f"{folder}/disk") if "disk" in what else ()
+    return (*disk, *(in_store(f"{folder}/store") if "store" in what else ()))
 
 
 def run(
@@ -109,34 +105,23 @@ def run(
 ) -> tuple:
     core = CORES[kind](
         rank, port, *FLAGS, "--hc-forms", "hidden:2,kv:2", *below(what, folder),
-        "--hc-trace", f"{folder}/t.jsonl", *(MORE_AT_ONCE if kind == "pp" else ()),
+        *(MORE_AT_ONCE if kind == "pp" else ()),
     )  # fmt: skip
-    ranks = core.tree.tiers.ranks
+    ranks, notes = core.tree.tiers.ranks, []
+    note_decisions(core.tree.tiers, notes)
     if rank == LATE:
         ranks._executor._inner = Late(ranks._executor._inner, scatter)
         wrap_below(ranks, lambda inner: Late(inner, io, loses=loses))
 
     def forget(turn: int) -> None:
         if turn == 1:
-            core.settle()
-            assert core.scheduler.flush_cache()
+            core.forget()
 
     rids = talk(core, TALKS, forget)
     core.settle()
     counts = core.tree.tiers.counts()
     core.tree.release_host_resources()
-    return [core.reply(rid).tokens for rid in rids], counts
-
-
-def decisions(folder: Path, kind: str, rank: int) -> list[dict[str, Any]]:
-    """The trace of a rank. Token ids are made unreadable by a secret of each file; a stage of a
-    pipeline has layers of its own."""
-    lines = [json.loads(line) for line in (folder / f"t.jsonl.{kind}{rank}").open()]
-    for line in lines:
-        line.pop("tokens", None)
-    if kind == "pp":
-        del lines[0]["slot_bytes"], lines[0]["layer_plan"]
-    return lines
+    return [core.reply(rid).tokens for rid in rids], counts, notes
 
 
 @pytest.mark.parametrize(
@@ -164,14 +149,13 @@ def test_one_late_rank(
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        (said, counts), (same, others) = run_ranks(
+        (said, counts, notes), (same, others, noted) = run_ranks(
             run, kind, what, str(folder), late_scatters, late_io, lost
         )
         tokens.append(said)
         assert said == same
-        trace = decisions(folder, kind, 0)
-        assert trace == decisions(folder, kind, 1)
-        assert len(trace) > 300 and counts["restored_tokens"] > 0
+        assert notes == noted and len(notes) > 300
+        assert counts["restored_tokens"] > 0
         failed = {key: count for key, count in counts.items() if key.startswith("rank")}
         may_fail = {f"rank{LATE}_{kind}_timed_out" for kind in ("block", "remote", "lookup")}
         assert set(failed) <= (may_fail if lost else set())
@@ -201,8 +185,7 @@ def meet(rank: int, port: int, what: str, folder: str, profile: str, loses: bool
         profile=profile,
     )  # fmt: skip
     first = core.ask(PROMPT, 30).tokens
-    core.settle()
-    assert core.scheduler.flush_cache()
+    core.forget()
     core.tree.tiers.restorer.planner.costs.observe_remote(2e-4)  # as the profile says of the disk
     core.believe_profile()
     if rank == LATE:
@@ -234,16 +217,16 @@ def test_a_history_is_met_by_both_ranks_at_one_point(
         assert 0 < counts["early_restored_tokens"] <= counts["restored_tokens"]
 
 
-def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:
-    """Collectives in each of the passes in which one request decodes and nothing else happens, and
-    the mean seconds of a pass."""
+COLLECTIVES = ("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "barrier")
+MESSAGES = ("isend", "irecv", "send", "recv", "broadcast", "all_reduce", "all_gather", "barrier")
+
+
+def count_calls(names: Sequence[str]) -> Counter[str]:
+    """Of `torch.distributed` in this process, from now on."""
     import torch.distributed as dist
 
-    core = RankedCore(
-        rank, port, "--max-total-tokens", "1200", "--dtype", "float32", "--random-seed", "1", *flags
-    )
     made: Counter[str] = Counter()
-    for name in ("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "barrier"):
+    for name in names:
         original = getattr(dist, name)
 
         def counted(*args: Any, _name: str = name, _original: Any = original, **kw: Any) -> Any:
@@ -251,6 +234,16 @@ def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[s
             return _original(*args, **kw)
 
         setattr(dist, name, counted)
+    return made
+
+
+def count_collectives(rank: int, port: int, *flags: str) -> tuple[list[Counter[str]], float]:
+    """Collectives in each of the passes in which one request decodes and nothing else happens, and
+    the mean seconds of a pass."""
+    core = RankedCore(
+        rank, port, "--max-total-tokens", "1200", "--dtype", "float32", "--random-seed", "1", *flags
+    )
+    made = count_calls(COLLECTIVES)
     core.submit(PROMPT[:100], 150)
     core.run(10)
     passes: list[Counter[str]] = []
@@ -329,25 +322,12 @@ def test_a_pipeline_is_cleared_when_nothing_is_between_its_stages(
     assert first["answers"]["ClearHiCacheReqOutput"] == [False, True]
 
 
-MESSAGES = ("isend", "irecv", "send", "recv", "broadcast", "all_reduce", "all_gather", "barrier")
-
-
 def count_messages(rank: int, port: int, *flags: str) -> list[Counter[str]]:
     """Messages of each pass of the event loop, from the first to the last of one request."""
-    import torch.distributed as dist
-
     core = StagedCore(
         rank, port, "--max-total-tokens", "1200", "--dtype", "float32", "--random-seed", "1", *flags
     )
-    made: Counter[str] = Counter()
-    for name in MESSAGES:
-        original = getattr(dist, name)
-
-        def counted(*args: Any, _name: str = name, _original: Any = original, **kw: Any) -> Any:
-            made[_name] += 1
-            return _original(*args, **kw)
-
-        setattr(dist, name, counted)
+    made = count_calls(MESSAGES)
     passes: list[Counter[str]] = []
     receive = core.scheduler.request_receiver.recv_requests
 

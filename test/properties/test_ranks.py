@@ -24,13 +24,12 @@ from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import OwnPaceStream
+from support.disk_machine import FAILURES, DiskMachine
 from support.examples import examples
 from support.fake_io import FakeIo
 from support.fake_store import FakeStoreIo
-from support.several_ranks import Group, Notes, together
-
-from .test_disk_tier_machine import FAILURES, DiskMachine
-from .test_tiers_machine import TiersMachine
+from support.several_ranks import Group, together
+from support.tiers_machine import TiersMachine
 
 SEEN: Counter[str] = Counter()
 
@@ -48,7 +47,7 @@ class Rank(DiskMachine):
 
     def __init__(self, agreement: Agreement) -> None:
         self.ranks = agreement
-        self.notes = Notes()
+        self.notes = []
         super().__init__()
 
     def make_copy_stream(self) -> OwnPaceStream:
@@ -64,7 +63,7 @@ class Rank(DiskMachine):
         return self.store
 
     def look(self) -> None:
-        """A pass of the queue, and of the read buffer."""
+        """A pass of the queue, and what waiting requests have is restored."""
         super().look()
         TiersMachine.look(self)
 
@@ -124,10 +123,8 @@ class Rank(DiskMachine):
             self.tiers.capture.drop(rid)
         self.tiers.drain()
         self.tiers.drain()  # what was saved just now has gone to disk
-        early = self.tiers.restorer.path.read_buffer
-        assert early is not None
-        early.on_schedule_step([], self.waiting_of)
-        early.clear()
+        for one in self.waiting.values():
+            self.check_early(one)
         self.tiers.restorer.clear()
         self.tiers.check_integrity()
         assert self.tiers.host.staged_slots == 0
@@ -141,7 +138,7 @@ class Rank(DiskMachine):
         counts = {k: v for k, v in self.tiers.counts().items() if not k.startswith("rank")}
         on_their_way = len(self.disk.coming), len(self.tiers.retention.pins)
         known = list(self.disk._io._far._presence._found.items())
-        return tree, host._free, records, counts, on_their_way, known, self.notes.lines
+        return tree, host._free, records, counts, on_their_way, known, self.notes
 
     def what_is_under_way_has_its_slot_for_itself(self) -> None:
         super().what_is_under_way_has_its_slot_for_itself()
@@ -200,7 +197,7 @@ class Storm:
         for rank in self.ranks:
             rank.every_slot_has_one_owner()
             rank.what_is_under_way_has_its_slot_for_itself()
-            rank.notes.lines.clear()
+            rank.notes.clear()
 
     def action(self) -> None:
         """The same on all ranks."""
@@ -281,7 +278,7 @@ class RingRank(Rank):
 
 
 class Stage(Rank):
-    """Has no read buffer: what fits into one depends on the layers of a stage."""
+    """Restores nothing before a request's turn."""
 
     def look(self) -> None:
         DiskMachine.look(self)
@@ -326,7 +323,7 @@ class Pipeline(Storm):
         """The first stage is through with a pass; the second handles the one before."""
         first = self.ranks[0]
         self.wanted.append(copy.deepcopy(first.picture()))
-        first.notes.lines.clear()
+        first.notes.clear()
         self.later.append(self.today)
         self.today = []
         if len(self.later) > 1:
@@ -337,7 +334,7 @@ class Pipeline(Storm):
         for call in self.later.popleft():
             call()
         assert second.picture() == self.wanted.popleft()
-        second.notes.lines.clear()
+        second.notes.clear()
         for rank in self.ranks:
             rank.every_slot_has_one_owner()
             rank.what_is_under_way_has_its_slot_for_itself()

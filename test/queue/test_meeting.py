@@ -12,9 +12,8 @@ from sglang_hc.queue.meeting import LEAST_TOKENS, Action
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.store.disk_tier import READ_DEADLINE_S
 from sglang_hc.store.outcome import Outcome
-from sglang_hc.tree.identity import Prefix
 from support.examples import examples
-from support.meeting_world import BLOCK_SECONDS, SPOKEN, WORD, World
+from support.meeting_world import BLOCK_SECONDS, WORD, World
 from support.profiles import cost_model
 
 
@@ -147,7 +146,7 @@ def test_waiting_has_an_end_and_is_longer_while_others_decode(decoding: int, tim
     world = World(share=0.0)
     world.meeting.read_down_to(6)
     assert world.meeting.next(world.head, decoding, 100.0).action is Action.WAIT
-    bound = min(PATIENCE, times * world.split(History(0, [], 0, 1), decoding, None).seconds)
+    bound = min(PATIENCE, times * world.split(History(0, [], 0, 1), decoding, False).seconds)
     assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
     assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
     world.settle()
@@ -164,10 +163,11 @@ def test_while_the_request_waits_for_its_turn_the_source_goes_on_to_the_first_bl
     world = World(held=1)
     world.meeting.read_down_to(8)
     for _ in range(40):
-        world.meeting.wait(world.head, 0.0)
+        world.meeting.wait(world.head)
         world.deliver()
-    match = world.host.tree.match(Prefix(None, SPOKEN))
-    assert match.tokens == len(WORD) * BLOCK_TOKENS and all(node.ready for node in match.nodes)
+    assert world.meeting.is_here(world.head)
+    nodes = world.meeting.join(world.head, 0.0)
+    assert nodes is not None and len(nodes) == len(WORD) and all(node.ready for node in nodes)
     world.settle()
 
 
@@ -227,10 +227,12 @@ class Slow(World):
     """A store that takes a second for a block, and answers for all of a call at once. The model
     computes a block in the same time."""
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         cost = cost_model(remote=1 / BLOCK_TOKENS, prefill=1 / BLOCK_TOKENS)
         plan = LayerPlan(0, 0, 1)
-        return best_split(cost, plan, history, decoding=decoding, early_from=early_from)
+        return best_split(
+            cost, plan, history, decoding=decoding, can_restore_early=can_restore_early
+        )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_any_order_of_events_ends_with_every_slot_in_one_hand(data: st.DataObjec
             elif event == "other":
                 world.fetch_for_another()
             elif event == "queue":
-                world.meeting.wait(world.head, now)
+                world.meeting.wait(world.head)
             elif event == "weights" and not world.io.moves:
                 world.disk.coming.give_up_all()
             elif event == "abort" and data.draw(st.integers(0, 9)) == 0:

@@ -13,13 +13,12 @@ from typing import NamedTuple
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.eviction import EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.fetches import RestoreCosts
-from sglang_hc.queue.lookahead import QueueRules, QueueView
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.fetch_costs import RestoreCosts
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules, QueueView
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.read_watch import OnRead
-from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, TOKEN_BYTES, BlockPath, Prefix, pack_tokens
@@ -33,16 +32,10 @@ def host_tier(
     policy: EvictionPolicy[BlockNode] | None = None,
     ttl: TimeToLive[BlockNode] | None = None,
     fingerprint: bytes = FINGERPRINT,
-    recorder: Recorder | None = None,
 ) -> HostTier:
-    """An empty host tier, which evicts the least recently used blocks unless told otherwise.
-
-    recorder: is told what it does."""
+    """An empty host tier, which evicts the least recently used blocks unless told otherwise."""
     policy = LruPolicy() if policy is None else policy  # one without blocks is falsy
-    tree = BlockTree(fingerprint)
-    if recorder is not None:
-        return RecordingHostTier(recorder, tree, slots, policy, ttl)
-    return HostTier(tree, slots, policy, ttl)
+    return HostTier(BlockTree(fingerprint), slots, policy, ttl)
 
 
 def keep(
@@ -103,13 +96,12 @@ def host_queue(
     ready_first: bool = False,
     can_meet: bool = False,
     on_read: OnRead = lambda tier, blocks, seconds: None,
-    layers: LayerDisk | None = None,
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
-    told which blocks waiting requests need. layers: see `DiskTier`."""
+    told which blocks waiting requests need."""
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
-    disk = DiskTier(io, host, clock, on_read, layers=layers) if io is not None else None
+    disk = DiskTier(io, host, clock, on_read) if io is not None else None
     rules = QueueRules(prefetch, ready_first, can_meet)
     queue = queue_over(host, disk, window, rules, costs=costs, hint_disk=hint_disk)
     return HostQueue(window, host, disk, queue)

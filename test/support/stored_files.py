@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
@@ -11,16 +10,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 class Files(HiCacheFile):  # type: ignore[misc]
     def __init__(self, config: Any, options: Any) -> None:
-        super().__init__(config, config.extra_config["dir"])
-
-
-def options_for(folder: str) -> dict[str, str]:
-    """Of `--hc-remote dynamic`, for files in this folder."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    name = Files.__name__
-    return {"backend_name": name, "module_path": __name__, "class_name": name, "dir": folder}
-
-
-def in_files(folder: str) -> tuple[str, ...]:
-    """The flags for it."""
-    return "--hc-remote", "dynamic", "--hc-remote-config", json.dumps(options_for(folder))
+        folder = config.extra_config["dir"]
+        os.makedirs(folder, exist_ok=True)
+        super().__init__(config, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,26 +13,23 @@ import torch
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DeviceRing, DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
 from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import (
-    BLOCK_TOKENS,
     NO_DRAFT,
     BlockLayout,
     DraftLayers,
     LayerPlan,
     StateShape,
 )
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.pins import RetentionPriority, SessionPins
-from sglang_hc.queue.lookahead import QueueRules
-from sglang_hc.queue.windows import LookAhead
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
@@ -43,9 +39,9 @@ from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.tiers.recording import Recorder
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
+from support.decisions import CALLS, Note, note_calls
 from support.host import host_tier, queue_over
 
 HIDDEN_BYTES = 8
@@ -134,31 +130,28 @@ class NoScheduler:
         self.waiting_queue: list[Any] = []
 
 
-def note_read(recorder: Recorder, tier: SourceTier, blocks: int, seconds: float) -> None:
-    recorder.note("read", tier=tier, blocks=blocks, seconds=seconds)
-
-
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
-    frames: int = 0, ring: int = 0,
+    ring: int = 0,
     disk: Callable[[HostPool], LocalBlockIo] | None = None,
     store: Callable[[HostPool], LocalBlockIo] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    ranks: Ranks = ALONE, recorder: Recorder | None = None,
+    ranks: Ranks = ALONE, notes: list[Note] | None = None,
     draft: DraftLayers = NO_DRAFT,
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
-    frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
-    device's own memory, which rows are saved through; 0 for none.
+    ring: bytes that stand for the device's own memory, which rows are saved through; 0 for none.
     disk: makes what lies below the host tier, whose requests are fetched as they arrive. store:
     makes a remote store behind the disk. ranks: who decides with them; several have a clock of
-    their own. recorder: is told what the host tier does, and what reads took.
+    their own. notes: get what the host tier does, and what reads took.
     """
     clock = clock if ranks.count == 1 else ranks.clock
     layout = BlockLayout(plan, StateShape(plan.num_layers, HIDDEN_BYTES, PARTS, "uint8"), draft)
-    host = host_tier(slots, fingerprint=layout.fingerprint("toy"), recorder=recorder)
+    host = host_tier(slots, fingerprint=layout.fingerprint("toy"))
+    if notes is not None:
+        note_calls(host, CALLS, notes)
     pool, device = HostPool(layout, slots), ToyPool(device_slots, layout.num_layers)
     copy_stream = copy_stream or HostCopyStream()
     snapshots = np.zeros((buffers, plan.hidden, rows, HIDDEN_BYTES), dtype=np.uint8)
@@ -166,9 +159,12 @@ def build(
     several = ranks.count > 1
     scatters = ScatterQueue(ranks.executor(executor), host, points_too=several)
     own = DeviceRing(ring, CPU) if ring else None
-    twins = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
+    staging = torch.empty(snapshots.size, dtype=torch.uint8) if ring else None
     ways = copy_stream.opposite(), scatters, own
-    hidden = HiddenPath(pool, list(snapshots), twins, *ways) if plan.hidden else None
+    hidden = None
+    if plan.hidden:
+        gathered = Snapshots(list(snapshots), staging, copy_stream.opposite(), scatters)
+        hidden = HiddenPath(gathered, DirectRows([pool.hidden], *ways))
     kv = DirectRows(pool.kv, *ways) if layout.kv_layers else None
     source = DeviceState(device, None, None, hidden, kv)
     below = None
@@ -176,15 +172,13 @@ def build(
         io: BlockIo = KnownBlocks(ranks.blocks(disk(pool)), clock)
         if store is not None:
             io = Chain(io, KnownBlocks(ranks.blocks(store(pool)), clock))
-        on_read = partial(note_read, recorder) if recorder is not None else not_observed
+        on_read = not_observed
+        if notes is not None:
+            on_read = lambda *read: notes.append(("read", list(read), None))  # noqa: E731
         below = DiskTier(io, host, clock, on_read, ranks.pause)
     on_ready = below.spill if below is not None else lambda node: None
-    early = None
-    if frames:
-        size = 2 * BLOCK_TOKENS * sum(PARTS)
-        early = ReadBuffer(host, pool, StagingRing(frames, size, CPU, copy_stream), ranks=ranks)
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
-    path = RestorePath(pool, device, staging, recomputer, early)
+    path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()

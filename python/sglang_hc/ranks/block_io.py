@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.ranks.ballot import Ballot
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, Layers, LocalBlockIo
+from sglang_hc.store.block_io import BlockDone, LocalBlockIo
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.tree.forgetting import Forgetting
 
@@ -124,9 +124,7 @@ class AgreedBlocks:
         start = lambda: self._inner.look_up(ticket, block_ids, due)  # noqa: E731
         self._questions.begin(ticket, start, min)
 
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         due = self._locally(deadline)
 
         def start() -> None:

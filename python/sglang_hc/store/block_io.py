@@ -20,9 +20,6 @@ from sglang_hc.tree.forgetting import Forgetting
 WRITE_QUEUE = 256
 """Blocks that may wait to be written to directories; a write beyond it is dropped."""
 
-Layers = tuple[int, ...] | None
-"""Those of a block that are read; None for all of them."""
-
 
 class SlotWrite(NamedTuple):
     """See `BlockIo.write`."""
@@ -34,13 +31,12 @@ class SlotWrite(NamedTuple):
 
 
 class SlotRead(NamedTuple):
-    """See `BlockIo.read`. layers: see `LocalBlockIo.read`."""
+    """See `BlockIo.read`."""
 
     ticket: int
     block_id: bytes
     slot: int
     deadline: float
-    layers: Layers = None
 
 
 class BlockDone(NamedTuple):
@@ -94,6 +90,9 @@ class _Moves(Protocol):
         """How many of the first identities are here without a gap, as far as known now. In
         microseconds. A yes is no promise."""
 
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        """Fetch a block into a slot and verify it."""
+
     def write(self, ticket: int, block: Block, slot: int, deadline: float) -> None:
         """Store a block from its slot. Answered DROPPED where too many wait."""
 
@@ -135,9 +134,6 @@ class BlockIo(_Moves, Protocol):
     def wants(self, block_id: bytes) -> bool:
         """Whether a write of this block would add anything, as far as known now."""
 
-    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
-        """Fetch a block into a slot and verify it."""
-
 
 class LocalBlockIo(_Moves, Protocol):
     """A store as one process has it. `contains` counts what it has a record of.
@@ -161,12 +157,6 @@ class LocalBlockIo(_Moves, Protocol):
 
     def look_up(self, ticket: int, block_ids: Sequence[bytes], deadline: float) -> None:
         """Ask how many of the first identities are there without a gap: `blocks` of the answer."""
-
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
-        """As `BlockIo.read`. layers: fetch the chunks of these alone to their places in the slot;
-        only directories can."""
 
     def changes(self) -> Mapping[bytes, bool]:
         """Identities that came into the record or left it by themselves since the last call, and

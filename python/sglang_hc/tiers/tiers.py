@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
-from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
@@ -105,7 +105,6 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
-        self.restorer.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -136,8 +135,8 @@ class Tiers:
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""
         total = Counter(expired_blocks=self.host.expired_blocks)
-        for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
-            total += part.counters if part is not None else Counter()
+        for part in (self.restorer, self.capture, self.queue):
+            total += part.counters
         total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from sglang_hc.queue.requests import Waiting
+from sglang_hc.queue.requests import QueuedPrompt
 from sglang_hc.store import known_blocks as blocks
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
@@ -35,9 +35,9 @@ class Server:
         for rid in rids:
             self.queue.arrived(rid, partial(self.look_at, rid))
 
-    def look_at(self, rid: str) -> Waiting:
+    def look_at(self, rid: str) -> QueuedPrompt:
         self.looked.append(rid)
-        return Waiting(Prefix(None, TOKENS), lambda: 0)
+        return QueuedPrompt(Prefix(None, TOKENS), lambda: 0)
 
     def keep(self) -> None:
         """Compute both whole blocks and spill them."""

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt.engine.intake import serial_of
 
 logger = logging.getLogger(__name__)
@@ -332,7 +331,7 @@ def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(name: str, tree: SglangTree | None, error: Exception) -> None:
     """Count and log an error of ours; raises it where one rank alone may not go on."""
-    if isinstance(error, LateLayer) or (tree is not None and tree.tiers.ranks.count > 1):
+    if tree is not None and tree.tiers.ranks.count > 1:
         raise error
     counters["guarded_errors"] += 1
     _log(name)

@@ -22,7 +22,6 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.engine.scheduler import BUILDING, TREE, OwnScheduler
 from sglang_hc.srt.ranks import verdicts
@@ -68,7 +67,7 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     of SGLang's order are put into ours, in place.
 
     The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
-    restored at the top of each pass (`WaitingRequests.on_schedule_step`).
+    restored at the top of each pass (`SchedulerQueue.on_schedule_step`).
     """
     if isinstance(self.tree_cache, HcRadixCache):
         self.tree_cache.waiting.arrange(waiting_queue)
@@ -101,21 +100,12 @@ def run_batch(
 def forward(
     original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations.
-
-    A pass that met a late layer is run once more: it writes the same rows of the pool again, and
-    sampling comes later.
-    """
+    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
     tree = tree_of(self)
     if tree is None:
         return original(self, forward_batch, *args, **kwargs)
     tree.before_forward(forward_batch)
-    try:
-        output = original(self, forward_batch, *args, **kwargs)
-    except LateLayer:
-        restorer = tree.tiers.restorer
-        restorer.start_again(restorer.gate.current)
-        output = original(self, forward_batch, *args, **kwargs)
+    output = original(self, forward_batch, *args, **kwargs)
     tree.after_forward(forward_batch, tree.running)
     return output
 

@@ -14,20 +14,21 @@ from typing import Any
 from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
-from sglang_hc.capture.snapshots import ScatterQueue
-from sglang_hc.config import GIB, ConfigError, read_buffer_bytes, shared_directory
+from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
+from sglang_hc.config import GIB, ConfigError, shared_directory
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
-from sglang_hc.queue.lookahead import QueueRules, QueueView
+from sglang_hc.queue.lookahead import LookAhead
+from sglang_hc.queue.queue_view import QueueRules, QueueView
+from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
@@ -42,8 +43,8 @@ from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
 from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
-from sglang_hc.srt.start.recorded_tree import recording
-from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
+from sglang_hc.srt.start.recorded_tree import RecordedRadixCache, recorder_of
+from sglang_hc.srt.start.sizes import TierSizes
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
@@ -51,12 +52,12 @@ from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.known_blocks import KnownBlocks
 from sglang_hc.store.opening import DiskSpec, Io, open_directories, open_io
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.tiers.grafts import Grafts
+from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -71,12 +72,13 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     device = device_of(model)
     sizes = _sizes(model, device)
     ranks = ranks_of(model.state.group)
-    factories = _factories(model, sizes, ranks)
+    recorder = recorder_of(model.config, model.runner, sizes, ranks.clock)
     io = _open_io(model, sizes)
     device.copy_stream.pin(io.memory.pool.buffer)
-    tiers = _tiers(model, device, sizes, factories, io, ranks)
+    tiers = _tiers(model, device, sizes, io, ranks)
     compute = ComputeStream.of(model.runner)
-    tree = factories.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
+    make = HcRadixCache if recorder is None else partial(RecordedRadixCache, recorder)
+    tree = make(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
     tree.audit = audit_of(tree, model.runner, model.config.audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
@@ -121,12 +123,6 @@ def _product(model: Model) -> list[str]:
         return []
     assert model.state.proof is not None
     return [f"exact {model.state.proof.digest}"]
-
-
-def _factories(model: Model, sizes: TierSizes, ranks: Ranks) -> TierFactories:
-    if model.config.trace is None:
-        return TierFactories()
-    return recording(model.config, model.runner, sizes, ranks.clock)
 
 
 # -- memory and what lies below it ---------------------------------------------------------------
@@ -179,9 +175,7 @@ def _remote_store(model: Model, sizes: TierSizes, io: Io) -> LocalBlockIo:
 # -- tiers ---------------------------------------------------------------------------------------
 
 
-def _tiers(
-    model: Model, device: Device, sizes: TierSizes, factories: TierFactories, io: Io, ranks: Ranks
-) -> Tiers:
+def _tiers(model: Model, device: Device, sizes: TierSizes, io: Io, ranks: Ranks) -> Tiers:
     config, state, copy_stream = model.config, model.state, device.copy_stream
     counters = io.counts
     costs = CorrectedCosts(state.cost) if state.cost is not None else None
@@ -189,7 +183,8 @@ def _tiers(
     # What one rank sees corrects no costs of several: they must decide alike. Reads are seen alike.
     if costs is not None and ranks.count == 1:
         watch = CostWatch(costs, state.plan, timer_for(copy_stream), copy_stream)
-    whole_pages = BLOCK_TOKENS % model.runner.server_args.page_size == 0  # in the slots of a block
+    # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
+    alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
     planner = RestorePlanner(
         costs,
         state.plan,
@@ -197,20 +192,20 @@ def _tiers(
         counters,
         ranks.clock,
         always=config.restore == "always",
-        as_they_come=whole_pages,
+        as_they_come=alone and not state.has_stages,
     )
     pins = SessionPins.sized_for(sizes.num_slots)
     ttl: TimeToLive[BlockNode] | None = TimeToLive(config.ttl) if config.ttl else None
-    window = factories.window()
+    window: LookAhead[Serial] = LookAhead()
     policy = make_policy(config.eviction, window, pinned=pins)
-    host = factories.host(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
+    host = HostTier(BlockTree(sizes.fingerprint), sizes.num_slots, policy, ttl)
     disk = _disk(model, sizes, io, host, planner, ranks)
     priority = RetentionPriority(window, pins)
     executor = ranks.executor(io.executor)
     scatters = ScatterQueue(executor, host, points_too=ranks.count > 1)
     mover = None
     if device.rotation is not None:
-        mover = Grafts(host, disk, scatters, counters, ranks.clock)
+        mover = BlockMover(host, disk, scatters, counters, ranks.clock)
     queue = QueueView(
         host,
         disk,
@@ -227,7 +222,6 @@ def _tiers(
             sizes.layout.shape, device.pool.device, copy_stream, model.runner.ps.tp_size > 1
         ),
         device.recomputer,
-        _read_buffer(model, device, io, host, queue, ranks),
         _side_stream(model, device, sizes.layout.shape),
         device.rotation,
     )
@@ -264,12 +258,9 @@ def _disk(
 ) -> DiskTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
-    layers = None
     if io.blocks is not None:
         capacity = model.state.group.least(io.blocks.capacity)
         below = KnownBlocks(ranks.blocks(io.blocks, capacity), ranks.clock)
-        if ranks.count == 1:  # several would have to agree on each layer
-            layers = LayerDisk(io.blocks, sizes.layout.stored_layers)
     if model.config.remote is not None:
         store = _remote_store(model, sizes, io)
         capacity = model.state.group.least(store.capacity)
@@ -279,7 +270,7 @@ def _disk(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds, layers)
+    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 def _capture(
@@ -294,11 +285,12 @@ def _capture(
     """Saving copies in the opposite direction of restoring; a GPU does both at the same time."""
     taken, pool, copies = model.state.memory, io.memory.pool, device.copy_stream.opposite()
     hidden = kv = None
+    ways = copies, scatters, taken.ring
     if pool.layout.plan.hidden:
-        snapshots = io.memory.snapshots
-        hidden = HiddenPath(pool, snapshots, taken.twins, copies, scatters, taken.ring)
+        snapshots = Snapshots(io.memory.snapshots, taken.staging, copies, scatters)
+        hidden = HiddenPath(snapshots, DirectRows([pool.hidden], *ways))
     if pool.layout.kv_layers:
-        kv = DirectRows(pool.kv, copies, scatters, taken.ring)
+        kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
     on_ready = disk.spill if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
@@ -313,24 +305,6 @@ def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream 
     return fastest_stream(layers, model.allocator, device.copy_stream, shape, pool)
 
 
-def _read_buffer(
-    model: Model, device: Device, io: Io, host: HostTier, queue: QueueView, ranks: Ranks
-) -> ReadBuffer | None:
-    size = read_buffer_bytes(model.config, on_gpu=device.pool.device.type == "cuda")
-    # What it holds is pinned. Stages, whose layers differ in size, would not pin the same blocks.
-    if not size or model.state.has_stages:
-        return None
-    try:
-        frames = frames_for(size, io.memory.pool.layout, device.pool.device, device.copy_stream)
-    except RuntimeError as error:  # torch's out of memory, on any device
-        raise ConfigError(
-            f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
-            f"for none, or lower --mem-fraction-static ({error})"
-        ) from None
-    pool, cost = io.memory.pool, model.state.cost
-    return ReadBuffer(host, pool, frames, cost, queue.requests.is_fetching, ranks)
-
-
 # -- tree ----------------------------------------------------------------------------------------
 
 
@@ -339,4 +313,4 @@ def _device_order(model: Model, tiers: Tiers) -> DeviceOrder | None:
     if model.config.eviction != "queue" or model.params.eviction_policy.lower() != "lru":
         return None
     retention = tiers.retention
-    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+    return DeviceOrder(tiers.host.tree.fingerprint, retention.priority)

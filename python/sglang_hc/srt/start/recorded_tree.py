@@ -1,9 +1,8 @@
-"""The tree of a server that records its run (`--hc-trace`): tells the recorder of its requests."""
+"""The tree of a server that records its load (`--hc-trace`): tells the recorder of its requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.ranks.replicas import place_of
-from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
+from sglang_hc.srt.start.sizes import TierSizes
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
+from sglang_hc.tiers.trace import Recorder
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
 
@@ -25,15 +24,13 @@ class RecordedRadixCache(HcRadixCache):
     def __init__(self, recorder: Recorder, params: Any, tiers: Tiers, *others: Any) -> None:
         super().__init__(params, tiers, *others)
         self.recorder = recorder
-        recorder.watch(tiers.retention.pins)
         self.waiting.subscribe(recorder.gone)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
         if params.req is not None:
             on_device = len(result.device_indices)
-            request = serial_of(params.req)
-            self.recorder.matched(request, len(params.key), on_device, result.host_hit_length)
+            self.recorder.matched(serial_of(params.req), on_device, result.host_hit_length)
         return result
 
     def prefetch_from_storage(self, rid: str, *args: Any) -> None:
@@ -70,15 +67,13 @@ class RecordedRadixCache(HcRadixCache):
         self.recorder.close()
 
 
-def recording(
+def recorder_of(
     config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[], float]
-) -> TierFactories:
-    """The factories of a server that writes `--hc-trace`. clock: of decisions. Raises ConfigError.
-
-    One file for each replica, and in it for each tensor-parallel rank: they show whether the ranks
-    decided alike.
-    """
-    assert config.trace is not None
+) -> Recorder | None:
+    """What writes `--hc-trace`, a file for each replica and rank; None without. clock: of
+    decisions. Raises ConfigError."""
+    if config.trace is None:
+        return None
     path = Path(config.trace)
     path = path.with_name(path.name + place_of(runner).suffix)
     header = {
@@ -90,15 +85,10 @@ def recording(
         "prefetch": config.prefetch,
     }
     try:
-        recorder = Recorder(path, header, sizes.fingerprint, clock=clock)
+        return Recorder(path, header, sizes.fingerprint, clock=clock)
     except FileExistsError:
         raise ConfigError(
             f"--hc-trace {path}: exists already; give another name or remove it"
         ) from None
     except OSError as error:
         raise ConfigError(f"--hc-trace {path}: cannot be made ({error.strerror})") from None
-    return TierFactories(
-        partial(RecordingLookAhead, recorder),
-        partial(RecordingHostTier, recorder),
-        partial(RecordedRadixCache, recorder),
-    )

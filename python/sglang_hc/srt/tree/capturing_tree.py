@@ -17,8 +17,7 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.namespaces import keeps_state
 from sglang_hc.srt.requests.pins import pin_request_of
-from sglang_hc.srt.requests.waiting import WaitingRequests
-from sglang_hc.srt.tree.streamed import StreamedPass
+from sglang_hc.srt.requests.scheduler_queue import SchedulerQueue
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
 
@@ -29,8 +28,7 @@ class CapturingTree(SglangTree):
     tiers: Tiers
     scheduler: OwnScheduler
     compute_stream: ComputeStream
-    waiting: WaitingRequests
-    streamed: StreamedPass
+    waiting: SchedulerQueue
     forgetter: Forgetter
     stopped: bool
 
@@ -41,7 +39,6 @@ class CapturingTree(SglangTree):
 
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
-        self.streamed.over()
         capture, mode = self.tiers.capture, forward_batch.forward_mode
         if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted

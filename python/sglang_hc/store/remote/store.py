@@ -24,7 +24,7 @@ import numpy as np
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, Layers
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.disk.format import VERSION, Damaged, StoredModel, check_block, seal_block
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.jobs import J, Job, JobThread, Question
@@ -124,9 +124,7 @@ class RemoteStore:
         self._questions.submit(Question(ticket, deadline, names, erases=True))
         return 1
 
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         if self._questions.stuck or self._loads.stuck:
             self._refuse(ticket, Outcome.TIMED_OUT)
         else:

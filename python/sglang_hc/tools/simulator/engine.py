@@ -16,7 +16,6 @@ from itertools import islice
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import layers_per_read, pass_end
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.meeting import Action, Meeting
@@ -25,7 +24,7 @@ from sglang_hc.tools.simulator.measures import Measures
 from sglang_hc.tools.simulator.models import GpuCosts
 from sglang_hc.tools.simulator.reads import ReadQueue
 from sglang_hc.tools.simulator.tiers import Found, TieredCache
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
 CONSIDERED = 64
 """Waiting requests that one pass looks at for admission."""
@@ -33,7 +32,7 @@ CONSIDERED = 64
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request, for `replay`. kind: arrive, admit or finish.
+    """What happened to a request, for `clairvoyant.replay`. kind: arrive, admit or finish.
 
     loaded: at an admission, whether blocks were read from disk for it.
     """
@@ -71,7 +70,7 @@ class _Met:
     @property
     def early(self) -> int:
         """Tokens behind the head that the device has, because they were restored as they came."""
-        return BLOCK_TOKENS * len(self.meeting.restored)
+        return BLOCK_TOKENS * len(self.meeting.load.restored)
 
 
 @dataclass
@@ -175,6 +174,7 @@ class Engine:
         """One scheduler pass: look ahead, prefetch, admit what fits; and the look at the top of the
         next one, which comes at once on a server."""
         self._look_ahead()
+        self._restore_waiting()
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
@@ -190,12 +190,20 @@ class Engine:
                 self._batch_changed()
                 self._look_ahead()
 
+    def _restore_waiting(self) -> None:
+        """What has come for a request that meets its history before anything of it is computed."""
+        name, meeting = self.cache.meetings.current
+        if meeting is not None and name in self._queue:
+            self._deliver()
+            head = meeting.first * BLOCK_TOKENS
+            self._restore_early(self.cache.jobs[name], meeting, head)
+
     def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
         """Waiting requests that may be admitted, in the order in which they are asked."""
         if self.ready_first:
             considered = self._admission.order(considered, self._readiness)
         for number in considered:
-            if self._admission.is_due(number):
+            if self._admission.must_admit(number):
                 self.cache.prefetcher.give_up(number)
             if self.cache.ready(number, self.now):
                 yield number
@@ -282,15 +290,12 @@ class Engine:
         while met.head < job.prompt_tokens:
             self._carry()
             self._deliver()
-            if not met.held and self._may_follow(met):
-                self._follow(met)
-                break
-            if met.began and self._restore_early(met):
+            if met.began and self._restore_early(job, meeting, met.head):
                 continue
             step = self.cache.next_step(job.number, met.head, self.now)
             if met.began and step.action is Action.WAIT:
                 self._wait_one_pass()
-            elif met.began and step.action is Action.RESTORE and self._join(met):
+            elif step.action is Action.RESTORE and self._join(met):
                 plan = self._rest(met)
                 self.now += plan.seconds
                 met.restored += met.early + plan.tokens
@@ -307,7 +312,9 @@ class Engine:
             end = -(-(met.head + max(wanted, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
             tokens = min(tokens, end - met.head)
             first = (met.head + tokens) // BLOCK_TOKENS
-            met.meeting.restored = frozenset(n for n in met.meeting.restored if n >= first)
+            for n in met.meeting.load.restored:
+                if n < first:
+                    met.meeting.load.blocks[n].take_rows()
         plan = self.costs.restored(met.held, met.context, tokens)
         self.now += plan.seconds
         met.restored += plan.tokens
@@ -319,48 +326,28 @@ class Engine:
     def _join(self, met: _Met) -> bool:
         return self.cache.join(met.job.number, met.head, self.now)
 
-    def _may_follow(self, met: _Met) -> bool:
-        """Whether nothing behind the head is missing but what is read layer by layer, and the
-        blocks before it are in host memory, so that the last pass may follow these reads."""
-        step = self.cache.stream_step(met.job.number, met.head, self.now)
-        if step is None or step.action is not Action.STREAM:
-            return False
-        if met.meeting.path_to(met.head) is not None:
-            return True
-        met.meeting.take_streamed()  # nothing follows these reads any more
-        return False
-
-    def _follow(self, met: _Met) -> None:
-        """The last pass of a request, each layer of which waits for its reads. It restores
-        everything as it is stored."""
-        plan = self._rest(met)
-        reads = self._disk.span(met.meeting.take_streamed().promotions)
-        layers = self.costs.plan.num_layers
-        group = layers_per_read(layers, self.costs.block_seconds(SourceTier.DISK)) / layers
-        self.now = pass_end(self.now, reads, plan.as_stored_seconds, group)
-        self._deliver()
-        self._join(met)
-        met.restored += met.stop - met.head
-
     def _rest(self, met: _Met) -> RestorePlan:
         """What the last pass does: it restores what the device lacks up to `stop`, and runs the new
         tokens."""
-        left = max(0, met.stop - met.head - met.early)
-        return self.costs.restored(left, met.head + met.early, met.job.prompt_tokens - met.stop)
+        left = max(0, met.stop - met.context - met.early)
+        return self.costs.restored(left, met.context + met.early, met.job.prompt_tokens - met.stop)
 
-    def _restore_early(self, met: _Met) -> bool:
-        """Restore what has come, where blocks are restored as they come. False for nothing."""
-        meeting = met.meeting
-        if self.cache.meetings.of(met.job.number) is not meeting or not meeting.as_they_come:
+    def _restore_early(self, job: Job, meeting: Meeting, head: int) -> bool:
+        """Restore what has come behind `head` tokens, where blocks are restored as they come. False
+        for nothing."""
+        if self.cache.meetings.of(job.number) is not meeting or not meeting.as_they_come:
             return False
-        if meeting.is_here(met.head):
+        if meeting.is_here(head):
             return False
-        blocks = range(met.head // BLOCK_TOKENS, met.stop // BLOCK_TOKENS)
-        came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
-        if not came or meeting.path_to(met.head) is None:
+        stop = min(meeting.stop, job.prompt_tokens - 1)
+        blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
+        there = set(meeting.load.restored)
+        came = [n for n in blocks if n not in there and meeting.has(n)]
+        if not came or meeting.path_to(head) is None:
             return False
         self.now += self.costs.restored_early(len(came))
-        meeting.restored |= came
+        for n in came:
+            meeting.load.blocks[n].write_to(n, meeting.detached_node(n), proven=False)
         return True
 
     def _wait_one_pass(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_hc.policy.eviction import POLICIES
-from sglang_hc.queue.windows import EVICTION_STRETCH
+from sglang_hc.queue.lookahead import EVICTION_STRETCH
+from sglang_hc.tools.simulator.clairvoyant import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.engine import Engine, Event
 from sglang_hc.tools.simulator.jobs import Overflow
 from sglang_hc.tools.simulator.measures import Measures
@@ -18,11 +19,10 @@ from sglang_hc.tools.simulator.models import (
     Machine,
     SimulatedModel,
 )
-from sglang_hc.tools.simulator.replay import BeladyPolicy, Oracle, replay
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
-from sglang_hc.tools.simulator.workloads import Workload
+from sglang_hc.tools.workloads.sessions import Workload
 
-SIMULATED_POLICIES = (*POLICIES, "belady")
+SIMULATED_POLICIES = (*POLICIES, "fifo", "belady")
 
 Progress = Callable[[int], None]
 
@@ -128,7 +128,6 @@ def _live(
         costs,
         policy=policy,
         prefetch=setup.prefetch_mode,
-        reads_layers=setup.model.gpus == 1,
         stretch=setup.stretch,
     )
     engine = Engine(
@@ -156,7 +155,6 @@ def _clairvoyant(
         costs,
         policy="belady",
         prefetch=setup.prefetch_mode,
-        reads_layers=setup.model.gpus == 1,
         node_policy=lambda _: BeladyPolicy(oracle),
         disk_policy=lambda: BeladyPolicy(oracle),
     )

@@ -8,22 +8,21 @@ from itertools import islice, takewhile
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
-from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import Step, TailReads
-from sglang_hc.queue.meetings import Meetings
+from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy
+from sglang_hc.queue.fetch_costs import Missing, RestoreCosts
+from sglang_hc.queue.lookahead import EVICTION_STRETCH, LookAhead
+from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
-from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
-from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
+from sglang_hc.tools.simulator.policies import policy_named
 from sglang_hc.tools.simulator.reads import Transfer
 from sglang_hc.tree.block_tree import BlockNode, BlockTree, PathMatch
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BLOCK_BYTES, Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
 
-NOTHING = PathMatch(None, (), 0)
+NOTHING = PathMatch((), 0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class TieredCache:
     """What a server keeps of its requests, and where.
 
     `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
-    `reads_layers`: blocks can be read layer by layer, as a server with one rank does.
     `node_policy` and `disk_policy` replace the named policy,
     e.g. by the clairvoyant one. Times come from the caller.
     """
@@ -80,13 +78,11 @@ class TieredCache:
         policy: str,
         prefetch: str,
         stretch: float = EVICTION_STRETCH,
-        reads_layers: bool = False,
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
         self.window: LookAhead[int] = LookAhead()
         self.jobs: dict[int, Job] = {}
-        self._reads_layers = reads_layers
         self._seen: set[bytes] = set()
         self._now = self._came_last = 0.0
         self._started: list[Transfer] = []
@@ -95,7 +91,7 @@ class TieredCache:
         def nodes(tier: str, slots: int) -> tuple[HostTier | None, EvictionPolicy[BlockNode]]:
             if not slots:
                 return None, LruPolicy()  # never told of a block
-            order = node_policy(tier) if node_policy else make_policy(policy, self.window)
+            order = node_policy(tier) if node_policy else policy_named(policy, self.window)
             return HostTier(BlockTree(FINGERPRINT), slots, order), order
 
         self.host, host_policy = nodes("host", sizes.host)
@@ -104,7 +100,7 @@ class TieredCache:
         self.disk: SimulatedDisk | None = None
         if sizes.disk:
             # The server's disk orders by age outside the window (store/disk/eviction.py).
-            order = disk_policy() if disk_policy else make_policy(policy, self.window, by_age=True)
+            order = disk_policy() if disk_policy else policy_named(policy, self.window, disk=True)
             self.disk = SimulatedDisk(sizes.disk, order)
         self._disk_write_free = 0.0
         self.write_seconds = costs.block_seconds(SourceTier.DISK)
@@ -165,7 +161,7 @@ class TieredCache:
         self.prefetcher.cancel(number)
         del self.jobs[number]
 
-    # What the prefetcher asks (fetches.Below)
+    # What the prefetcher asks (fetch_costs.Below)
 
     def missing(self, request: int) -> Missing:
         assert self.disk is not None
@@ -199,22 +195,13 @@ class TieredCache:
     def meet(
         self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        def begin(low: int, high: int) -> list[Promotion]:
-            return self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
-
         def read(low: int, high: int) -> list[Promotion]:
-            begun = begin(low, high)
+            begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
             for promotion in begun:
                 self._read([promotion])
             return begun
 
-        def stream(low: int, high: int) -> LayerReads:
-            reads = LayerReads(begin(low, high), ())  # whose pass is timed as a whole
-            self._read(reads.promotions)
-            return reads
-
-        layers = stream if self._reads_layers else None
-        tail = TailReads(read, lambda tier: self._came_last, layers)
+        tail = TailReads(read, lambda tier: self._came_last)
         return self.meetings.begin(request, missing, end, self._coming, tail)
 
     def _read(self, transfer: Transfer) -> None:
@@ -282,12 +269,6 @@ class TieredCache:
         self._now = now
         return self.meetings.next(number, head)
 
-    def stream_step(self, number: int, head: int, now: float) -> Step | None:
-        """Whether the last pass of a request may follow the reads of layers behind its first `head`
-        tokens; see `Meeting.stream_step`."""
-        self._now = now
-        return self.meetings.stream_step(number, head)
-
     def computed(self, job: Job, head: int, now: float) -> None:
         """The first `head` tokens of a prompt are computed: their whole blocks go below."""
         if self.host is not None:
@@ -331,9 +312,9 @@ def _store(tier: HostTier, tokens: bytes, now: float) -> None:
     start = match.tokens // BLOCK_TOKENS * BLOCK_BYTES
     offsets = range(start, len(tokens), BLOCK_BYTES)
     tier.evict(len(offsets) - tier.free_slots, now)
-    parent = match.full_parent
-    if parent is None or parent.is_root:  # making room may have emptied the tree
-        parent = tier.tree.root(None)
+    full = match.tokens // BLOCK_TOKENS
+    # Looked up only now: making room may have emptied the tree.
+    parent = match.nodes[full - 1] if full else tier.tree.root(None)
     for offset in offsets[: tier.free_slots]:
         slot = tier.stage(now)
         assert slot is not None

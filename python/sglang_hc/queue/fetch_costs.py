@@ -1,0 +1,180 @@
+"""What a prefetch is weighed by (AttentionStore section 3.3.1).
+
+Pure: no clock, no I/O. `prefetch.Prefetcher` decides with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol, TypeVar
+
+from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.policy.cost_model import SourceTier
+from sglang_hc.policy.eviction import Block, IsProtected
+from sglang_hc.policy.meeting import History, Split
+from sglang_hc.policy.tries import Tries
+from sglang_hc.queue.lookahead import RunningMean
+from sglang_hc.tree.identity import BlockPath
+
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+"""Name of a request."""
+
+
+class SplitCosts(Protocol):
+    """Prices a history that is on its way."""
+
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
+        """The best meeting point while so many requests decode; None when costs are not known.
+        can_restore_early: see `best_split`."""
+
+
+class RestoreCosts(SplitCosts, Protocol):
+    """Seconds that are weighed against each other."""
+
+    def block_seconds(self, tier: SourceTier) -> float:
+        """To host memory, for one block of many; 0 when the speed is not known, and for a block
+        that host memory has elsewhere."""
+
+    def token_seconds(self, tier: SourceTier) -> float:
+        """To the device, for one token of many; ready-first compares requests by it."""
+
+    def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
+        """By how much sooner a request of `new` further tokens starts when `fetched` tokens are in
+        host memory too: behind `host` ones there and `context` ones on the device. Negative when
+        restoring them would be slower than recomputing them."""
+
+    @property
+    def tries(self) -> Tries | None:
+        """When a fetch that is not worth it is made all the same; None where the costs are not
+        doubted."""
+
+    def try_seconds(self, context: int, new: int) -> float:
+        """Longest that a request of `new` tokens behind `context` ones waits for such a fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What a fetch would bring for a waiting request: blocks [first, first + count) of its path.
+
+    path: of its prompt. first: blocks of it in host memory, without a gap. sources: where each of
+    those behind them lies, without a gap; empty when the device has their tokens. on_device: tokens
+    that the device has.
+    """
+
+    path: BlockPath
+    first: int
+    sources: Sequence[SourceTier]
+    on_device: int
+
+    @property
+    def count(self) -> int:
+        return len(self.sources)
+
+    def saved(self, costs: RestoreCosts, first: int, end: int) -> float:
+        """Seconds by which the request starts sooner when host memory has `end` blocks of the path
+        and not only `first`; negative when it is better off without, or the device has them."""
+        known = max(first * BLOCK_TOKENS, self.on_device)
+        held = end * BLOCK_TOKENS
+        if held <= known:
+            return -math.inf
+        new = max(1, self.path.prefix.num_tokens - held)
+        return costs.saved_seconds(known - self.on_device, held - known, self.on_device, new)
+
+    def in_time(
+        self,
+        costs: RestoreCosts,
+        reading: Callable[[SourceTier], int],
+        first: int,
+        end: int,
+        turn_in: float,
+    ) -> tuple[int, float]:
+        """Which of blocks [first, end) can be in host memory within `turn_in` seconds: their end,
+        and by how many seconds the last of all blocks is late. Disk and remote store read at the
+        same time, each behind the `reading` blocks that it reads already."""
+        ready: dict[SourceTier, float] = {}
+        begin, stop, late = first, first, 0.0
+        for tier, run in groupby(self.sources[first - self.first : end - self.first]):
+            blocks, per_block = len(list(run)), costs.block_seconds(tier)
+            before = ready[tier] if tier in ready else reading(tier) * per_block
+            ready[tier] = before + blocks * per_block
+            if late <= 0.0:
+                all_in_time = ready[tier] <= turn_in
+                fit = blocks if all_in_time else int((turn_in - before) / per_block)
+                stop = begin + max(0, fit)
+            late = max(late, ready[tier] - turn_in)
+            begin += blocks
+        return stop, late
+
+    def try_seconds(self, costs: RestoreCosts) -> float:
+        """Longest that the request waits for a fetch that is a try; it counts as one that would
+        have to compute all that the device lacks."""
+        new = max(1, self.path.prefix.num_tokens - self.on_device)
+        return costs.try_seconds(self.on_device, new)
+
+
+class Below(Protocol[K_contra]):
+    """The tiers, as the prefetcher sees them."""
+
+    @property
+    def coming(self) -> Collection[bytes]:
+        """Identities of the blocks that are on their way to host memory."""
+
+    def missing(self, request: K_contra) -> Missing | None:
+        """What a fetch would bring for a waiting request. None: not known yet, but soon."""
+
+    def in_host(self, block_id: bytes) -> bool:
+        """Whether host memory has this block."""
+
+    def reading(self, tier: SourceTier) -> int:
+        """Blocks that are being read from a tier."""
+
+    def start(
+        self,
+        request: K_contra,
+        missing: Missing,
+        first: int,
+        count: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> int:
+        """Begin to fetch blocks [first, first + count) of the path: as many leading ones as find a
+        slot without displacing what `is_protected` protects. Returns how many."""
+
+    def meet(
+        self,
+        request: K_contra,
+        missing: Missing,
+        end: int,
+        is_protected: IsProtected[Block] | None,
+    ) -> bool:
+        """Begin to read the blocks before `end` of the path from the back, for a request whose turn
+        has come and which computes their front meanwhile, if that is the fastest."""
+
+    def keep_free(self, slots: int, is_protected: IsProtected[Block]) -> None:
+        """Evict until so many slots of host memory are free, but no protected block."""
+
+
+class TurnEstimate:
+    """When a place in the queue will have its turn, from the rate of past admissions."""
+
+    def __init__(self) -> None:
+        self._seconds = RunningMean(memory=64)
+        self._last: float | None = None
+
+    def admitted(self, count: int, now: float) -> None:
+        """`count` requests were admitted in the pass at `now`; 0 changes nothing."""
+        if count < 1:
+            return
+        if self._last is not None:
+            self._seconds.add((now - self._last) / count)
+        self._last = now
+
+    def idle(self) -> None:
+        """The queue has run empty: the time to the next admission says nothing about the rate."""
+        self._last = None
+
+    def turn_in(self, position: int) -> float:
+        """Seconds until the request at this place (0: head) is served; 0 while nothing is known."""
+        return position * self._seconds.value
