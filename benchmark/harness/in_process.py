@@ -61,15 +61,14 @@ def never_late() -> None:
     and what is found restored would depend on how busy."""
     from sglang_hc.queue import meeting, prefetch
     from sglang_hc.ranks import ballot
-    from sglang_hc.store import disk_tier, executor
+    from sglang_hc.store import disk_tier, executor, known_blocks
     from sglang_hc.store.disk import threads
-    from sglang_hc.store.remote import blocks
 
     threads.PATIENCE = threads.Patience(silent_s=LATE_S)
     for module, name in (
         *((prefetch, "PATIENCE"), (meeting, "PATIENCE")),
         *((disk_tier, "DRAIN_S"), (executor, "DRAIN_S"), (ballot, "SETTLE_S")),
-        *((disk_tier, "READ_DEADLINE_S"), (blocks, "LOOKUP_S")),
+        *((disk_tier, "READ_DEADLINE_S"), (known_blocks, "LOOKUP_S")),
     ):
         setattr(module, name, LATE_S)
 
