@@ -81,21 +81,6 @@ class MeteredBackend(DirectBackend):
         return MeteredFile(super().open(path), self._bucket)
 
 
-class MeteredStore:
-    """A remote store behind a bucket."""
-
-    def __init__(self, store: Any, bucket: Bucket, frame_bytes: int) -> None:
-        self._store, self._bucket, self._frame_bytes = store, bucket, frame_bytes
-
-    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
-        self._bucket.pass_through(len(keys) * self._frame_bytes)
-        found: Sequence[bool] = self._store.get(keys, frames)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def meter_disk(bucket: Bucket) -> None:
     """Every disk store that this process opens from now on reads through the bucket."""
     opened = DiskStore.open
@@ -104,18 +89,8 @@ def meter_disk(bucket: Bucket) -> None:
     )
 
 
-def meter_remote(bucket: Bucket) -> None:
-    """Every remote store that this process opens from now on is read through the bucket."""
-    from sglang_hc.srt.arguments import storage_backends
-
-    opened = storage_backends.open_remote
-    storage_backends.open_remote = lambda kind, options, frames: MeteredStore(
-        opened(kind, options, frames), bucket, frames.bytes.shape[1]
-    )
-
-
 class SourceServer:
-    """SGLang's scheduler with the tiers, and below host memory a disk or a store of files."""
+    """SGLang's scheduler with the tiers, and below host memory a disk or a shared directory."""
 
     def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
@@ -132,9 +107,8 @@ class SourceServer:
                 "--hc-remote",
                 "file",
                 "--hc-remote-config",
-                json.dumps({"dir": f"{folder}/file"}),
+                json.dumps({"dir": f"{folder}/file:8"}),
             ]
-            meter_remote(self.bucket)
         meter_disk(self.bucket)
         self.core = Core(
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
