@@ -247,12 +247,12 @@ class SourceServer:
 def _patience(seconds: float | None) -> Iterator[None]:
     """The serial arm waits for all its blocks, however slow the source is."""
     from sglang_hc.queue import prefetch
-    from sglang_hc.store import disk_tier
+    from sglang_hc.store import lower_tier
 
-    before = prefetch.PATIENCE, disk_tier.READ_DEADLINE_S
+    before = prefetch.PATIENCE, lower_tier.READ_DEADLINE_S
     if seconds is not None:
-        prefetch.PATIENCE = disk_tier.READ_DEADLINE_S = seconds
+        prefetch.PATIENCE = lower_tier.READ_DEADLINE_S = seconds
     try:
         yield
     finally:
-        prefetch.PATIENCE, disk_tier.READ_DEADLINE_S = before
+        prefetch.PATIENCE, lower_tier.READ_DEADLINE_S = before

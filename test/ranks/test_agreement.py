@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Verdicts
+from sglang_hc.ranks.agreement import ALONE, MARK_PASSES, REPORT_S, TOGETHER_S, Agreement, Decisions
 from sglang_hc.ranks.block_io import NEWS
 from sglang_hc.store import known_blocks
 from sglang_hc.store.block import Block
@@ -269,27 +269,27 @@ def test_one_rank_alone_is_as_it_was() -> None:
     assert ALONE.counts() == {}
 
 
-def test_verdicts_travel() -> None:
+def test_decisions_travel() -> None:
     import pickle
 
     pair = Pair()
     pair.disks[0].hold([name(1)])
     pair.group.agreements[0].begin_pass()
-    verdicts = pair.group.agreements[0].verdicts(0.0, requests=False)
-    assert isinstance(verdicts, Verdicts)
-    assert pickle.loads(pickle.dumps(verdicts)) == verdicts
+    decisions = pair.group.agreements[0].decisions(0.0, requests=False)
+    assert isinstance(decisions, Decisions)
+    assert pickle.loads(pickle.dumps(decisions)) == decisions
     assert isinstance(pair.group.agreements[1], Agreement)
 
 
 def test_ranks_show_each_other_what_they_counted_now_and_then() -> None:
     group: Group = Group(2, no_wait)
     first, second = group.agreements
-    second.show(lambda: {"lost": 1})
+    second.publish_counts(lambda: {"lost": 1})
     assert first.reports({"own": 5}) == [{"own": 5}, {"lost": 1}]
     group.now += REPORT_S - 0.1
-    second.show(lambda: {"lost": 2})
+    second.publish_counts(lambda: {"lost": 2})
     assert first.reports({})[1] == {"lost": 1}
     group.now += 0.1
-    second.show(lambda: {"lost": 3})
+    second.publish_counts(lambda: {"lost": 3})
     assert first.reports({})[1] == {"lost": 3}
     assert ALONE.reports({"own": 5}) == [{"own": 5}]

@@ -34,10 +34,10 @@ from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import Completion, Operation, perform
 from sglang_hc.store.host_pool import Bytes, HostPool
 from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -175,8 +175,8 @@ def build(
         on_read = not_observed
         if notes is not None:
             on_read = lambda *read: notes.append(("read", list(read), None))  # noqa: E731
-        below = DiskTier(io, host, clock, on_read, ranks.pause)
-    on_ready = below.spill if below is not None else lambda node: None
+        below = LowerTier(io, host, clock, on_read, ranks.pause)
+    on_ready = below.write_through if below is not None else lambda node: None
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
     path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()

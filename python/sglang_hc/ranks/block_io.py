@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.ranks.ballot import Ballot
+from sglang_hc.ranks.pending_ops import PendingOps
 from sglang_hc.store.block import Block
 from sglang_hc.store.block_io import BlockDone, LocalBlockIo
 from sglang_hc.store.outcome import GOOD, Outcome
@@ -27,7 +27,7 @@ _GONE = (Outcome.MISSING, Outcome.DAMAGED)
 
 
 class AgreedBlocks:
-    """A `LocalBlockIo` that answers what the verdicts say, whenever it is asked.
+    """A `LocalBlockIo` that answers what the decisions say, whenever it is asked.
 
     A read is taken to have been done when the slowest rank's part was: so much later than it was
     asked for, on the clock of decisions, as that rank's part took.
@@ -38,8 +38,8 @@ class AgreedBlocks:
     def __init__(
         self,
         inner: LocalBlockIo,
-        transfers: Ballot,
-        questions: Ballot,
+        transfers: PendingOps,
+        questions: PendingOps,
         capacity: int,
         clock: Callable[[], float],
         *,
@@ -85,7 +85,7 @@ class AgreedBlocks:
                 took = max(1, round((done.at - began) * 1e6))
             self._transfers.vote(done.ticket, done.outcome, took)
 
-    def watch(self) -> bool:
+    def collect_changes(self) -> bool:
         """For rank 0: look for news of its own. Returns whether there are any."""
         self._news.update(self._inner.changes())
         return bool(self._news)
@@ -97,8 +97,8 @@ class AgreedBlocks:
             del self._news[block_id]
         return told
 
-    def hear(self, news: Mapping[bytes, bool]) -> None:
-        """What rank 0 tells all ranks of its own, after the verdicts of the pass."""
+    def apply_presence(self, news: Mapping[bytes, bool]) -> None:
+        """What rank 0 tells all ranks of its own, after the decisions of the pass."""
         self._take_decided()
         for block_id, here in news.items():
             if here:
@@ -106,10 +106,10 @@ class AgreedBlocks:
             else:
                 self._known.pop(block_id, None)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until every read and write under way is decided; all ranks come here at the same
         place of their decisions."""
-        self._transfers.settle(self.vote)
+        self._transfers.drain(self.vote)
 
     # -- LocalBlockIo ----------------------------------------------------------------------------
 

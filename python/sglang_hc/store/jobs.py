@@ -40,7 +40,7 @@ class Job:
         assert self.outcome is not None
         return BlockDone(self.ticket, self.outcome, tier.value, self.at, self.blocks)
 
-    def settle(self, outcome: Outcome) -> None:
+    def complete(self, outcome: Outcome) -> None:
         """Answer, unless it was answered before."""
         with self.lock:
             if self.outcome is None:
@@ -126,5 +126,5 @@ class JobThread(Generic[J]):
             self._perform(batch)
         finally:
             for job in batch:
-                job.settle(Outcome.IO_ERROR)
+                job.complete(Outcome.IO_ERROR)
             self._running = None

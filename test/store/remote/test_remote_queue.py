@@ -40,10 +40,10 @@ class Server:
         return QueuedPrompt(Prefix(None, TOKENS), lambda: 0)
 
     def keep(self) -> None:
-        """Compute both whole blocks and spill them."""
+        """Compute both whole blocks and write them through."""
         for number, node in enumerate(keep(self.host, TOKENS[: 2 * BLOCK_BYTES]), 1):
             self.pool.slot(node.slot)[:] = number
-            self.disk.spill(node)
+            self.disk.write_through(node)
         self.disk.drain()
 
     def admit(self, rid: str) -> None:

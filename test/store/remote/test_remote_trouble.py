@@ -231,7 +231,7 @@ def test_jobs_of_one_call_are_late_together(clock: Clock) -> None:
         entered.release()
         assert gate.acquire(timeout=HANGS_S)
         for job in batch:
-            job.settle(Outcome.OK)
+            job.complete(Outcome.OK)
 
     thread: JobThread[Job] = JobThread("test", perform, lambda: 2, clock=clock)
     alone, first, second = Job(1, FOREVER), Job(2, clock.now + 10), Job(3, clock.now + 20)

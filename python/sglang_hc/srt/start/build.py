@@ -39,8 +39,8 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
+from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
-from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.start.recorded_tree import RecordedRadixCache, recorder_of
@@ -52,9 +52,9 @@ from sglang_hc.store.block_io import BlockIo, LocalBlockIo
 from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError
 from sglang_hc.store.disk.format import part_of
-from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.host_memory import MemorySpec
 from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.store.opening import DiskSpec, Io, open_directories, open_io
 from sglang_hc.store.read_watch import not_observed
 from sglang_hc.tiers.mover import BlockMover
@@ -255,7 +255,7 @@ def _disk(
     host: HostTier,
     planner: RestorePlanner,
     ranks: Ranks,
-) -> DiskTier | None:
+) -> LowerTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
     if io.blocks is not None:
@@ -270,7 +270,7 @@ def _disk(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 def _capture(
@@ -278,7 +278,7 @@ def _capture(
     device: Device,
     io: Io,
     host: HostTier,
-    disk: DiskTier | None,
+    disk: LowerTier | None,
     scatters: ScatterQueue,
     ranks: Ranks,
 ) -> Capture:
@@ -292,7 +292,7 @@ def _capture(
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
-    on_ready = disk.spill if disk is not None else lambda node: None
+    on_ready = disk.write_through if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
 
 

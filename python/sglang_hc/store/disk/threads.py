@@ -193,7 +193,7 @@ class DiskThreads:
                 if not (self._store.contains((block_id,)) or self._store.find(block_id)):
                     break
                 question.blocks += 1
-            question.settle(Outcome.OK)
+            question.complete(Outcome.OK)
 
     def _erase(self, asked: list[_Erasing]) -> None:
         for ticket, what in asked:

@@ -186,11 +186,11 @@ class RemoteStore:
                 self._backend.clear()
             elif job.erases:
                 if not self._backend.delete(keys):
-                    job.settle(Outcome.DROPPED)
+                    job.complete(Outcome.DROPPED)
                 job.blocks = len(keys)
             else:
                 job.blocks = max(0, min(int(self._backend.exists(keys)), len(keys)))
-            job.settle(Outcome.OK)
+            job.complete(Outcome.OK)
 
     def _move(self, by_one_call: Callable[[list[J]], None], jobs: list[J]) -> None:
         """Move blocks by one call. If it raises, each block whose time is not over is moved by a
@@ -204,7 +204,7 @@ class RemoteStore:
                         self._move(by_one_call, [job])
             else:
                 logger.warning("sglang-hc: the remote store (%s) raised %r", self.name, error)
-                jobs[0].settle(Outcome.IO_ERROR)
+                jobs[0].complete(Outcome.IO_ERROR)
 
     def _fetch(self, jobs: list[_Read]) -> None:
         frames = self._frames.for_loads[: len(jobs)]
@@ -219,7 +219,7 @@ class RemoteStore:
             for job, frame, good in zip(jobs, frames, answers, strict=True)
         ]
         for job, outcome in zip(jobs, ended, strict=True):
-            job.settle(outcome)  # together: whoever sees one would take the others for unread
+            job.complete(outcome)  # together: whoever sees one would take the others for unread
         if all(answers):
             self._read_size.observe(len(keys), seconds)
 
@@ -253,7 +253,7 @@ class RemoteStore:
             return
         answers = _one_each(keys, self._backend.put(keys, [frame for _, frame in ready]))
         for (job, _), good in zip(ready, answers, strict=True):
-            job.settle(Outcome.OK if good else Outcome.IO_ERROR)
+            job.complete(Outcome.OK if good else Outcome.IO_ERROR)
 
 
 def _one_each(keys: Sequence[str], answers: Sequence[bool]) -> list[bool]:
