@@ -86,21 +86,6 @@ class MeteredBackend(DirectBackend):
         return MeteredFile(super().open(path), self._bucket)
 
 
-class MeteredStore:
-    """A remote store behind a bucket."""
-
-    def __init__(self, store: Any, bucket: Bucket, frame_bytes: int) -> None:
-        self._store, self._bucket, self._frame_bytes = store, bucket, frame_bytes
-
-    def get(self, keys: Sequence[str], frames: Sequence[int]) -> Sequence[bool]:
-        self._bucket.pass_through(len(keys) * self._frame_bytes)
-        found: Sequence[bool] = self._store.get(keys, frames)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 def meter_disk(bucket: Bucket) -> None:
     """Every disk store that this process opens from now on reads through the bucket."""
     opened = DiskStore.open
@@ -109,18 +94,8 @@ def meter_disk(bucket: Bucket) -> None:
     )
 
 
-def meter_remote(bucket: Bucket) -> None:
-    """Every remote store that this process opens from now on is read through the bucket."""
-    from sglang_hc.srt.arguments import storage_backends
-
-    opened = storage_backends.open_remote
-    storage_backends.open_remote = lambda kind, options, frames: MeteredStore(
-        opened(kind, options, frames), bucket, frames.bytes.shape[1]
-    )
-
-
 class SourceServer:
-    """SGLang's scheduler with the tiers, and below host memory a disk or a store of files."""
+    """SGLang's scheduler with the tiers, and below host memory a disk or a shared directory."""
 
     def __init__(self, model: str, form: str, longest: int, folder: str, store: str) -> None:
         """folder: an existing one, for the blocks. store: `disk` or `file`."""
@@ -137,9 +112,8 @@ class SourceServer:
                 "--hc-remote",
                 "file",
                 "--hc-remote-config",
-                json.dumps({"dir": f"{folder}/file"}),
+                json.dumps({"dir": f"{folder}/file:8"}),
             ]
-            meter_remote(self.bucket)
         meter_disk(self.bucket)
         self.core = Core(
             "--hc-forms", form, *below, "--max-total-tokens", str(longest + POOL_SPARE),
@@ -294,12 +268,12 @@ class SourceServer:
 def _patience(seconds: float | None) -> Iterator[None]:
     """The serial arm waits for all its blocks, however slow the source is."""
     from sglang_hc.queue import prefetch
-    from sglang_hc.store import disk_tier
+    from sglang_hc.store import lower_tier
 
-    before = prefetch.PATIENCE, disk_tier.READ_DEADLINE_S
+    before = prefetch.PATIENCE, lower_tier.READ_DEADLINE_S
     if seconds is not None:
-        prefetch.PATIENCE = disk_tier.READ_DEADLINE_S = seconds
+        prefetch.PATIENCE = lower_tier.READ_DEADLINE_S = seconds
     try:
         yield
     finally:
-        prefetch.PATIENCE, disk_tier.READ_DEADLINE_S = before
+        prefetch.PATIENCE, lower_tier.READ_DEADLINE_S = before

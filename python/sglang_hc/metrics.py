@@ -34,6 +34,7 @@ LEVELS = {
     "host_bytes": "Size of the host tier in bytes.",
     "disk_blocks": "Blocks on disk.",
     "disk_directories": "Directories of the disk tier that are in use.",
+    "remote_blocks": "Blocks in the directory of --hc-remote file.",
     "remote_usable": "1 while the remote store is asked, 0 while it is left alone.",
     **{
         f"cost_correction_{name}": f"Factor by which the measured costs of {what} are corrected."

@@ -24,7 +24,7 @@ from sglang_hc.queue.lookahead import LookAhead
 from sglang_hc.queue.meeting import Meetings, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import QueuedPrompt, Serial
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.cuts import EarlierPath
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import BlockPath
@@ -77,7 +77,7 @@ class QueueView:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         window: LookAhead[Serial],
         rules: QueueRules,
         costs: RestoreCosts,

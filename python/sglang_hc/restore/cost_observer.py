@@ -10,7 +10,7 @@ down to the wrong resource:
     prefill      a batch of prefills alone (no decodes, no restoration), from the attention of its
                  first layer to that of its last: embedding and logits are not in it.
 
-What reads from below host memory take is seen where they are asked for (`store.disk_tier`). On CUDA
+What reads from below host memory take is seen where they are asked for (`store.lower_tier`). On CUDA
 times come from events that later passes query; no call here waits for the device.
 """
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from sglang_hc.policy.pins import PinLimitError, Pinned, RetentionPriority, SessionPins
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.cuts import base_namespace
 from sglang_hc.tree.host_tier import HostTier
@@ -26,7 +26,7 @@ class Retention:
     def __init__(
         self,
         host: HostTier,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         pins: SessionPins,
         priority: RetentionPriority,
         clock: Callable[[], float] = time.monotonic,

@@ -17,7 +17,7 @@ from sglang_hc.profile_file import CachedProfile
 from sglang_hc.queue.queue_view import QueueView
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.lower_tier import LowerTier
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
@@ -32,7 +32,7 @@ class Tiers:
     profile: keeps what is learned of the costs; None where another rank or a user does."""
 
     host: HostTier
-    disk: DiskTier | None
+    disk: LowerTier | None
     capture: Capture
     restorer: Restorer
     queue: QueueView
@@ -92,7 +92,7 @@ class Tiers:
 
     def forget(self, what: Forgetting) -> list[bytes]:
         """Forget namespaces in host memory, what comes to it and their pins included. Returns the
-        blocks that were there. See `DiskTier.erase` for what is below."""
+        blocks that were there. See `LowerTier.erase` for what is below."""
         if self.queue.promotions is not None:
             self.queue.promotions.forget(what.names)
         self.retention.pins.unpin_all(what.names)

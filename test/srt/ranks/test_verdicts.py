@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt.ranks.verdicts import FETCHING_S, KEEPING_S, WAITING_S, NextStage, patience
+from sglang_hc.srt.ranks.decisions import FETCHING_S, KEEPING_S, WAITING_S, NextStage, patience
 
 
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:

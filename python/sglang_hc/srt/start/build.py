@@ -7,6 +7,7 @@ sizes, memory, what lies below host memory, the tiers, the tree.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue, Snapshots
-from sglang_hc.config import GIB, ConfigError
+from sglang_hc.config import GIB, ConfigError, shared_directory
 from sglang_hc.device.copy_stream import SideStream
 from sglang_hc.forms import BLOCK_TOKENS, BlockLayout, StateShape
+from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import make_policy
 from sglang_hc.policy.pins import RetentionPriority, SessionPins, TimeToLive
 from sglang_hc.profile_file import CachedProfile
@@ -29,7 +31,7 @@ from sglang_hc.restore.path import RestorePath
 from sglang_hc.restore.planner import RestorePlanner
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
-from sglang_hc.srt.arguments.storage_backends import remote_store
+from sglang_hc.srt.arguments.storage_backends import remote_key, remote_store
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.guard import protect
 from sglang_hc.srt.engine.scheduler import BUILDING, TREE
@@ -37,8 +39,8 @@ from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.identity import model_identity
 from sglang_hc.srt.model.projection import fastest_stream
+from sglang_hc.srt.ranks.decisions import ranks_of
 from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
-from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.start.recorded_tree import RecordedRadixCache, recorder_of
@@ -46,15 +48,15 @@ from sglang_hc.srt.start.sizes import TierSizes
 from sglang_hc.srt.tree.audit import audit_of
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
-from sglang_hc.store.block_io import BlockIo
+from sglang_hc.store.block_io import BlockIo, LocalBlockIo
+from sglang_hc.store.chain import Chain
 from sglang_hc.store.disk import DirectoryError
-from sglang_hc.store.disk.format import WHOLE
-from sglang_hc.store.disk_tier import DiskTier
+from sglang_hc.store.disk.format import part_of
 from sglang_hc.store.host_memory import MemorySpec
-from sglang_hc.store.opening import DiskSpec, Io, open_io
+from sglang_hc.store.known_blocks import KnownBlocks
+from sglang_hc.store.lower_tier import LowerTier
+from sglang_hc.store.opening import DiskSpec, Io, open_directories, open_io
 from sglang_hc.store.read_watch import not_observed
-from sglang_hc.store.remote import Chain, RemoteBlocks
-from sglang_hc.store.remote.envelope import fingerprint_of_part
 from sglang_hc.tiers.mover import BlockMover
 from sglang_hc.tiers.retention import Retention
 from sglang_hc.tiers.tiers import Tiers
@@ -128,17 +130,13 @@ def _product(model: Model) -> list[str]:
 
 def _open_io(model: Model, sizes: TierSizes) -> Io:
     """Host memory, executor and disk."""
-    config, runner, capture = model.config, model.runner, model.state.memory
+    config, capture = model.config, model.state.memory
     snapshots = SNAPSHOT_BUFFERS if sizes.layout.plan.hidden else 0
     rows = capture.sizes.snapshot_rows
     memory = MemorySpec(sizes.layout, sizes.num_slots, rows, snapshots)
     disk = None
     if config.disk:
-        label = str(runner.server_args.served_model_name or runner.server_args.model_path)
-        place = place_of(runner)
-        part = fingerprint_of_part(sizes.fingerprint, place.part) if place.part else WHOLE
-        folders = directories(config, place)
-        disk = DiskSpec(folders, sizes.fingerprint, label, part, config.ttl or None)
+        disk = _directories(model, sizes, config.disk)
     try:
         io = open_io(memory, disk)
     except DirectoryError as error:
@@ -149,6 +147,29 @@ def _open_io(model: Model, sizes: TierSizes) -> Io:
         paths = ", ".join(directory.path for directory in disk.directories)
         logger.info("sglang-hc: disk tier in %s", paths)
     return io
+
+
+def _directories(
+    model: Model, sizes: TierSizes, texts: Sequence[str], key: bytes | None = None
+) -> DiskSpec:
+    """Directories as `--hc-disk` names them, for this rank. Raises DirectoryError."""
+    args, place = model.runner.server_args, place_of(model.runner)
+    label = str(args.served_model_name or args.model_path)
+    part = part_of(sizes.fingerprint, place.part)
+    folders, ttl = directories(texts, place), model.config.ttl or None
+    return DiskSpec(folders, sizes.fingerprint, label, part, ttl, key)
+
+
+def _remote_store(model: Model, sizes: TierSizes, io: Io) -> LocalBlockIo:
+    """The store of `--hc-remote`. Raises ConfigError."""
+    config, pool, shared = model.config, io.memory.pool, shared_directory(model.config)
+    spec = _directories(model, sizes, [shared] if shared else [], remote_key(config))
+    if shared is None:
+        return remote_store(config, pool, spec.model(pool.layout), io.counts)
+    try:
+        return open_directories(spec, pool, io.counts, SourceTier.REMOTE)
+    except DirectoryError as error:
+        raise ConfigError(str(error).replace("--hc-disk", "--hc-remote file")) from None
 
 
 # -- tiers ---------------------------------------------------------------------------------------
@@ -242,21 +263,22 @@ def _disk(
     host: HostTier,
     planner: RestorePlanner,
     ranks: Ranks,
-) -> DiskTier | None:
+) -> LowerTier | None:
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
     if io.blocks is not None:
-        below = ranks.blocks(io.blocks, model.state.group.least(io.blocks.capacity))
+        capacity = model.state.group.least(io.blocks.capacity)
+        below = KnownBlocks(ranks.blocks(io.blocks, capacity), ranks.clock)
     if model.config.remote is not None:
-        part = fingerprint_of_part(sizes.fingerprint, place_of(model.runner).part)
-        store = remote_store(model.config, io.memory.pool, part, io.counts)
-        far = RemoteBlocks(ranks.store(store), io.counts, ranks.clock)
+        store = _remote_store(model, sizes, io)
+        capacity = model.state.group.least(store.capacity)
+        far = KnownBlocks(ranks.blocks(store, capacity), ranks.clock)
         below = far if below is None else Chain(below, far)
     if below is None:
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
+    return LowerTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 def _capture(
@@ -264,7 +286,7 @@ def _capture(
     device: Device,
     io: Io,
     host: HostTier,
-    disk: DiskTier | None,
+    disk: LowerTier | None,
     scatters: ScatterQueue,
     ranks: Ranks,
 ) -> Capture:
@@ -278,7 +300,7 @@ def _capture(
     if pool.layout.kv_layers:
         kv = DirectRows(pool.kv, *ways)
     state = DeviceState(device.pool, taken.taps, taken.verified, hidden, kv)
-    on_ready = disk.spill if disk is not None else lambda node: None
+    on_ready = disk.write_through if disk is not None else lambda node: None
     return Capture(pool.layout, host, scatters, state, on_ready, ranks.clock)
 
 
