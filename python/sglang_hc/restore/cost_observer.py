@@ -10,8 +10,8 @@ down to the wrong resource:
     prefill      a batch of prefills alone (no decodes, no restoration), from the attention of its
                  first layer to that of its last: embedding and logits are not in it.
 
-What reads from below host memory take is seen where they are asked for (`store.lower_tier`). On CUDA
-times come from events that later passes query; no call here waits for the device.
+What reads from below host memory take is seen where they are asked for (`store.lower_tier`). On
+CUDA times come from events that later passes query; no call here waits for the device.
 """
 
 from __future__ import annotations
