@@ -196,9 +196,9 @@ def interrupted(pool: str) -> tuple[list[int], bool, dict[str, int]]:
     core.check_device()
     under_way, step, seen = own._pass, own.step, []
 
-    def noted() -> bool:
+    def noted(tree: Any) -> bool:
         seen.append((own._pass, rid in core.requests and core.requests[rid].finished()))
-        return step()
+        return step(tree)
 
     own.step = noted
     rid = core.submit(OTHER, 16)

@@ -20,8 +20,8 @@ FLAGS = (
     "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
     "--hc-host-size-gb", "0.05", "--chunked-prefill-size", "128",
 )  # fmt: skip
-OWN = {"load_back", "promise", "continue_behind", "refuse", "allocate", "commit", "forget_saved",
-       "stats", "ongoing_load_back"}  # fmt: skip
+OWN = {"load_back", "promise", "continue_behind", "refuse", "commit", "drop", "forget",
+       "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
 OF_TOKENIZER = {name for name, place in guard.HOOKS.items() if isinstance(place, guard.Tokenizer)}

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_hc.srt.ranks.verdicts import FETCHING_S, KEEPING_S, WAITING_S, NextStage, patience
+from sglang_hc.srt.ranks.verdicts import NextStage
+from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
 
 
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
@@ -34,13 +35,13 @@ def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: b
     ],
 )
 def test_the_shortest_wait_counts(given: dict[str, Any], wanted: float) -> None:
-    assert patience(tiers(**given)) == wanted
+    assert Tiers.patience(tiers(**given)) == wanted
 
 
 def test_without_a_disk_only_turns_and_pins_count() -> None:
     some = tiers(waiting=1)
     some.disk = None
-    assert patience(some) == WAITING_S
+    assert Tiers.patience(some) == WAITING_S
 
 
 class Pipeline:

@@ -129,6 +129,10 @@ class Restorer:
         self._host.pin(nodes)
         self._releasing.append((self.path.copy_stream.record(), nodes))
 
+    def wait(self) -> None:
+        """Wait until the copies that were enqueued by now are over."""
+        self.path.copy_stream.record().wait()
+
     def start_again(self, index: int) -> None:
         """The batch with this consumer index met a late layer, and its pass is run once more: what
         has not come is recomputed for it, now. Raises what a forward pass may raise; see

@@ -6,6 +6,7 @@ the restorer's gate are called where the model runs, which is the same thread.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,16 @@ from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.tiers.retention import Retention
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.host_tier import HostTier
 from sglang_hc.tree.identity import Prefix
+
+FETCHING_S = 0.005
+WAITING_S = 0.05
+KEEPING_S = 1.0
+"""Longest that the clock of decisions stands still while a request waits for blocks or meets its
+history, while one waits for its turn, and while pins or a time to live can end."""
 
 
 @dataclass(eq=False)
@@ -43,22 +51,45 @@ class Tiers:
     def layout(self) -> BlockLayout:
         return self.restorer.path.pool.layout
 
+    @property
+    def decides_alone(self) -> bool:
+        """Whether no other ranks must decide alike."""
+        return self.ranks.count == 1
+
     # -- upkeep ----------------------------------------------------------------------------------
 
-    def used(self, prefix: Prefix) -> None:
-        """A request is over: the path of its tokens was used, wherever it came from."""
+    def used(self, prefix: Prefix, pin: tuple[str, float] | None = None) -> None:
+        """A request is over: the path of its tokens was used, wherever it came from. pin: the
+        session and the seconds for which it asked to hold that."""
         if self.disk is not None:
             tree = self.host.tree
             nodes = tree.match(prefix).nodes
             origins = [node.moved.origin for node in nodes if node.moved is not None]
             self.disk.touch([*tree.identities(prefix), *origins])
             self.disk.save_again(nodes)
+        if pin is not None:
+            self.retention.pin_if_possible(prefix, *pin)
+
+    def before_pass(self, prefilled: Sequence[tuple[int, int]]) -> None:
+        """A pass is about to run that only prefills; its time tells what prefill costs. prefilled:
+        (new tokens, tokens before them) of each request."""
+        self.restorer.gate.prefill_begins(prefilled)
+
+    def start_again(self) -> None:
+        """The pass that is under way met a late layer, and is run once more."""
+        self.restorer.start_again(self.restorer.gate.current)
 
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
         if self.restorer.pass_ended():
             self.poll()
         self.capture.take_pass(segments)
+
+    def abandon_pass(self) -> None:
+        """A pass was submitted whose rows are not kept, and what was streamed for it may join no
+        tree. Its restorations are over when this returns."""
+        self.restorer.wait()
+        self.after_pass(())
 
     def poll(self) -> None:
         """Take in completions. Called in every scheduling pass; never waits."""
@@ -93,6 +124,22 @@ class Tiers:
         self.retention.pins.unpin_all(what.names)
         return self.host.forget(what.names)
 
+    def drop_branch(self, node: BlockNode) -> list[Prefix]:
+        """Take a wrong block out of the tiers, with all that is known below it, and with copies of
+        these that were moved. Returns the paths whose last blocks these were."""
+        dropped, paths = {one.block_id for one in node.branch()}, []
+        nodes = self.host.tree.nodes()
+        copies = [one for one in nodes if one.moved is not None and one.moved.origin in dropped]
+        for wrong in (node, *copies):
+            if wrong.parent is None:  # below another one
+                continue
+            tokens = b"".join(one.tokens for one in wrong.path())
+            paths.append(Prefix(wrong.namespace, tokens))
+            if self.disk is not None:
+                self.disk.drop_branch(wrong)
+            self.host.drop_branch(wrong)
+        return paths
+
     def close(self) -> None:
         """Orderly stop: what was computed is saved, and everything given back."""
         self.ranks.leave()
@@ -110,10 +157,22 @@ class Tiers:
 
     # -- numbers ---------------------------------------------------------------------------------
 
+    def patience(self) -> float:
+        """Seconds for which the clock of decisions may stand still now, where several ranks have
+        one (`ranks.agreement`)."""
+        fetching = self.disk is not None and len(self.disk.coming) > 0
+        if fetching or self.queue.meetings.under_way:
+            return FETCHING_S
+        if self.queue.window.queue:
+            return WAITING_S
+        return KEEPING_S if self.retention.is_timed else math.inf
+
     def stats(self) -> dict[str, object]:
-        """Plain numbers for /server_info."""
-        plan = str(self.restorer.planner.plan)
-        return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **self.counts()}
+        """Plain numbers for /server_info, with what each rank counted."""
+        plan, counts = str(self.restorer.planner.plan), self.counts()
+        ranks = self.ranks.reports(counts)
+        shown: dict[str, object] = {} if self.decides_alone else {"ranks": ranks}
+        return {"layer_plan": plan, **self.exactness.stats(), **self.levels(), **counts, **shown}
 
     def levels(self) -> dict[str, float]:
         """Numbers that go up and down."""

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_hc.restore.arrival import LateLayer
-from sglang_hc.srt.engine.intake import serial_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,7 @@ class Place(NamedTuple):
 
 def _forget(tree: Any, req: Any) -> None:
     """Nothing more is saved of a request, and nothing fetched for it."""
-    with tree.compute_stream.entered():
-        tree.tiers.capture.drop(serial_of(req))
+    tree.drop(req)
     tree.waiting.give_up(req)
 
 
@@ -73,8 +71,7 @@ def _give_up_all(tree: Any, rid: str, *_: Any) -> None:
 
 
 def _forget_finished(tree: Any, req: Any, *_: Any, **__: Any) -> None:
-    with tree.compute_stream.entered():
-        tree.tiers.capture.drop(serial_of(req))
+    tree.drop(req)
     tree.waiting.finished(req, 0)
 
 
@@ -86,10 +83,9 @@ def _nothing_restored(tree: Any, params: Any) -> Any:
 
 def _end_pass(tree: Any, batch: Any, requests: list[Any]) -> None:
     """The pass was submitted; its restorations are over whatever became of its rows."""
-    tree.tiers.restorer.path.copy_stream.record().wait()  # of blocks that join no tree now
     for req in requests:
-        tree.tiers.capture.drop(serial_of(req))
-    tree.tiers.after_pass(())
+        tree.drop(req)
+    tree.tiers.abandon_pass()
 
 
 def _forget_queue(tree: Any) -> None:
@@ -233,6 +229,8 @@ class SglangTree(RadixCache):
     """SGLang's tree; asked for an answer by `protect`'s guard, it gives it once."""
 
     asked: dict[str, _Asked] = {}  # noqa: RUF012  replaced in `protect`'s trees only
+    decides_alone = True
+    """Whether no other ranks must decide alike."""
 
     def match_prefix(self, params: Any) -> Any:
         return self._once("match_prefix", super().match_prefix, params)
@@ -332,7 +330,7 @@ def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(name: str, tree: SglangTree | None, error: Exception) -> None:
     """Count and log an error of ours; raises it where one rank alone may not go on."""
-    if isinstance(error, LateLayer) or (tree is not None and tree.tiers.ranks.count > 1):
+    if isinstance(error, LateLayer) or (tree is not None and not tree.decides_alone):
         raise error
     counters["guarded_errors"] += 1
     _log(name)

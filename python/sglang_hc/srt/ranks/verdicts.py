@@ -13,7 +13,6 @@ them on as soon as it has them.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,12 +26,6 @@ from sglang_hc.ranks.board import VoteBoard
 from sglang_hc.srt.engine.scheduler import TREE
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.tiers.tiers import Tiers
-
-FETCHING_S = 0.005
-WAITING_S = 0.05
-KEEPING_S = 1.0
-"""Longest that the clock of decisions stands still while a request waits for blocks or meets its
-history, while one waits for its turn, and while pins or a time to live can end."""
 
 
 def ranks_of(group: StartGroup) -> Ranks:
@@ -97,7 +90,7 @@ class VotingReceiver(SchedulerRequestReceiver):
         if self.ranks.rank != 0:
             return requests
         assert requests is not None
-        verdicts = self.ranks.verdicts(patience(self.tiers), requests=bool(requests))
+        verdicts = self.ranks.verdicts(self.tiers.patience(), requests=bool(requests))
         return requests if verdicts is None else [verdicts, *requests]
 
 
@@ -113,13 +106,3 @@ def attach(scheduler: Any) -> None:
         **same, tiers=tree.tiers, ranks=ranks, next_stage=NextStage(scheduler)
     )
     scheduler._request_dispatcher += TypeBasedDispatcher([(Verdicts, ranks.apply)])
-
-
-def patience(tiers: Tiers) -> float:
-    """Seconds for which the clock of decisions may stand still now."""
-    fetching = tiers.disk is not None and len(tiers.disk.coming) > 0
-    if fetching or tiers.queue.meetings.under_way:
-        return FETCHING_S
-    if tiers.queue.window.queue:
-        return WAITING_S
-    return KEEPING_S if tiers.retention.is_timed else math.inf

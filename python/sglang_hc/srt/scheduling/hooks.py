@@ -113,8 +113,7 @@ def forward(
     try:
         output = original(self, forward_batch, *args, **kwargs)
     except LateLayer:
-        restorer = tree.tiers.restorer
-        restorer.start_again(restorer.gate.current)
+        tree.tiers.start_again()
         output = original(self, forward_batch, *args, **kwargs)
     tree.after_forward(forward_batch, tree.running)
     return output
@@ -125,18 +124,14 @@ def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     counted. Only the first rank's answer is sent."""
     tree = tree_of(self.tp_worker.model_runner)
     if tree is not None:
-        numbers = tree.stats()
-        counts = tree.tiers.ranks.reports(tree.tiers.counts())
-        if len(counts) > 1:
-            numbers["ranks"] = counts
-        result.internal_state["hc"] = numbers
+        result.internal_state["hc"] = tree.stats()
     return result
 
 
 def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
     """AROUND Scheduler.maybe_sleep_on_idle, the end of an idle pass: audits come before sleep."""
     tree = tree_of(self.tp_worker.model_runner)
-    if tree is None or tree.audit is None or not tree.audit.step():
+    if tree is None or tree.audit is None or not tree.audit.step(tree):
         original(self)
 
 

@@ -42,7 +42,7 @@ from sglang_hc.srt.scheduling.speculation import draft_layers
 from sglang_hc.srt.start.build_device import Device, Model, device_of, loaded
 from sglang_hc.srt.start.recorded_tree import recording
 from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
-from sglang_hc.srt.tree.audit import audit_of
+from sglang_hc.srt.tree.audit import Audit, cannot_audit
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.block_io import BlockIo
@@ -74,8 +74,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     device.copy_stream.pin(io.memory.pool.buffer)
     tiers = _tiers(model, device, sizes, factories, io, ranks)
     compute = ComputeStream.of(model.runner)
-    tree = factories.tree(model.params, tiers, BUILDING.get(), compute, _device_order(model, tiers))
-    tree.audit = audit_of(tree, model.runner, model.config.audit)
+    order = _device_order(model, tiers)
+    audit = _audit(model, device, tiers, io, compute)
+    tree = factories.tree(model.params, tiers, BUILDING.get(), compute, order, audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
     setattr(model.runner, TREE, tree)
@@ -318,3 +319,17 @@ def _device_order(model: Model, tiers: Tiers) -> DeviceOrder | None:
         return None
     retention = tiers.retention
     return DeviceOrder(tiers.host.tree.fingerprint, retention.priority, retention.keeps)
+
+
+def _audit(
+    model: Model, device: Device, tiers: Tiers, io: Io, compute: ComputeStream
+) -> Audit | None:
+    """Audits of what is restored; None where there are none, which the log explains."""
+    share, runner, taps = model.config.audit, model.runner, model.state.memory.taps
+    if not share:
+        return None
+    reason = cannot_audit(runner, taps, model.state.group.size)
+    if reason is not None:
+        logger.info("sglang-hc: --hc-audit is off: %s", reason)
+        return None
+    return Audit(tiers, io.memory.pool, device.pool, taps, runner, compute, io.counts, share)

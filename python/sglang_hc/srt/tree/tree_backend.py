@@ -26,7 +26,6 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
-from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
@@ -45,8 +44,7 @@ class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
     Belongs to the scheduler thread. running: the requests of the batch that is being run.
-    preempted: those that made room in this pass (`srt/scheduling/preemption.py`). stopped: nothing
-    is restored or saved any more (`srt/tree/audit.py`).
+    preempted: those that made room in this pass (`srt/scheduling/preemption.py`).
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -58,13 +56,15 @@ class HcRadixCache(CapturingTree):
         scheduler: OwnScheduler,
         compute: ComputeStream,
         device_order: DeviceOrder | None,
+        audit: Audit | None = None,
     ) -> None:
         """compute: where the model runs. device_order: which leaves of the device tree leave first;
-        None for SGLang's order."""
+        None for SGLang's order. audit: of what is restored; None for none."""
         super().__init__(params)
         self.tiers = tiers
-        self.audit: Audit | None = None
-        self.stopped = False
+        self.decides_alone = tiers.decides_alone
+        self.capture = tiers.capture
+        self.audit = audit
         self.running: list[Any] = []
         self.preempted: list[Any] = []
         self.scheduler = scheduler
@@ -86,7 +86,7 @@ class HcRadixCache(CapturingTree):
         self.streamed = StreamedPass(self)
         self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
         tiers.queue.meetings.subscribe(self.early.release)
-        self.forgetter = Forgetter(self)
+        self.forgetter = Forgetter(tiers.disk)
         self._is_built = True
 
     @property
@@ -212,8 +212,7 @@ class HcRadixCache(CapturingTree):
         store, and its state is saved from there on."""
         if not req.retracted_stain:
             req.cached_tokens_storage += restored
-        with self.compute_stream.entered():  # a snapshot leaves the device behind the running batch
-            self.tiers.capture.drop(serial_of(req))
+        self.drop(req)
 
     def _extend(self, req: Any, slots: torch.Tensor) -> Any:
         """A new node with `slots` for the tokens behind the locked node of a request's prefix.
@@ -234,13 +233,6 @@ class HcRadixCache(CapturingTree):
         self.tiers.restorer.planner.refuse(reason)
         req.host_hit_length = 0
         return self._empty_match_result.device_indices, req.last_node
-
-    def allocate(self, count: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() < count:
-            self.evict(EvictParams(num_tokens=count - allocator.available_size()))
-        slots = allocator.alloc(count)
-        return None if slots is None else slots.to(torch.int64)
 
     # -- evict -----------------------------------------------------------------------------------
 
