@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,7 +120,6 @@ METHODS: dict[str, Place] = {
 """Methods of the tree. Where SGLang's own tree has the method, its answer is given."""
 
 HOOKS: dict[str, Place | Tokenizer] = {
-    "hooks.run_batch": Place(),
     "hooks.arrange": Place(),
     "hooks.internal_state": Place(),
     "hooks.adapter_fits": Place(),
@@ -158,6 +157,7 @@ UNGUARDED: dict[str, str] = {
     "worker.serve": _START,
     "cpu_attention.extend": "it is the model's own arithmetic",
     "hooks.change_weights": _STALE,
+    "hooks.run_batch": "it says whose pass it is, without which nothing would end its restorations",
     "hooks.forward": "its parts are guarded; what is around them is SGLang's pass",
     "entrance.check_tokenized": "its errors are the request's already",
     "hooks.clear_storage": "an error is no answer that everything is gone",
@@ -290,7 +290,7 @@ def _around(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., 
         except Exception as error:
             if asked.error is not None:
                 raise
-            tree = _tree_of(args)
+            tree = tree_of(*args)
             _note(name, tree, error)
             if tree is not None:
                 _drop(name, place, tree, args, kwargs)
@@ -306,7 +306,7 @@ def _beside(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., 
         try:
             return hook(*args, **kwargs)
         except Exception as error:
-            tree = _tree_of(args)
+            tree = tree_of(*args)
             _note(name, tree, error)
             if tree is not None:
                 _drop(name, place, tree, args, kwargs)
@@ -351,10 +351,8 @@ def _drop(name: str, place: Place, tree: SglangTree, args: Any, kwargs: Any) -> 
         _log(f"{name}, while its request was forgotten")
 
 
-def _tree_of(args: Sequence[Any]) -> SglangTree | None:
-    """The tree that a call concerns; None where the tiers are off."""
-    for one in args:
-        tree = getattr(one, "tree_cache", None)
-        if isinstance(tree, SglangTree):
-            return tree
-    return None
+def tree_of(*holders: Any) -> Any:
+    """The tree (`HcRadixCache`) of the first of these that has one: of a scheduler, or a part of it
+    or a batch; None where the tiers are off."""
+    trees = (getattr(one, "tree_cache", None) for one in holders)
+    return next((tree for tree in trees if isinstance(tree, SglangTree)), None)

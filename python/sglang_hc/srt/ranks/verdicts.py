@@ -23,7 +23,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_hc.config import ConfigError
 from sglang_hc.ranks.agreement import ALONE, Agreement, Ranks, Verdicts
 from sglang_hc.ranks.board import VoteBoard
-from sglang_hc.srt.engine.scheduler import TREE
+from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.tiers.tiers import Tiers
 
@@ -96,7 +96,7 @@ class VotingReceiver(SchedulerRequestReceiver):
 
 def attach(scheduler: Any) -> None:
     """A scheduler is complete: if it is one of several ranks, it takes part from now on."""
-    tree = getattr(scheduler.tp_worker.model_runner, TREE, None)
+    tree = tree_of(scheduler)
     ranks = tree.tiers.ranks if tree is not None else ALONE
     if not isinstance(ranks, Agreement):
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import HTTPException
@@ -24,7 +25,8 @@ from sglang.srt.managers.io_struct import (
 from sglang_hc.errors import ConfigError
 from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt.arguments.server_args import config_of
-from sglang_hc.srt.engine.scheduler import BUILDING, TREE, OwnScheduler
+from sglang_hc.srt.engine.guard import tree_of
+from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.ranks import verdicts
 from sglang_hc.srt.requests.overflow import check_window
 from sglang_hc.srt.scheduling.speculation import hand_over
@@ -44,6 +46,9 @@ NOT_CLEARED = (
     "the storage back end was not cleared, or not all of it: without --hc-disk and --hc-remote, or "
     "after a weight update, there is none that is this server's; else see its log, and try again"
 )
+
+_running: ContextVar[tuple[HcRadixCache, list[Any]] | None] = ContextVar("hc_running", default=None)
+"""The tree and the requests of the batch that is being run."""
 
 
 def build_scheduler(build: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,30 +75,32 @@ def arrange(result: None, self: Any, waiting_queue: list[Any], *args: Any, **kwa
     The order of arrival, which SGLang leaves as it is where it serves first come, first served, is
     restored at the top of each pass (`WaitingRequests.on_schedule_step`).
     """
-    if isinstance(self.tree_cache, HcRadixCache):
-        self.tree_cache.waiting.arrange(waiting_queue)
+    tree = tree_of(self)
+    if tree is not None:
+        tree.waiting.arrange(waiting_queue)
 
 
 def adapter_fits(result: bool, self: Any, req: Any, *args: Any) -> None:
     """AFTER Scheduler._can_schedule_lora_req: a request whose adapter finds no room in this pass is
     passed over before the tree is asked for it."""
-    if not result and isinstance(self.tree_cache, HcRadixCache):
-        self.tree_cache.waiting.skipped(req)
+    tree = tree_of(self)
+    if tree is not None and not result:
+        tree.waiting.skipped(req)
 
 
 def run_batch(
     original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND Scheduler.run_batch: a forward batch knows request ids only; the tree is told which
-    requests they belong to."""
-    tree = tree_of(self.tp_worker.model_runner)
+    """AROUND Scheduler.run_batch: the model runner knows neither the tree nor the requests; it
+    finds them in `_running`."""
+    tree = tree_of(self)
     if tree is None:
         return original(self, batch, *args, **kwargs)
-    tree.running = list(batch.reqs)
+    token = _running.set((tree, list(batch.reqs)))
     try:
         result = original(self, batch, *args, **kwargs)
     finally:
-        tree.running = []
+        _running.reset(token)
     hand_over(tree, result)
     return result
 
@@ -106,23 +113,24 @@ def forward(
     A pass that met a late layer is run once more: it writes the same rows of the pool again, and
     sampling comes later.
     """
-    tree = tree_of(self)
-    if tree is None:
+    running = _running.get()
+    if running is None or self.is_draft_worker:
         return original(self, forward_batch, *args, **kwargs)
+    tree, requests = running
     tree.before_forward(forward_batch)
     try:
         output = original(self, forward_batch, *args, **kwargs)
     except LateLayer:
         tree.tiers.start_again()
         output = original(self, forward_batch, *args, **kwargs)
-    tree.after_forward(forward_batch, tree.running)
+    tree.after_forward(forward_batch, requests)
     return output
 
 
 def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER Scheduler.get_internal_state: the tiers' numbers in /server_info, and what each rank
     counted. Only the first rank's answer is sent."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self)
     if tree is not None:
         result.internal_state["hc"] = tree.stats()
     return result
@@ -130,14 +138,14 @@ def internal_state(result: Any, self: Any, recv_req: Any) -> Any:
 
 def sleep_on_idle(original: Callable[..., None], self: Any) -> None:
     """AROUND Scheduler.maybe_sleep_on_idle, the end of an idle pass: audits come before sleep."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self)
     if tree is None or tree.audit is None or not tree.audit.step(tree):
         original(self)
 
 
 def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND each weight update: nothing saved under the old weights may be served."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self.scheduler)
     if tree is None:
         return original(self, recv_req)
     if tree.scheduler.is_between_stages:
@@ -154,7 +162,7 @@ def change_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> An
 def clear_storage(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """AROUND Scheduler.clear_hicache_storage_wrapped: answered when what was below host memory is
     gone for good. Nothing is cleared while a batch is between two stages of a pipeline."""
-    tree = tree_of(self.tp_worker.model_runner)
+    tree = tree_of(self)
     if tree is None:
         return original(self, recv_req)
 
@@ -197,9 +205,3 @@ def check_input_ids(self: Any, obj: Any, input_ids: list[int] | None) -> None:
             f"input_ids contains the token id {wrong}, which is not in the model's vocabulary; "
             f"valid ids are 0 to {vocabulary - 1}"
         )
-
-
-def tree_of(runner: Any) -> HcRadixCache | None:
-    """The tree of a model runner's scheduler; None where the tiers are off, or not built yet."""
-    tree: HcRadixCache | None = getattr(runner, TREE, None)
-    return tree

@@ -31,7 +31,7 @@ from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.storage_backends import remote_store
 from sglang_hc.srt.engine.guard import counters as own_errors
 from sglang_hc.srt.engine.guard import protect
-from sglang_hc.srt.engine.scheduler import BUILDING, TREE
+from sglang_hc.srt.engine.scheduler import BUILDING
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
 from sglang_hc.srt.model.identity import model_identity
@@ -79,7 +79,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     tree = factories.tree(model.params, tiers, BUILDING.get(), compute, order, audit)
     model.runner.token_to_kv_pool.register_layer_transfer_counter(tiers.restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(tiers.restorer.gate)
-    setattr(model.runner, TREE, tree)
     protect(tree)
     return tree
 

@@ -43,8 +43,8 @@ from sglang_hc.tree.block_tree import BlockNode
 class HcRadixCache(CapturingTree):
     """RadixCache whose evicted prefixes come back from the tiers.
 
-    Belongs to the scheduler thread. running: the requests of the batch that is being run.
-    preempted: those that made room in this pass (`srt/scheduling/preemption.py`).
+    Belongs to the scheduler thread. preempted: requests that made room in this pass
+    (`srt/scheduling/preemption.py`).
     """
 
     _is_built = False  # the base class's constructor calls `reset`
@@ -65,7 +65,6 @@ class HcRadixCache(CapturingTree):
         self.decides_alone = tiers.decides_alone
         self.capture = tiers.capture
         self.audit = audit
-        self.running: list[Any] = []
         self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
