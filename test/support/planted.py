@@ -40,7 +40,6 @@ class Faults:
             setattr(HcRadixCache, name, self.around(name, getattr(HcRadixCache, name)))
         for entries in HookRegistry._hooks.values():
             for _, hook, _ in entries:
-                name = guard.name_of(hook)
-                if name in guard.HOOKS:
+                if "hook" in hook.__code__.co_freevars:  # it is guarded
                     cell = hook.__closure__[hook.__code__.co_freevars.index("hook")]
-                    cell.cell_contents = self.around(name, cell.cell_contents)
+                    cell.cell_contents = self.around(guard.name_of(hook), cell.cell_contents)

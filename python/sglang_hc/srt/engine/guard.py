@@ -2,9 +2,9 @@
 
 Everything SGLang calls of us goes through here: the hooks (`plugin.all_hooks`) and the methods of
 the tree (`protect`). An `Exception` that our own code raised is logged and counted, what we keep of
-the request is dropped, and SGLang gets the answer that it would have had without us. `METHODS`
-and `HOOKS` say for each what that is; `UNGUARDED` says why an error there may end the process. A
-test holds that every hook, and every method of the tree that SGLang calls, is in one of them.
+the request is dropped, and SGLang gets the answer that it would have had without us. The list of
+hooks and `METHODS` say for each what that is; `Unguarded` and `UNGUARDED` say why an error there
+may end the process. A test holds that every method of the tree that SGLang calls is in one of them.
 
 What SGLang's own code raises passes through unchanged, and so do BaseExceptions. Several ranks must
 decide alike, and one alone sees its own error: with them errors of the scheduler pass through too.
@@ -42,8 +42,15 @@ class Tokenizer(NamedTuple):
     """A hook of the tokenizer's process: an error is the request's; its client gets status 400."""
 
 
-class Place(NamedTuple):
-    """What is done about an error of ours.
+class Unguarded(NamedTuple):
+    """An error of this hook passes through, and why it may."""
+
+    why: str
+
+
+class Guarded(NamedTuple):
+    """What is done about an error of ours. Around a function of SGLang's, its answer is given; it
+    is asked at most once.
 
     drop: told of (tree, arguments) to forget what we keep of the requests concerned. It may raise.
     answer: of (tree, arguments), in place of a method of the tree that SGLang's own tree has not.
@@ -62,7 +69,7 @@ def _forget(tree: Any, req: Any) -> None:
     tree.waiting.give_up(req)
 
 
-def _give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
+def give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
     tree.waiting.give_up(req)
 
 
@@ -94,77 +101,37 @@ def _forget_queue(tree: Any) -> None:
         tree.waiting.give_up(req)
 
 
-def _like_no_other(req: Any) -> None:
+def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
     """A request whose namespace is not known shares nothing with anybody."""
     req.extra_key = secrets.token_hex(16)
 
 
-# -- places --------------------------------------------------------------------------------------
+STALE = Unguarded("state of other weights, or that was to be forgotten, would be served")
 
-METHODS: dict[str, Place] = {
-    "match_prefix": Place(),
-    "init_load_back": Place(answer=_nothing_restored),
-    "evict": Place(),
-    "prefetch_from_storage": Place(_give_up_all, lambda tree, *_: None),
-    "check_prefetch_progress": Place(_give_up_all, lambda tree, *_: True),
-    "pop_prefetch_loaded_tokens": Place(answer=lambda tree, *_: 0),
-    "release_aborted_request": Place(answer=lambda tree, *_: None),
-    "cache_unfinished_req": Place(lambda tree, req, *_, **__: _forget(tree, req)),
-    "cache_finished_req": Place(_forget_finished),
-    "take_in": Place(answer=lambda tree: None),
-    "look_at_queue": Place(_forget_queue, lambda tree: None),
-    "before_forward": Place(answer=lambda tree, *_: None),
-    "after_forward": Place(_end_pass, lambda tree, *_: None),
-    "clear_storage_backend": Place(answer=lambda tree, *_: False),
+# -- methods ---------------------------------------------------------------------------------------
+
+METHODS: dict[str, Guarded] = {
+    "match_prefix": Guarded(),
+    "init_load_back": Guarded(answer=_nothing_restored),
+    "evict": Guarded(),
+    "prefetch_from_storage": Guarded(_give_up_all, lambda tree, *_: None),
+    "check_prefetch_progress": Guarded(_give_up_all, lambda tree, *_: True),
+    "pop_prefetch_loaded_tokens": Guarded(answer=lambda tree, *_: 0),
+    "release_aborted_request": Guarded(answer=lambda tree, *_: None),
+    "cache_unfinished_req": Guarded(lambda tree, req, *_, **__: _forget(tree, req)),
+    "cache_finished_req": Guarded(_forget_finished),
+    "take_in": Guarded(answer=lambda tree: None),
+    "look_at_queue": Guarded(_forget_queue, lambda tree: None),
+    "before_forward": Guarded(answer=lambda tree, *_: None),
+    "after_forward": Guarded(_end_pass, lambda tree, *_: None),
+    "clear_storage_backend": Guarded(answer=lambda tree, *_: False),
 }
 """Methods of the tree. Where SGLang's own tree has the method, its answer is given."""
 
-HOOKS: dict[str, Place | Tokenizer] = {
-    "hooks.arrange": Place(),
-    "hooks.internal_state": Place(),
-    "hooks.adapter_fits": Place(),
-    "hooks.sleep_on_idle": Place(),
-    "meeting.add_one_req": Place(_give_up),
-    "meeting.add_chunked_req": Place(_give_up),
-    "preemption.preempt_to_schedule": Place(_give_up),
-    "preemption.get_new_batch_prefill": Place(),
-    "speculation.sampled": Place(),
-    "speculation.accepted": Place(),
-    "entrance.admit": Place(),
-    "namespaces.complete": Place(lambda tree, self, req, *_, **__: _like_no_other(req)),
-    "namespaces.pack_key": Tokenizer(),
-    "namespaces.openai_key": Tokenizer(),
-    "overflow.own_ids": Tokenizer(),
-    "overflow.cut_prompt": Tokenizer(),
-    "overflow.count_head": Tokenizer(),
-    "pins.check_pin_request": Tokenizer(),
-    "hooks.check_input_ids": Tokenizer(),
-    "entrance.check_request": Tokenizer(),
-}
-"""Hooks. Around a function of SGLang's, its answer is given; it is asked at most once."""
-
-_START = "a server that is not as it was asked for does not start"
-_STALE = "state of other weights, or that was to be forgotten, would be served"
 _MEMORY = "device slots were promised, and nobody may read what is in them"
 
 UNGUARDED: dict[str, str] = {
-    "server_args.add_cli_args": _START,
-    "server_args.from_cli_args": _START,
-    "server_args.post_init": _START,
-    "model_state.after_load_model": _START,
-    "hooks.build_scheduler": _START,
-    "speculation.register_draft": _START,
-    "worker.serve": _START,
-    "cpu_attention.extend": "it is the model's own arithmetic",
-    "hooks.change_weights": _STALE,
-    "hooks.run_batch": "it says whose pass it is, without which nothing would end its restorations",
-    "hooks.forward": "its parts are guarded; what is around them is SGLang's pass",
-    "entrance.check_tokenized": "its errors are the request's already",
-    "hooks.clear_storage": "an error is no answer that everything is gone",
-    "hooks.clear_everywhere": "an error is no answer that everything is gone",
-    "overflow.tell": "it only adds to a reply",
-    "pins.control": "its errors are answers to their client already",
-    "reset": _STALE,
+    "reset": STALE.why,
     "ready_to_load_host_cache": _MEMORY,
     "check_hicache_events": "its parts are guarded, but for restorations that no pass picked up",
     "release_host_resources": "the server stops",
@@ -172,6 +139,7 @@ UNGUARDED: dict[str, str] = {
     "evictable_size": "it adds two numbers",
     "is_backuped": "it is a constant",
 }
+"""Other methods of the tree that SGLang calls, and why an error there may end the process."""
 
 
 # -- the guard -----------------------------------------------------------------------------------
@@ -199,30 +167,32 @@ class _Asked:
 
 
 def name_of(hook: Callable[..., Any]) -> str:
-    """How a hook is called in the tables: module and function."""
+    """How a hook is called in the log: module and function."""
     return f"{hook.__module__.rpartition('.')[2]}.{hook.__name__}"
 
 
-def guarded(hook: Callable[..., Any], kind: HookType) -> Callable[..., Any]:
-    """A hook whose errors cost a request its reuse; the hook itself if it is not in HOOKS."""
-    name = name_of(hook)
-    place = HOOKS.get(name)
-    if place is None:
+def guarded(
+    hook: Callable[..., Any], kind: HookType, on_error: Guarded | Tokenizer | Unguarded
+) -> Callable[..., Any]:
+    """A hook whose errors do what `on_error` says."""
+    if isinstance(on_error, Unguarded):
         return hook
-    if isinstance(place, Tokenizer):
+    name = name_of(hook)
+    if isinstance(on_error, Tokenizer):
         wrapped = _of_tokenizer(name, hook)
     elif kind is HookType.AROUND:
-        wrapped = _around(name, hook, place)
+        wrapped = _around(name, hook, on_error)
     else:
-        wrapped = _beside(name, hook, place)
+        wrapped = _beside(name, hook, on_error)
     wrapped.__name__, wrapped.__module__ = hook.__name__, hook.__module__
     return wrapped
 
 
 def protect(tree: SglangTree) -> None:
     """Put the guard around what SGLang calls of a tree. Once per tree."""
-    for name, place in METHODS.items():
-        setattr(tree, name, _method(tree, name, getattr(tree, name), place))
+    tree.asked = {}
+    for name, on_error in METHODS.items():
+        setattr(tree, name, _method(tree, name, on_error))
 
 
 class SglangTree(RadixCache):
@@ -251,68 +221,64 @@ class SglangTree(RadixCache):
         return asked(*args, **kwargs)
 
 
-def _method(
-    tree: SglangTree, name: str, own: Callable[..., Any], place: Place
-) -> Callable[..., Any]:
-    has_theirs = place.answer is None
-    if "asked" not in tree.__dict__:
-        tree.asked = {}
+def _method(tree: SglangTree, name: str, on_error: Guarded) -> Callable[..., Any]:
+    own = getattr(tree, name)
+    theirs = partial(on_error.answer or getattr(RadixCache, name), tree)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = tree.asked.pop(name, None)
-        asked = _Asked(partial(getattr(RadixCache, name), tree)) if has_theirs else None
-        if asked is not None:
-            tree.asked[name] = asked
+    def called(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+        before = tree.asked.get(name)
+        tree.asked[name] = asked
         try:
             return own(*args, **kwargs)
-        except Exception as error:
-            if asked is not None and asked.error is not None:
-                raise
-            _note(name, tree, error)
-            _drop(name, place, tree, args, kwargs)
-            if asked is None:
-                assert place.answer is not None
-                return place.answer(tree, *args, **kwargs)
-            return asked.result if asked.done else asked(*args, **kwargs)
         finally:
-            tree.asked.pop(name, None)
-            if before is not None:
+            if before is None:
+                del tree.asked[name]
+            else:
                 tree.asked[name] = before
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _served(name, on_error, tree, called, _Asked(theirs), args, kwargs)
+
     return call
 
 
-def _around(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def _around(name: str, hook: Callable[..., Any], on_error: Guarded) -> Callable[..., Any]:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        asked = _Asked(original)
-        try:
-            return hook(asked, *args, **kwargs)
-        except Exception as error:
-            if asked.error is not None:
-                raise
-            tree = tree_of(*args)
-            _note(name, tree, error)
-            if tree is not None:
-                _drop(name, place, tree, args, kwargs)
-            return asked.result if asked.done else asked(*args, **kwargs)
+        return _served(name, on_error, tree_of(*args), hook, _Asked(original), args, kwargs)
 
     return call
 
 
-def _beside(name: str, hook: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def _beside(name: str, hook: Callable[..., Any], on_error: Guarded) -> Callable[..., Any]:
     """Before or after a function of SGLang's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+        def own(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             return hook(*args, **kwargs)
-        except Exception as error:
-            tree = tree_of(*args)
-            _note(name, tree, error)
-            if tree is not None:
-                _drop(name, place, tree, args, kwargs)
-            return None
+
+        return _served(name, on_error, tree_of(*args), own, _Asked(_nothing), args, kwargs)
 
     return call
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _served(
+    name: str, on_error: Guarded, tree: SglangTree | None, own: Callable[..., Any], asked: _Asked,
+    args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
+    """What `own` gives, which may ask SGLang; if it fails itself, what SGLang gives."""
+    try:
+        return own(asked, *args, **kwargs)
+    except Exception as error:
+        if asked.error is not None:
+            raise
+        _note(name, tree, error)
+        if tree is not None:
+            _drop(name, on_error, tree, args, kwargs)
+        return asked.result if asked.done else asked(*args, **kwargs)
 
 
 def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,10 +309,10 @@ def _log(name: str) -> None:
         logger.exception("sglang-hc: an error in %s; it costs the request its reuse", name)
 
 
-def _drop(name: str, place: Place, tree: SglangTree, args: Any, kwargs: Any) -> None:
+def _drop(name: str, on_error: Guarded, tree: SglangTree, args: Any, kwargs: Any) -> None:
     """What we keep of the requests concerned is forgotten, as far as that is possible."""
     try:
-        place.drop(tree, *args, **kwargs)
+        on_error.drop(tree, *args, **kwargs)
     except Exception:
         _log(f"{name}, while its request was forgotten")
 
