@@ -12,8 +12,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResul
 from sglang_hc.config import ConfigError, HcConfig
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.ranks.replicas import place_of
-from sglang_hc.srt.start.tier_factories import TierFactories, TierSizes
+from sglang_hc.srt.start.tier_factories import TierFactories
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
+from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier, RecordingLookAhead
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -71,9 +72,10 @@ class RecordedRadixCache(HcRadixCache):
 
 
 def recording(
-    config: HcConfig, runner: Any, sizes: TierSizes, clock: Callable[[], float]
+    config: HcConfig, runner: Any, pool: HostPool, fingerprint: bytes, clock: Callable[[], float]
 ) -> TierFactories:
-    """The factories of a server that writes `--hc-trace`. clock: of decisions. Raises ConfigError.
+    """The factories of a server that writes `--hc-trace`. pool: of the host tier. fingerprint: what
+    identities of blocks begin with. clock: of decisions. Raises ConfigError.
 
     One file for each replica, and in it for each tensor-parallel rank: they show whether the ranks
     decided alike.
@@ -82,15 +84,15 @@ def recording(
     path = Path(config.trace)
     path = path.with_name(path.name + place_of(runner).suffix)
     header = {
-        "host_slots": sizes.num_slots,
-        "slot_bytes": sizes.layout.slot_bytes,
-        "layer_plan": str(sizes.layout.plan),
+        "host_slots": pool.num_slots,
+        "slot_bytes": pool.layout.slot_bytes,
+        "layer_plan": str(pool.layout.plan),
         "page_size": runner.page_size,
         "eviction": config.eviction,
         "prefetch": config.prefetch,
     }
     try:
-        recorder = Recorder(path, header, sizes.fingerprint, clock=clock)
+        recorder = Recorder(path, header, fingerprint, clock=clock)
     except FileExistsError:
         raise ConfigError(
             f"--hc-trace {path}: exists already; give another name or remove it"

@@ -1,25 +1,14 @@
-"""What the tiers of a server are made of: their sizes and their classes."""
+"""What the tiers of a server are made of: their classes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_hc.forms import BlockLayout
 from sglang_hc.queue.requests import Serial
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.tree.host_tier import HostTier
-
-
-@dataclass(frozen=True)
-class TierSizes:
-    """layout: of this rank's part of a block. num_slots: blocks of the host tier. fingerprint: what
-    identities of blocks begin with, the same on all ranks."""
-
-    layout: BlockLayout
-    num_slots: int
-    fingerprint: bytes
 
 
 @dataclass(frozen=True)

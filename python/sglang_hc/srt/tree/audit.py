@@ -268,11 +268,24 @@ _ORIGIN = {
 }
 
 
-def cannot_audit(runner: Any, taps: TapBuffer | None, ranks: int) -> str | None:
-    """Why blocks cannot be audited with this model and these flags; None when they can. ranks: how
-    many decide together."""
+def audit_of(
+    tiers: Tiers, stored: HostPool, on_device: KvPoolRows, taps: TapBuffer | None, runner: Any,
+    compute: ComputeStream, counters: Counter[str], share: float,
+) -> Audit | None:  # fmt: skip
+    """See `Audit`; None where nothing is audited, which the log explains."""
+    if not share:
+        return None
+    reason = _excluded(tiers, runner, taps)
+    if reason is not None:
+        logger.info("sglang-hc: --hc-audit is off: %s", reason)
+        return None
+    return Audit(tiers, stored, on_device, taps, runner, compute, counters, share)
+
+
+def _excluded(tiers: Tiers, runner: Any, taps: TapBuffer | None) -> str | None:
+    """Why blocks cannot be audited with this model and these flags; None when they can."""
     model = type(runner.model).__name__
-    if ranks > 1:
+    if not tiers.decides_alone:
         return "several ranks would have to run each pass together"
     if not runner.spec_algorithm.is_none():
         return "what a draft model keeps is not computed by the model"
