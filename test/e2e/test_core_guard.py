@@ -7,20 +7,19 @@ import random
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_hc.srt import plugin
 from sglang_hc.srt.engine import guard
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from support.core import Core, run_in_child
-from support.planted import Faults
+from support.planted import Faults, guarded_methods
 
 FLAGS = (
     "--hc-forms", "hidden:2,kv:2", "--max-total-tokens", "640", "--dtype", "float32",
     "--hc-host-size-gb", "0.05", "--chunked-prefill-size", "128",
 )  # fmt: skip
-OWN = {"load_back", "promise", "continue_behind", "refuse", "commit", "drop", "forget",
+OWN = {"load_back", "promise", "continue_behind", "refuse", "commit", "drop", "forget", "give_up",
        "forget_saved", "stats", "stopped", "ongoing_load_back"}  # fmt: skip
 """Public names of the tree that only our own code calls, whose callers are guarded."""
 
@@ -35,7 +34,7 @@ ELSEWHERE = {
 }  # fmt: skip
 """Not reached without priorities, a draft model or adapters: test_core_guard_elsewhere.py."""
 
-PLACES = sorted({*guard.METHODS, *GUARDED} - ELSEWHERE)
+PLACES = sorted({*guarded_methods(), *GUARDED} - ELSEWHERE)
 
 
 def use_everything(core: Core, prompt: list[int]) -> list[list[int]]:
@@ -92,10 +91,9 @@ def test_an_error_of_ours_costs_no_answer(models: None, tmp_path: Path, late: bo
 
 
 def test_every_method_that_sglang_calls_is_guarded_or_says_why_not() -> None:
-    of_tree = {*guard.METHODS, *guard.UNGUARDED}
+    of_tree = {*guarded_methods(), *guard.UNGUARDED}
     public = {
         name for name in [*vars(HcRadixCache), *vars(CapturingTree)] if not name.startswith("_")
     }  # those of `__dict__`: what SGLang's own tree has is SGLang's
     assert public - OWN - {"check_hicache_events"} <= of_tree
     assert of_tree <= public
-    assert all(hasattr(RadixCache, name) for name, p in guard.METHODS.items() if p.answer is None)

@@ -1,10 +1,10 @@
 """One guard at the edge: an error of ours costs a request its reuse, never the server.
 
 Everything SGLang calls of us goes through here: the hooks (`plugin.all_hooks`) and the methods of
-the tree (`protect`). An `Exception` that our own code raised is logged and counted, what we keep of
-the request is dropped, and SGLang gets the answer that it would have had without us. The list of
-hooks and `METHODS` say for each what that is; `Unguarded` and `UNGUARDED` say why an error there
-may end the process. A test holds that every method of the tree that SGLang calls is in one of them.
+the tree (`method`). An `Exception` that our own code raised is logged and counted, what we keep of
+the request is dropped, and SGLang gets the answer that it would have had without us. Each place
+says what that is; `Unguarded` and `UNGUARDED` say why an error there may end the process. A test
+holds that every method of the tree that SGLang calls is guarded or says why not.
 
 What SGLang's own code raises passes through unchanged, and so do BaseExceptions. Several ranks must
 decide alike, and one alone sees its own error: with them errors of the scheduler pass through too.
@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -35,7 +35,9 @@ LOG_EVERY_S = 60.0
 
 _logged: dict[str, float] = {}
 
-Instead = Callable[..., Any]
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class Tokenizer(NamedTuple):
@@ -49,56 +51,16 @@ class Unguarded(NamedTuple):
 
 
 class Guarded(NamedTuple):
-    """What is done about an error of ours. Around a function of SGLang's, its answer is given; it
-    is asked at most once.
+    """An error of ours costs reuse. Around a function of SGLang's, its answer is given; it is asked
+    at most once. drop: told of (tree, arguments) to forget what we keep of the requests concerned.
+    It may raise."""
 
-    drop: told of (tree, arguments) to forget what we keep of the requests concerned. It may raise.
-    answer: of (tree, arguments), in place of a method of the tree that SGLang's own tree has not.
-    """
-
-    drop: Instead = lambda tree, *args, **kwargs: None
-    answer: Instead | None = None
-
-
-# -- what is dropped -----------------------------------------------------------------------------
-
-
-def _forget(tree: Any, req: Any) -> None:
-    """Nothing more is saved of a request, and nothing fetched for it."""
-    tree.drop(req)
-    tree.waiting.give_up(req)
+    drop: Callable[..., object] = nothing
 
 
 def give_up(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Nothing is fetched for a request any more."""
     tree.waiting.give_up(req)
-
-
-def _give_up_all(tree: Any, rid: str, *_: Any) -> None:
-    tree.waiting.give_up_all(rid)
-
-
-def _forget_finished(tree: Any, req: Any, *_: Any, **__: Any) -> None:
-    tree.drop(req)
-    tree.waiting.finished(req, 0)
-
-
-def _nothing_restored(tree: Any, params: Any) -> Any:
-    """Of a host hit nothing is restored."""
-    params.req.host_hit_length = 0
-    return tree._empty_match_result.device_indices, params.req.last_node
-
-
-def _end_pass(tree: Any, batch: Any, requests: list[Any]) -> None:
-    """The pass was submitted; its restorations are over whatever became of its rows."""
-    for req in requests:
-        tree.drop(req)
-    tree.tiers.abandon_pass()
-
-
-def _forget_queue(tree: Any) -> None:
-    """Whoever waits is admitted with what is there."""
-    for req in tree.scheduler.waiting_queue:
-        tree.waiting.give_up(req)
 
 
 def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
@@ -108,31 +70,9 @@ def like_no_other(tree: Any, self: Any, req: Any, *_: Any, **__: Any) -> None:
 
 STALE = Unguarded("state of other weights, or that was to be forgotten, would be served")
 
-# -- methods ---------------------------------------------------------------------------------------
-
-METHODS: dict[str, Guarded] = {
-    "match_prefix": Guarded(),
-    "init_load_back": Guarded(answer=_nothing_restored),
-    "evict": Guarded(),
-    "prefetch_from_storage": Guarded(_give_up_all, lambda tree, *_: None),
-    "check_prefetch_progress": Guarded(_give_up_all, lambda tree, *_: True),
-    "pop_prefetch_loaded_tokens": Guarded(answer=lambda tree, *_: 0),
-    "release_aborted_request": Guarded(answer=lambda tree, *_: None),
-    "cache_unfinished_req": Guarded(lambda tree, req, *_, **__: _forget(tree, req)),
-    "cache_finished_req": Guarded(_forget_finished),
-    "take_in": Guarded(answer=lambda tree: None),
-    "look_at_queue": Guarded(_forget_queue, lambda tree: None),
-    "before_forward": Guarded(answer=lambda tree, *_: None),
-    "after_forward": Guarded(_end_pass, lambda tree, *_: None),
-    "clear_storage_backend": Guarded(answer=lambda tree, *_: False),
-}
-"""Methods of the tree. Where SGLang's own tree has the method, its answer is given."""
-
-_MEMORY = "device slots were promised, and nobody may read what is in them"
-
 UNGUARDED: dict[str, str] = {
     "reset": STALE.why,
-    "ready_to_load_host_cache": _MEMORY,
+    "ready_to_load_host_cache": "nobody may read what is in slots that were promised",
     "check_hicache_events": "its parts are guarded, but for restorations that no pass picked up",
     "release_host_resources": "the server stops",
     "sanity_check": "it is there to raise",
@@ -146,17 +86,16 @@ UNGUARDED: dict[str, str] = {
 
 
 class _Asked:
-    """SGLang's function, asked at most once, whoever asks."""
+    """SGLang's function, and how it went."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.begun = self.done = False
+        self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.__name__ = getattr(function, "__name__", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.begun = True
         try:
             self.result = self._function(*args, **kwargs)
         except BaseException as error:
@@ -181,93 +120,71 @@ def guarded(
     if isinstance(on_error, Tokenizer):
         wrapped = _of_tokenizer(name, hook)
     elif kind is HookType.AROUND:
-        wrapped = _around(name, hook, on_error)
+        wrapped = _around(name, hook, on_error.drop)
     else:
-        wrapped = _beside(name, hook, on_error)
+        wrapped = _beside(name, hook, on_error.drop)
     wrapped.__name__, wrapped.__module__ = hook.__name__, hook.__module__
     return wrapped
 
 
-def protect(tree: SglangTree) -> None:
-    """Put the guard around what SGLang calls of a tree. Once per tree."""
-    tree.asked = {}
-    for name, on_error in METHODS.items():
-        setattr(tree, name, _method(tree, name, on_error))
+SglangMethod = Callable[..., Any]
+"""A method of SGLang's own tree, without the tree."""
 
 
 class SglangTree(RadixCache):
-    """SGLang's tree; asked for an answer by `protect`'s guard, it gives it once."""
+    """SGLang's tree; methods of its classes are guarded by `method`."""
 
-    asked: dict[str, _Asked] = {}  # noqa: RUF012  replaced in `protect`'s trees only
     decides_alone = True
     """Whether no other ranks must decide alike."""
 
-    def match_prefix(self, params: Any) -> Any:
-        return self._once("match_prefix", super().match_prefix, params)
 
-    def evict(self, params: Any) -> Any:
-        return self._once("evict", super().evict, params)
+def method(
+    drop: Callable[..., object] = nothing, answer: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Guards a method of the tree. drop: see `Guarded`. answer: of (tree, arguments), what is
+    answered after an error. With None it is what SGLang's own tree answers, whose method `own` is
+    given as its first argument, and asks at most once."""
 
-    def cache_unfinished_req(self, *args: Any, **kwargs: Any) -> Any:
-        return self._once("cache_unfinished_req", super().cache_unfinished_req, *args, **kwargs)
+    def decorate(own: Callable[..., Any]) -> Callable[..., Any]:
+        name = own.__name__
+        theirs = answer or getattr(RadixCache, name)
 
-    def cache_finished_req(self, *args: Any, **kwargs: Any) -> Any:
-        return self._once("cache_finished_req", super().cache_finished_req, *args, **kwargs)
+        @wraps(own)
+        def call(tree: SglangTree, *args: Any, **kwargs: Any) -> Any:
+            def run(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+                given = (asked,) if answer is None else ()
+                return own(tree, *given, *args, **kwargs)
 
-    def _once(self, name: str, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        asked = self.asked.get(name)
-        if asked is None or asked.begun:
-            return theirs(*args, **kwargs)
-        return asked(*args, **kwargs)
+            asked = _Asked(partial(theirs, tree))
+            return _served(name, drop, tree, run, asked, args, kwargs)
 
+        return call
 
-def _method(tree: SglangTree, name: str, on_error: Guarded) -> Callable[..., Any]:
-    own = getattr(tree, name)
-    theirs = partial(on_error.answer or getattr(RadixCache, name), tree)
-
-    def called(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
-        before = tree.asked.get(name)
-        tree.asked[name] = asked
-        try:
-            return own(*args, **kwargs)
-        finally:
-            if before is None:
-                del tree.asked[name]
-            else:
-                tree.asked[name] = before
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _served(name, on_error, tree, called, _Asked(theirs), args, kwargs)
-
-    return call
+    return decorate
 
 
-def _around(name: str, hook: Callable[..., Any], on_error: Guarded) -> Callable[..., Any]:
+def _around(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _served(name, on_error, tree_of(*args), hook, _Asked(original), args, kwargs)
+        return _served(name, drop, tree_of(*args), hook, _Asked(original), args, kwargs)
 
     return call
 
 
-def _beside(name: str, hook: Callable[..., Any], on_error: Guarded) -> Callable[..., Any]:
+def _beside(name: str, hook: Callable[..., Any], drop: Callable[..., object]) -> Callable[..., Any]:
     """Before or after a function of SGLang's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         def own(asked: _Asked, *args: Any, **kwargs: Any) -> Any:
             return hook(*args, **kwargs)
 
-        return _served(name, on_error, tree_of(*args), own, _Asked(_nothing), args, kwargs)
+        return _served(name, drop, tree_of(*args), own, _Asked(nothing), args, kwargs)
 
     return call
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _served(
-    name: str, on_error: Guarded, tree: SglangTree | None, own: Callable[..., Any], asked: _Asked,
-    args: Any, kwargs: Any,
+    name: str, drop: Callable[..., object], tree: SglangTree | None, own: Callable[..., Any],
+    asked: _Asked, args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     """What `own` gives, which may ask SGLang; if it fails itself, what SGLang gives."""
     try:
@@ -277,7 +194,10 @@ def _served(
             raise
         _note(name, tree, error)
         if tree is not None:
-            _drop(name, on_error, tree, args, kwargs)
+            try:
+                drop(tree, *args, **kwargs)
+            except Exception:
+                _log(f"{name}, while its request was forgotten")
         return asked.result if asked.done else asked(*args, **kwargs)
 
 
@@ -307,14 +227,6 @@ def _log(name: str) -> None:
     if now - _logged.get(name, -LOG_EVERY_S) >= LOG_EVERY_S:
         _logged[name] = now
         logger.exception("sglang-hc: an error in %s; it costs the request its reuse", name)
-
-
-def _drop(name: str, on_error: Guarded, tree: SglangTree, args: Any, kwargs: Any) -> None:
-    """What we keep of the requests concerned is forgotten, as far as that is possible."""
-    try:
-        on_error.drop(tree, *args, **kwargs)
-    except Exception:
-        _log(f"{name}, while its request was forgotten")
 
 
 def tree_of(*holders: Any) -> Any:

@@ -37,7 +37,6 @@ from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.arguments.storage_backends import remote_store
 from sglang_hc.srt.engine import in_place
 from sglang_hc.srt.engine.guard import counters as own_errors
-from sglang_hc.srt.engine.guard import protect
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream, model_streams
 from sglang_hc.srt.model.capture_memory import SNAPSHOT_BUFFERS
@@ -129,7 +128,6 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     tree = made.tree(model.params, tiers, model.scheduler, compute, order, audit)
     runner.token_to_kv_pool.register_layer_transfer_counter(restorer.gate)
     ctx.tp_worker.register_hicache_layer_transfer_counter(restorer.gate)
-    protect(tree)
     return tree
 
 

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_hc.capture.capture import Capture
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.passes import prefilled, segments_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
@@ -44,11 +45,19 @@ class CapturingTree(DeviceTree):
         """Nothing is restored or saved any more, because audits found it wrong too often."""
         return self.audit is not None and self.audit.stopped
 
+    @method(answer=nothing)
     def before_forward(self, forward_batch: Any) -> None:
         """A pass is about to run: if it only prefills, its time tells what prefill costs."""
         if forward_batch.forward_mode == ForwardMode.EXTEND:
             self.tiers.before_pass(prefilled(forward_batch))
 
+    def _abandon_pass(self, forward_batch: Any, requests: list[Any]) -> None:
+        """The pass was submitted; its restorations are over whatever became of its rows."""
+        for req in requests:
+            self.drop(req)
+        self.tiers.abandon_pass()
+
+    @method(_abandon_pass, answer=nothing)
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
         self.streamed.over()
@@ -64,7 +73,13 @@ class CapturingTree(DeviceTree):
                     capture.open(segment.request, Prefix(req.extra_key, before))
         self.tiers.after_pass(segments)
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def give_up(self, req: Any, *_: Any, **__: Any) -> None:
+        """Nothing more is saved of a request, and nothing fetched for it."""
+        self.drop(req)
+        self.waiting.give_up(req)
+
+    @method(give_up)
+    def cache_unfinished_req(self, theirs: SglangMethod, req: Any, chunked: bool = False) -> None:
         """A prompt, or a chunk of one, is in the tree: keep its blocks.
 
         After a chunk only full blocks: the tail would be replaced by the next chunk's.
@@ -75,10 +90,15 @@ class CapturingTree(DeviceTree):
             if chunked:
                 length = length // BLOCK_TOKENS * BLOCK_TOKENS
             self.commit(req, tokens, length, final=False)
-        super().cache_unfinished_req(req, chunked=chunked)
+        theirs(req, chunked=chunked)
 
+    def _finished_without(self, req: Any, *_: Any, **__: Any) -> None:
+        self.drop(req)
+        self.waiting.finished(req, 0)
+
+    @method(_finished_without)
     def cache_finished_req(
-        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
+        self, theirs: SglangMethod, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """A request is over, or gives its slots up and is queued again (retraction): what it has
         computed is kept. Of one that was aborted only what the tree has is."""
@@ -97,7 +117,7 @@ class CapturingTree(DeviceTree):
             else:
                 self.waiting.answered(req)
         self.waiting.finished(req, -(-kv_len_to_handle // BLOCK_TOKENS))
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        theirs(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def _pin_of(self, req: Any) -> tuple[str, float] | None:
         """The session and the seconds for which a request asks to hold what it leaves behind."""
@@ -132,8 +152,7 @@ class CapturingTree(DeviceTree):
         """On the device and in host memory; see `forgetting.ForgetAbove`."""
         for req in self.scheduler.requests:
             if what.names(req.extra_key):
-                self.waiting.give_up(req)
-                self.drop(req)
+                self.give_up(req)
                 req.extra_key = hidden
         with self.compute_stream.entered():
             block_ids = self.tiers.forget(what)

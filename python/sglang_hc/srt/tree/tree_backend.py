@@ -20,12 +20,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
 from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
+from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
@@ -94,9 +95,10 @@ class HcRadixCache(CapturingTree):
 
     # -- look up ---------------------------------------------------------------------------------
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    @method()
+    def match_prefix(self, theirs: SglangMethod, params: MatchPrefixParams) -> MatchResult:
         """Device match, with what the host tier adds for a request in `host_hit_length`."""
-        result = super().match_prefix(params)
+        result: MatchResult = theirs(params)
         if params.req is not None:
             self.waiting.matched(params.req)
         if params.req is None or self.disable or self.stopped or len(params.key) == 0:
@@ -110,8 +112,13 @@ class HcRadixCache(CapturingTree):
 
     def _on_device(self, key: RadixKey) -> int:
         """Tokens of `key` that the device has now."""
-        return len(super().match_prefix(MatchPrefixParams(key=key)).device_indices)
+        return len(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).device_indices)
 
+    def _nothing_restored(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+        params.req.host_hit_length = 0
+        return self._empty_match_result.device_indices, params.req.last_node
+
+    @method(answer=_nothing_restored)
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Allocate and insert slots for a request's host hit, and queue their restoration.
 
@@ -240,13 +247,14 @@ class HcRadixCache(CapturingTree):
         held = self.early.tokens + (self.audit.tokens if self.audit is not None else 0)
         return held + int(self.evictable_size_)
 
-    def evict(self, params: EvictParams) -> EvictResult:
+    @method()
+    def evict(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
         """Free device slots: an audit's, leaves of the tree, then those of early blocks."""
         freed = self.audit.release() if self.audit is not None else 0
         if freed >= params.num_tokens:
             return EvictResult(num_tokens_evicted=freed)
         if self._device_order is None or self.disable:
-            result = super().evict(EvictParams(num_tokens=params.num_tokens - freed))
+            result = theirs(EvictParams(num_tokens=params.num_tokens - freed))
         else:
             left = self._device_order.evict(self, params.num_tokens - freed)
             result = EvictResult(num_tokens_evicted=left)
@@ -274,6 +282,7 @@ class HcRadixCache(CapturingTree):
                 self.tiers.restorer.run_now()
             self.streamed.over()
 
+    @method(answer=nothing)
     def take_in(self) -> None:
         """Completions of all tiers."""
         tiers, exporter = self.tiers, self.scheduler.exporter
@@ -284,6 +293,12 @@ class HcRadixCache(CapturingTree):
         if exporter is not None and exporter.due(time.monotonic()):
             exporter.publish(tiers.levels(), tiers.counts())
 
+    def _forget_queue(self) -> None:
+        """Whoever waits is admitted with what is there."""
+        for req in self.scheduler.waiting_queue:
+            self.waiting.give_up(req)
+
+    @method(_forget_queue, answer=nothing)
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
@@ -294,23 +309,31 @@ class HcRadixCache(CapturingTree):
         """Blocks are found by their tokens, whatever the device node knows of them."""
         return True
 
+    def _give_up_all(self, rid: str, *_: Any) -> None:
+        self.waiting.give_up_all(rid)
+
+    @method(_give_up_all, answer=nothing)
     def prefetch_from_storage(self, rid: str, *_: Any) -> None:
         """A request was queued, and matched just before."""
         if not self.stopped:
             self.waiting.queued(rid)
 
+    @method(_give_up_all, answer=lambda *_: True)
     def check_prefetch_progress(self, rid: str) -> bool:
         """False: pass the request over in this pass. SGLang asks in the order of the queue."""
         return self.waiting.ready(rid)
 
+    @method(answer=lambda *_: 0)
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         """Tokens that came from disk for this request, which is the one that is ready."""
         return self.waiting.take_loaded()
 
+    @method(answer=nothing)
     def release_aborted_request(self, rid: str) -> None:
         """A request is about to leave the queue, or has left it. Which one of this name does, the
         next pass sees (`WaitingRequests.on_schedule_step`)."""
 
+    @method(answer=lambda *_: False)
     def clear_storage_backend(self, ended: Callable[[bool], object] = bool) -> bool:
         """See `Forgetter.clear`."""
         return self.forgetter.clear(ended)
