@@ -78,8 +78,7 @@ def test_a_config_survives_json(machine: Path) -> None:
         (["--hc-host-size-gb", "0"], "--hc-host-size-gb: must be above 0 GiB"),
         (["--hc-host-size-gb", "nan"], "--hc-host-size-gb: must be above 0 GiB"),
         (["--hc-host-size-gb", "65"], "--hc-host-size-gb: 65 GiB is larger than"),
-        (["--hc-read-buffer-gb", "-1"], "--hc-read-buffer-gb: must be 0"),
-        (["--hc-read-buffer-gb", "inf"], "--hc-read-buffer-gb: must be 0"),
+        (["--hc-read-buffer-gb", "0.5"], "--hc-read-buffer-gb: it is gone: blocks of waiting"),
         (["--hc-forms", "fast"], "--hc-forms: layer plan 'fast'"),
         (["--hc-forms", "kv:2,hidden:2"], "--hc-forms: .*in the order"),
         (["--hc-disk", ""], "--hc-disk: "),
@@ -262,9 +261,6 @@ def test_no_memory_information_asks_for_the_flag(machine: Path) -> None:
         config.host_bytes(HcConfig())
 
 
-def test_the_read_buffer_is_off_without_a_gpu_unless_asked_for(machine: Path) -> None:
-    assert config.read_buffer_bytes(parse(), on_gpu=False) == 0
-    assert config.read_buffer_bytes(parse(), on_gpu=True) == config.READ_BUFFER_GIB * GIB
-    asked = parse("--hc-read-buffer-gb", "2")
-    assert config.read_buffer_bytes(asked, on_gpu=False) == 2 * GIB
-    assert config.read_buffer_bytes(parse("--hc-read-buffer-gb", "0"), on_gpu=True) == 0
+def test_an_option_that_is_gone_says_what_replaces_it() -> None:
+    with pytest.raises(ConfigError, match="read_buffer_gb is gone: blocks of waiting requests"):
+        HcConfig.from_json('{"read_buffer_gb": 0.5}')

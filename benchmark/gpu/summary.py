@@ -16,7 +16,7 @@ from benchmark.restore.goals import capture_lines, restore_lines
 from sglang_hc.tools.bench import metrics, page
 from sglang_hc.tools.bench.cells import OK, Cell, latest, on_gpu, read
 
-ARMS = ("recompute", "kv", "hidden", "mix", "mix early")
+ARMS = ("recompute", "kv", "hidden", "mix")
 
 
 def write_page(cells: Path, target: Path) -> None:

@@ -45,7 +45,7 @@ class Engine:
         from sglang_hc.srt.model.model_state import MODEL_STATE
 
         # In hidden form the factory chooses a projection and a stream; KV form uses neither.
-        words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25", "--hc-read-buffer-gb", "0"]
+        words = ["--hc-forms", "hidden", "--hc-host-size-gb", "0.25"]
         words += ["--max-total-tokens", str(tokens + 1024), "--disable-cuda-graph"]
         self.core = Core(
             *words, *flags, model=str(folder.resolve()), profile=None,
@@ -141,17 +141,14 @@ class Stored:
         return History(host, tuple(parent.path()))
 
     def restore(
-        self, tokens: int, slots: str, recompute: int = 0, early: Any = None,
-        kv_per_hidden: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, tokens: int, slots: str, recompute: int = 0, kv_per_hidden: float = 0.0
+    ) -> None:
         """Submit what a server does between admission and the last layer's K/V."""
         engine = self.engine
         nodes = self.history(slots).nodes[: -(-tokens // BLOCK_TOKENS)]
         whole = engine.slots[:tokens]
         restoration = Restoration(nodes, 0, tokens, whole, recompute, engine.slots[:0])
-        path = RestorePath(
-            self.pool, engine.sink, self.ring, engine.recomputer, early, engine.side_stream
-        )
+        path = RestorePath(self.pool, engine.sink, self.ring, engine.recomputer, engine.side_stream)
         restore = RestorePass(path, [restoration], kv_per_hidden)
         with torch.no_grad():
             restore.recompute()

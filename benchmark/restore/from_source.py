@@ -13,7 +13,6 @@ The server's scheduler serves single requests in this process (source_server.py)
 
     recompute   nothing of the history is stored
     serial      the whole history is read, then restored
-    met         as `overlapped`, nothing is read layer by layer
     overlapped  what the server does: by its costs, one of these or a meeting of both
 
 `bound_ms` is the larger of disk and compute (on a CPU the link is the compute's) over the best
@@ -43,7 +42,7 @@ from benchmark.restore.source_report import ARMS, line_of, plot, tables_of
 from benchmark.restore.source_server import NEW, SourceServer
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import History, Span, best_split, from_below
+from sglang_hc.policy.meeting import best_split, from_below
 from sglang_hc.policy.restore_plan import plan_restore
 from sglang_hc.tools.bench import cells, machine
 
@@ -87,13 +86,10 @@ def expected(server: SourceServer, history: int) -> dict[str, float]:
         compute = work + project + (0.0 if cost.overlap else copies)
         return max(compute, copies, cost.copy_stored(tier, plan, rest) if rest else 0.0)
 
-    met = History(0, [Span(tier, stored)], 0, new)
-    best = from_below(tier, stored, new)
     return {
         "recompute": whole,
         "serial": read + host.as_stored_seconds,
-        "met": best_split(cost, plan, met).seconds,
-        "overlapped": best_split(cost, plan, best).seconds,
+        "overlapped": best_split(cost, plan, from_below(tier, stored, new)).seconds,
         "bound": min(whole, *(bound(head) for head in range(0, stored + 1, BLOCK_TOKENS))),
     }
 
@@ -116,8 +112,6 @@ def measure(
             server.throttle(rate)
             if expected(server, history)["serial"] < MOST_S:
                 take(source, "serial")
-            if server.tier is SourceTier.DISK:
-                take(source, "met")
             take(source, "overlapped")
     rows = []
     for source, rate in rates.items():

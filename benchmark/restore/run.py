@@ -4,12 +4,12 @@
     python -m benchmark.restore.run --shape llama-2-7b --rehearse      # tiny, on a CPU
 
 Arms, taken in turns: `recompute`; `kv` and `hidden` alone from host memory; `mix`, the layer plan
-and the restore plan that the policies choose from what the server measured at its start; `mix
-early`, the same with the read buffer full, as after a wait in the queue; with --disk the loads once
-more, read from that directory into host memory first, as a prefetch does. Beside each arm stands
-the bound: its bytes over the copy bandwidth or its operations over the GEMM rate, whichever is
-more, both measured in this process. A time runs from an idle device to the last layer's K/V in the
-pool. With --cells each history is kept as soon as it is measured, and not measured again.
+and the restore plan that the policies choose from what the server measured at its start; with
+--disk the loads once more, read from that directory into host memory first, as a prefetch does.
+Beside each arm stands the bound: its bytes over the copy bandwidth or its operations over the GEMM
+rate, whichever is more, both measured in this process. A time runs from an idle device to the last
+layer's K/V in the pool. With --cells each history is kept as soon as it is measured, and not
+measured again.
 """
 
 from __future__ import annotations
@@ -41,52 +41,23 @@ from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_correction import CorrectedCosts
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.layer_plan import NEW_TOKENS, auto_plan
-from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.tools.bench.cells import CellFile
 from sglang_hc.tools.model_shape import ModelShape
-from sglang_hc.tree.identity import Prefix, pack_tokens
 
 HISTORIES = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (128, 256)}
 SLOTS = ("adjacent", "scattered")
-READ_BUFFER = {"cuda": 512 << 20, "cpu": 8 << 20}
 ON_DISK = ("kv", "mix")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`run` brings a history back; `plan` says what of it is recomputed, hidden and KV.
-
-    before: what has happened already when a request is admitted; not timed.
-    """
+    """`run` brings a history back; `plan` says what of it is recomputed, hidden and KV."""
 
     source: str
     name: str
     plan: LayerPlan
     run: Callable[[], object]
-    before: Callable[[], object] = lambda: None
-
-
-class Early:
-    """A read buffer that has had all the time it needs."""
-
-    def __init__(self, engine: Engine, stored: Stored, slots: str) -> None:
-        self._engine, self._stored = engine, stored
-        size = READ_BUFFER[engine.device.type]
-        frames = frames_for(size, stored.layout, engine.device, engine.copy_stream)
-        host = stored.history(slots).host
-        self.buffer = ReadBuffer(host, stored.pool, frames)
-
-    def fill(self, history: int) -> None:
-        self.buffer.clear()
-        waiting = Waiting(Prefix(None, pack_tokens(self._stored.tokens[:history])), lambda: 0)
-        copied = -1
-        while copied != self.buffer.counters["early_layer_tokens"]:
-            copied = self.buffer.counters["early_layer_tokens"]
-            self.buffer.on_schedule_step([Serial(0)], lambda _: waiting)
-        self._engine.wait()
-        self.buffer.poll()
 
 
 class Measurement:
@@ -102,7 +73,6 @@ class Measurement:
         self._stack = ExitStack()
         self._stored: dict[str, Stored] = {}
         self._disks: dict[str, OnDisk] = {}
-        self._early: dict[str, Early] = {}
 
     def __enter__(self) -> Measurement:
         folder = self.args.disk and self._stack.enter_context(
@@ -148,8 +118,8 @@ class Measurement:
         hidden = max(0, plan.recompute + plan.hidden - again)
         run = LayerPlan(again, hidden, layers - again - hidden)
 
-        def load(name: str, recompute: int = 0, early: ReadBuffer | None = None) -> None:
-            stored[name].restore(n, slots, recompute, early, rate if name == "mix" else 0.0)
+        def load(name: str, recompute: int = 0) -> None:
+            stored[name].restore(n, slots, recompute, rate if name == "mix" else 0.0)
 
         arms = []
         if can:
@@ -160,17 +130,12 @@ class Measurement:
                 done = stored[name].layout.plan if name == "kv" else run
                 arms.append(Arm("disk", name, done, partial(self._read, name, slots, n, at)))
             return arms
-        early = self._early.setdefault(slots, Early(self.engine, mix, slots))
         return [
             *arms,
             Arm("host", "kv", LayerPlan(0, 0, layers), lambda: load("kv")),
             Arm("host", "hidden", LayerPlan(0, layers, 0), lambda: load("hidden")),
             Arm("host", "mix", run, lambda: load("mix", again)),
-            Arm(
-                "host", "mix early", run, lambda: load("mix", again, early.buffer),
-                lambda: early.fill(n),
-            ),
-        ]  # fmt: skip
+        ]
 
     def _read(self, name: str, slots: str, n: int, recompute: int) -> None:
         stored = self._stored[name]
@@ -233,7 +198,6 @@ def measure(part: Measurement, slots: str, history: int, file: CellFile) -> list
 def timed(engine: Engine, arm: Arm, file: CellFile, name: str) -> float | None:
     """Seconds of one run; None when it failed, which is kept."""
     try:
-        arm.before()
         return engine.seconds(arm.run)
     except Exception as error:
         file.failed(name, f"{type(error).__name__}: {error}", traceback.format_exc(), 0.0)
@@ -244,9 +208,7 @@ def timed(engine: Engine, arm: Arm, file: CellFile, name: str) -> float | None:
 def main() -> int:
     args = arguments()
     file = CellFile(args.cells, "restore")
-    source, arms = (
-        ("disk", ON_DISK) if args.disk else ("host", ("kv", "hidden", "mix", "mix early"))
-    )
+    source, arms = ("disk", ON_DISK) if args.disk else ("host", ("kv", "hidden", "mix"))
     places = [(slots, history) for slots in args.slots for history in args.histories]
     todo = [p for p in places if not all(file.has(key(args, *p, source, arm)) for arm in arms)]
     if not todo:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ARMS = ("recompute", "serial", "met", "overlapped")
+ARMS = ("recompute", "serial", "overlapped")
 OTHERS = ("recompute", "serial")
 
 
@@ -73,7 +73,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(
         len(forms), len(histories), figsize=(3.6 * len(histories), 3.2 * len(forms)), squeeze=False
     )
-    colours = dict(zip(ARMS, ("#444444", "#d95f02", "#7570b3", "#1b9e77"), strict=True))
+    colours = dict(zip(ARMS, ("#444444", "#d95f02", "#1b9e77"), strict=True))
     for place, axes in zip(
         [(form, history) for form in forms for history in histories], panels.flat, strict=True
     ):

@@ -238,14 +238,12 @@ class SourceServer:
     def ttft(self, prompt: Sequence[int], arm: str) -> float:
         """Seconds from the arrival of a request to its first token, nothing but the source warm.
 
-        arm: `recompute` (nothing of it is stored), `serial` (all is read, then restored), `met`
-        (nothing is read layer by layer) or `overlapped` (what the server does).
+        arm: `recompute` (nothing of it is stored), `serial` (all is read, then restored) or
+        `overlapped` (what the server does).
         """
         disk, planner = self.tiers.disk, self.planner
         wants, disk._io.wants = disk._io.wants, lambda block_id: False  # nothing is written
         planner._always = arm == "serial"
-        layers = disk._layers
-        disk._layers = None if arm == "met" else layers
         salt = f"never stored {time.monotonic()}" if arm == "recompute" else None
         with _patience(600.0 if arm == "serial" else None):
             begin = time.perf_counter()
@@ -253,7 +251,7 @@ class SourceServer:
             self.core.run()
         reply = self.core.reply(rid)
         self.forget()  # the new tokens' blocks are saved meanwhile, and not written either
-        planner._always, disk._io.wants, disk._layers = False, wants, layers
+        planner._always, disk._io.wants = False, wants
         assert len(prompt) - reply.cached >= NEW, "the new tokens were stored"
         assert arm != "serial" or len(prompt) - reply.cached == NEW, "not everything was read"
         return self._first_token.pop(rid) - begin

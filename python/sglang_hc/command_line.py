@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_hc.config import FLAGS, HcConfig, flag_of
+from sglang_hc.config import FLAGS, GONE, HcConfig, flag_of
 from sglang_hc.errors import ConfigError
 
 
@@ -28,6 +28,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             elif field.default is not None:
                 option["help"] += f" (default: {field.default})"
         group.add_argument(flag_of(field.name), default=None, **option)
+    for name in GONE:
+        group.add_argument(
+            flag_of(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_refuser(name)
+        )
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -64,6 +68,15 @@ class _Several(argparse._StoreAction):
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {float: float, float | None: float, int: int}
+
+
+def _refuser(name: str) -> Callable[[str], Any]:
+    """An argparse type of an option that is gone."""
+
+    def refuse(text: str) -> Any:
+        raise argparse.ArgumentTypeError(f"it is gone: {GONE[name]}")
+
+    return refuse
 
 
 def _reader(

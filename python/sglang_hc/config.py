@@ -25,10 +25,6 @@ HOST_MOST_GIB = 256
 """Most of that for one scheduler process: it locks its share for the GPU in one call when it
 starts, and nobody should wait minutes for a size that he did not ask for."""
 
-READ_BUFFER_GIB = 0.5
-"""Size of the read buffer on a GPU when none is given: at 50 GB/s what the link brings in the 10 ms
-of a decode step. Without a GPU nothing overlaps with the copies, and there is none."""
-
 REMOTES = ("file", "mooncake", "nixl", "hf3fs", "eic", "simm", "mori", "dynamic")
 """SGLang's storage back ends that keep pages of bytes, whatever the pages hold."""
 
@@ -46,7 +42,6 @@ class HcConfig(msgspec.Struct, frozen=True):
     eviction: str = "queue"
     prefetch: str = "queue"
     trace: str | None = None
-    read_buffer_gb: float | None = None
     remote: str | None = None
     remote_config: str | None = None
     remote_key: str | None = None
@@ -103,6 +98,8 @@ class HcConfig(msgspec.Struct, frozen=True):
     def from_mapping(cls, values: object, where: str) -> HcConfig:
         """Config from plain values. Raises ConfigError that names `where` and the field."""
         unknown = set(values) - set(FLAGS) if isinstance(values, dict) else set()
+        for name in unknown & GONE.keys():
+            raise ConfigError(f"{where}: {name} is gone: {GONE[name]}")
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
             raise ConfigError(f"{where}: unknown {names}; known are {', '.join(sorted(FLAGS))}")
@@ -262,12 +259,6 @@ FLAGS: dict[str, Flag] = {
         "FILE",
         check=_check_trace,
     ),
-    "read_buffer_gb": Flag(
-        "device memory in GiB that holds chunks of waiting requests; 0 is off "
-        f"(default: {READ_BUFFER_GIB:g}, without a GPU 0)",
-        "GIB",
-        check=_between(0, float("inf"), "0 (off) or a number of GiB"),
-    ),
     "remote": Flag(
         "keep full blocks in a store that servers share: one of SGLang's storage back ends",
         choices=REMOTES,
@@ -341,6 +332,12 @@ FLAGS: dict[str, Flag] = {
 }
 """Every option once, in the order of `--help`; the types and defaults are `HcConfig`'s."""
 
+GONE = {
+    "read_buffer_gb": "blocks of waiting requests come into free slots of the KV pool, which needs "
+    "no memory of its own; leave it out",
+}
+"""Options of earlier releases, and what replaces each."""
+
 
 def flag_of(name: str) -> str:
     """The flag of a field."""
@@ -352,10 +349,3 @@ def host_bytes(config: HcConfig, processes: int = 1) -> int:
     if config.host_size_gb is not None:
         return int(config.host_size_gb * GIB) // processes
     return min(int(available_memory() * HOST_SHARE) // processes, HOST_MOST_GIB * GIB)
-
-
-def read_buffer_bytes(config: HcConfig, on_gpu: bool) -> int:
-    """Size of the read buffer in bytes; 0 for none."""
-    if config.read_buffer_gb is not None:
-        return int(config.read_buffer_gb * GIB)
-    return int(READ_BUFFER_GIB * GIB) if on_gpu else 0

@@ -1,4 +1,4 @@
-"""The disk goes out of use while a history is met or streamed, at every point where it can, under
+"""The disk goes out of use while a history is met, at every point where it can, under
 SGLang's real scheduler.
 
 What every test asserts: the tokens are those of a server that never evicted, no slot is lost
@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 from sglang_hc.store.outcome import Outcome
-from support.core import Core, Reply, run_in_child
+from support.core import Reply, run_in_child
 from support.meetings import (
     BLOCKS,
     FAST,
@@ -28,21 +26,12 @@ from support.meetings import (
 )
 
 FORM = "hidden:2,kv:2"
-LAYERS = 4
-STREAMED = 1e-5
-"""By this price of a token of a layer all of the history is read layer by layer."""
 
 
 class DyingDisk(HeldDisk):
     """A disk that is given up after so many answers, which come in the order of the questions: at
     the next look everything that was asked for and not answered is answered IO_ERROR, as where a
     directory hangs."""
-
-    def __init__(self, core: Core) -> None:
-        super().__init__(core)
-        tier = core.tree.tiers.disk
-        if tier._layers is not None:
-            tier._layers = tier._layers._replace(io=self)
 
     def dies_after(self, answers: int) -> None:
         self.left = answers
@@ -73,8 +62,8 @@ class Death(NamedTuple):
     counts: dict[str, int]
 
 
-def deaths(folder: str, profile: str, points: Sequence[int], streams: bool) -> list[Death]:
-    core, first = start(FORM, folder, profile, streams=streams)
+def deaths(folder: str, profile: str, points: Sequence[int]) -> list[Death]:
+    core, first = start(FORM, folder, profile)
     disk, found = DyingDisk(core), []
     for answers in points:
         disk.dies_after(answers)
@@ -84,38 +73,11 @@ def deaths(folder: str, profile: str, points: Sequence[int], streams: bool) -> l
     return found
 
 
-PIECES = BLOCKS * LAYERS
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        (0, 1, BLOCKS, 2 * BLOCKS + 5, PIECES - BLOCKS, PIECES - 1, PIECES),
-        pytest.param(range(PIECES + 1), marks=pytest.mark.slow),
-    ],
-)
-def test_a_disk_that_is_given_up_at_any_layer_of_any_block(
-    wanted: dict, tmp_path: Path, points: Sequence[int]
-) -> None:
-    """The layers come in their order, each of all blocks. A block is there when its last layer is;
-    the others are recomputed within the pass."""
-    profile = halving_profile(tmp_path, STREAMED)
-    found = run_in_child(deaths, str(tmp_path / "d"), profile, points, True)
-    for answers, asked, reply, counts in found:
-        assert asked == PIECES, answers
-        assert reply.tokens == wanted[FORM][1], answers
-        assert counts["meetings_streamed"] == 1, answers
-        lost = min(BLOCKS, PIECES - answers)
-        assert counts.get("disk_read_io_error", 0) == lost, answers
-        assert counts.get("late_layers", 0) == (lost > 0), answers
-    assert [one.answers for one in found] == list(points)
-
-
 def test_a_disk_that_is_given_up_at_any_point_of_a_meeting(wanted: dict, tmp_path: Path) -> None:
     """What had come is restored, if nothing behind it is lost: the last blocks come first."""
     profile = halving_profile(tmp_path, FAST)
     points = range(BLOCKS + 1)
-    found = run_in_child(deaths, str(tmp_path / "d"), profile, points, False)
+    found = run_in_child(deaths, str(tmp_path / "d"), profile, points)
     for answers, asked, reply, counts in found:
         assert reply.tokens == wanted[FORM][1], answers
         assert counts["meetings"] == 1, answers

@@ -64,7 +64,7 @@ class Server:
             nonlocal had
             done = rid in core.requests and core.requests[rid].finished()
             disk.left = None if done else 1
-            had = max(had, core.tree.early.tokens)
+            had = max(had, core.tree.prerestored.tokens)
             each_pass(number, rid)
 
         def serve() -> Reply:
@@ -73,7 +73,7 @@ class Server:
             return core.reply(rid)
 
         reply, counts = counted(core, serve)
-        assert core.tree.early.tokens == 0
+        assert core.tree.prerestored.tokens == 0
         forget(core)
         return Seen(reply, counts, had)
 
@@ -162,14 +162,14 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
 
     def pressure(rid: str) -> None:
         core.evict()
-        assert core.tree.early.tokens == 0
+        assert core.tree.prerestored.tokens == 0
 
     def whole_pool(rid: str) -> None:
         """Somebody takes all device slots, and gives them back."""
         allocator = core.scheduler.token_to_kv_pool_allocator
         free = allocator.available_size() + core.tree.evictable_size()
         slots = core.tree.allocate(free)
-        assert slots is not None and core.tree.early.tokens == 0
+        assert slots is not None and core.tree.prerestored.tokens == 0
         allocator.free(slots)
 
     found = []
@@ -179,7 +179,7 @@ def disturbed(folder: str, profile: str) -> list[tuple[str, int, Seen]]:
 
             def happen(number: int, rid: str, event=event, when: int = when, had=had) -> None:
                 if number == when:
-                    had.append(core.tree.early.tokens)
+                    had.append(core.tree.prerestored.tokens)
                     event(rid)
 
             seen = server.ask(happen)

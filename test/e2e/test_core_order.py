@@ -130,7 +130,7 @@ def at_decode(core: OrderedCore, action: Callable[[], None]) -> None:
     ("flags", "beside"),
     [
         (("--hc-forms", "kv"), False),
-        (("--hc-forms", "hidden", "--hc-read-buffer-gb", "0.01"), True),
+        (("--hc-forms", "hidden"), True),
         (("--hc-forms", "recompute:1,hidden:1,kv:2", "--chunked-prefill-size", "64"), False),
         (("--hc-forms", "recompute:1,hidden:2,kv:1", SERIAL), False),
         (("--hc-forms", "hidden:2,kv:2", SERIAL), True),

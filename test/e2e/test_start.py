@@ -68,7 +68,6 @@ def refusal(argv: tuple[str, ...]) -> tuple[object, str]:
         (("--pp-size", "2", "--nnodes", "2"), ("--nnodes", "--pp-size", "--hc-disable")),
         (("--pp-size", "2", "--hc-overflow", "reembed"), ("--hc-overflow reembed", "--pp-size")),
         (("--pp-size", "2", "--hc-exact"), ("--hc-exact", "--pp-size", "--hc-disable")),
-        (("--pp-size", "2", "--hc-read-buffer-gb", "1"), ("--hc-read-buffer-gb", "--pp-size")),
         (("--pp-size", "2", "--enable-lora"), ("--enable-lora", "--pp-size", "--hc-disable")),
         (
             ("--pp-size", "2", "--pp-async-batch-depth", "1"),

@@ -87,7 +87,7 @@ def test_an_error_at_any_call_of_anything(store: DiskStore, faults: Faults, code
         for block in blocks:
             is_served(store, block)
         store.tick()
-        read_block(store, blocks[3].block_id, empty_slot(), layers=[2])
+        read_block(store, blocks[3].block_id, empty_slot())
         try:
             remove(store, [blocks[5].block_id])
         except OSError as error:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from sglang_hc.forms import BLOCK_TOKENS, LayerPlan
 from sglang_hc.policy.cost_model import CostModel, SourceTier
 from sglang_hc.policy.fit import Fit
-from sglang_hc.policy.makespan import makespan
-from sglang_hc.policy.meeting import History, Span, Split, best_split, restore_alone
+from sglang_hc.policy.meeting import History, Span, best_split, restore_alone
 from sglang_hc.policy.restore_plan import plan_restore
 from support.profiles import cost_model
 
@@ -226,7 +225,7 @@ def test_blocks_restored_as_they_come_take_what_is_expected(
     cost = replace(linear, project=least)
     history = blocks * BLOCK_TOKENS
     split = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS))
-    late = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS), early_from=None)
+    late = best_split(cost, plan, on_disk(0, history, 0, BLOCK_TOKENS), can_restore_early=False)
     assert split.seconds <= late.seconds and not late.as_they_come
     if split.as_they_come:
         took = played(cost, plan, history, split.head, BLOCK_TOKENS)
@@ -237,7 +236,7 @@ def test_blocks_are_restored_as_they_come_where_restoring_takes_time() -> None:
     cost = cost_model(host=PREFILL / 4, disk=PREFILL / 4, prefill=PREFILL)
     history = on_disk(0, 4096, 0, 64)
     split = best_split(cost, KV, history)
-    late = best_split(cost, KV, history, early_from=None)
+    late = best_split(cost, KV, history, can_restore_early=False)
     assert split.as_they_come and split.seconds < 0.8 * late.seconds
     free = best_split(cost_model(disk=PREFILL / 4, prefill=PREFILL), KV, history)
     assert not free.as_they_come
@@ -252,88 +251,8 @@ def test_recomputed_layers_need_what_comes_first(recompute: int, early: bool) ->
 
 def test_what_is_restored_already_is_only_context() -> None:
     cost = cost_model(host=PREFILL / 4, disk=PREFILL / 4, prefill=PREFILL)
-    left = best_split(cost, KV, on_disk(1024, 512, 0, 64)._replace(restored=2048), early_from=0)
-    alone = best_split(cost, KV, on_disk(1024, 512, 0, 64), early_from=0)
+    left = best_split(cost, KV, on_disk(1024, 512, 0, 64)._replace(restored=2048))
+    alone = best_split(cost, KV, on_disk(1024, 512, 0, 64))
     assert left == alone, "without attention the context costs nothing"
-    here = best_split(cost, KV, History(1024, [], 0, 64, restored=2048), early_from=0)
+    here = best_split(cost, KV, History(1024, [], 0, 64, restored=2048))
     assert here.seconds == pytest.approx(LAYERS * PREFILL * 64)
-
-
-def by_layers(history: int, new: int) -> History:
-    return on_disk(0, history, 0, new)._replace(by_layers=True)
-
-
-def streamed(cost: CostModel, plan: LayerPlan, history: int, split: Split, new: int) -> float:
-    """The same, with the first of the blocks behind the head streamed: the pass of the new tokens
-    restores them, and in each layer waits for theirs. With no head it restores everything."""
-    layers = plan.num_layers
-    rest = history - split.head
-    read = cost.copy_stored(SourceTier.DISK, plan, rest)
-    window = read * split.streamed / rest
-    others, each = read - window, read / rest * BLOCK_TOKENS
-    now, inside = layers * cost.prefill_layer(split.head, 0), rest
-    if split.head:
-        done, inside = 0, split.streamed
-        while done < (rest - inside) // BLOCK_TOKENS:
-            came = min((rest - inside) // BLOCK_TOKENS, int(now / each + 1e-9))
-            if came > done:
-                now += restore_alone(cost, plan, (came - done) * BLOCK_TOKENS)
-                done = came
-            else:
-                now = (came + 1) * each
-    behind = history - inside
-    work = makespan(cost.layer_times(SourceTier.HOST, inside, context=behind, new=new), plan)
-    for layer in range(layers):
-        now = max(now, others + window * (layer + 1) / layers) + work / layers
-    return now
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("plan", [KV, LayerPlan(0, LAYERS, 0)])
-@given(
-    speed=st.floats(0.1, 32), share=st.floats(0.01, 0.6), blocks=st.integers(8, 128),
-    new=st.integers(1, 512),
-)  # fmt: skip
-def test_streamed_blocks_are_chosen_where_they_are_faster_and_take_what_is_expected(
-    overlap: bool, plan: LayerPlan, speed: float, share: float, blocks: int, new: int
-) -> None:
-    cost = cost_model(
-        host=share * PREFILL / 2, disk=PREFILL / speed, project=share * PREFILL / 2,
-        prefill=PREFILL, hidden_share=1.0, overlap=overlap,
-    )  # fmt: skip
-    history = blocks * BLOCK_TOKENS
-    split = best_split(cost, plan, by_layers(history, new))
-    whole = best_split(cost, plan, on_disk(0, history, 0, new))
-    assert split.seconds <= whole.seconds and not whole.streamed
-    if not split.streamed:
-        assert split == whole
-        return
-    assert split.streamed % BLOCK_TOKENS == 0 < split.streamed <= history - split.head
-    assert split.as_they_come == (split.head > 0)
-    took = streamed(cost, plan, history, split, new)
-    assert took == pytest.approx(split.seconds, rel=0.15)
-
-
-def test_the_read_of_streamed_blocks_is_hidden_behind_the_new_tokens() -> None:
-    cost = cost_model(host=1e-9, disk=PREFILL / 4, prefill=PREFILL)
-    split = best_split(cost, KV, by_layers(2048, 256))
-    whole = best_split(cost, KV, on_disk(0, 2048, 0, 256))
-    new = LAYERS * PREFILL * 256
-    # Device and disk share what the new tokens take: the device has four fifths of the speed.
-    assert whole.seconds - split.seconds == pytest.approx(new * 0.8, rel=0.2)
-    assert split.streamed == pytest.approx(4 * 256, abs=BLOCK_TOKENS), "read as long as these run"
-    fast = best_split(cost_model(host=1e-9, disk=PREFILL / 32, prefill=PREFILL), KV,
-                      by_layers(2048, 256))  # fmt: skip
-    assert fast.head == 0 and fast.streamed == 2048, "nothing of it is worth computing"
-
-
-@pytest.mark.parametrize("cause", ["who decodes would wait", "recomputed layers", "whole pages"])
-def test_where_nothing_is_streamed(cause: str) -> None:
-    cost = cost_model(host=1e-9, disk=PREFILL / 4, prefill=PREFILL)
-    plan = LayerPlan(1, 0, LAYERS - 1) if cause == "recomputed layers" else KV
-    decoding = int(cause == "who decodes would wait")
-    early_from = None if cause == "whole pages" else BLOCK_TOKENS
-    history = by_layers(2048, 256)
-    assert best_split(cost, KV, history).streamed
-    split = best_split(cost, plan, history, decoding=decoding, early_from=early_from)
-    assert not split.streamed

@@ -314,9 +314,6 @@ RATES = {
     "a disk as slow as recomputing": ConstantRates(1.0, BLOCK_TOKENS),
     "a slow disk": ConstantRates(2.0, BLOCK_TOKENS),
     "a slow disk that is met": ConstantRates(2.0, BLOCK_TOKENS, meets=True),
-    "a slow disk that is met and streamed": ConstantRates(
-        2.0, BLOCK_TOKENS, meets=True, streams=True
-    ),
 }
 ACTIONS = ["serve", "enqueue", "enqueue", "admit", "abort", "look", "arrive", "ask", "insist"]
 fetch_steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(WORDS)), max_size=80)
@@ -389,6 +386,5 @@ def test_both_fetch_the_same_in_a_long_run(rates: str, eviction: str, prefetch: 
     counters = run_both(rates, eviction, prefetch, history)
     assert counters["prefetches"] > 30 or counters["meetings"] > 30
     assert (counters["meetings"] > 0) == ("met" in rates)
-    assert (counters["meetings_streamed"] > 0) == ("streamed" in rates)
     assert counters["prefetch_late"] > 3 or counters["meetings"]
     assert (counters["prefetch_not_worth"] > 3) == ("slow" in rates)

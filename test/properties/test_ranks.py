@@ -64,7 +64,7 @@ class Rank(DiskMachine):
         return self.store
 
     def look(self) -> None:
-        """A pass of the queue, and of the read buffer."""
+        """A pass of the queue, and what waiting requests have is restored."""
         super().look()
         TiersMachine.look(self)
 
@@ -124,10 +124,8 @@ class Rank(DiskMachine):
             self.tiers.capture.drop(rid)
         self.tiers.drain()
         self.tiers.drain()  # what was saved just now has gone to disk
-        early = self.tiers.restorer.path.read_buffer
-        assert early is not None
-        early.on_schedule_step([], self.waiting_of)
-        early.clear()
+        for one in self.waiting.values():
+            self.check_early(one)
         self.tiers.restorer.clear()
         self.tiers.check_integrity()
         assert self.tiers.host.staged_slots == 0
@@ -281,7 +279,7 @@ class RingRank(Rank):
 
 
 class Stage(Rank):
-    """Has no read buffer: what fits into one depends on the layers of a stage."""
+    """Restores nothing before a request's turn."""
 
     def look(self) -> None:
         DiskMachine.look(self)

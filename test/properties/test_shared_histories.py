@@ -44,14 +44,12 @@ class AnySplit(UnknownCosts):
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return fetched * self._token
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split:
         rng = self._rng
         coming = sum(span.tokens for span in history.coming) // BLOCK_TOKENS
         head = rng.randint(0, coming)
-        streams = history.by_layers and head < coming and rng.random() < 0.5
-        streamed = rng.randint(1, coming - head) * BLOCK_TOKENS if streams else 0
         early = rng.random() < 0.5
-        return Split(head * BLOCK_TOKENS, 8 * rng.random(), 1.0, early, streamed)
+        return Split(head * BLOCK_TOKENS, 8 * rng.random(), 1.0, early)
 
 
 class Scheduler:
@@ -112,15 +110,12 @@ class Scheduler:
         meetings, word = self.tiers.queue.meetings, self.running
         self.tiers.now += 0.5
         meetings.decoding = self.rng.randint(0, 1)
-        step, meeting = meetings.next(word, self.head), meetings.of(word)
+        step = meetings.next(word, self.head)
         if step.action is Action.COMPUTE:
             self.compute(step.tokens)
-        elif step.action is Action.STREAM:
-            assert meeting is not None
-            meeting.take_streamed()
-        if step.action in (Action.RESTORE, Action.STREAM):
+        elif step.action is Action.RESTORE:
             nodes = meetings.join(word, self.head)
-            if nodes is not None and step.action is Action.RESTORE:
+            if nodes is not None:
                 assert all(node.ready for node in nodes)
         if meetings.of(word) is None or self.head >= len(word) * BLOCK_TOKENS:
             self.tiers.queue.finished(word, len(word))

@@ -20,12 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_hc.capture.capture import Segment
 from sglang_hc.forms import LayerPlan
-from sglang_hc.queue.requests import Waiting
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Restoration
 from sglang_hc.store.block_io import OwnDisk
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.remote import StoreIo
+from sglang_hc.tree.block_tree import BlockNode
 from sglang_hc.tree.identity import Prefix, pack_tokens
 from support.copy_streams import LateCopyStream
 from support.examples import examples
@@ -66,6 +66,17 @@ class Running:
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class Waits:
+    """A waiting request: the device is said to have its first tokens. early: its blocks that were
+    restored before its turn, and their device slots."""
+
+    salt: str | None
+    tokens: list[int]
+    on_device: int
+    early: dict[int, list[int]] = field(default_factory=dict)
+
+
 class TiersMachine(RuleBasedStateMachine):
     """One device, one host tier, requests that share prefixes often (three token ids)."""
 
@@ -79,7 +90,7 @@ class TiersMachine(RuleBasedStateMachine):
         super().__init__()
         self.tiers, self.pool, self.executor = build(
             self.plan, slots=14, device_slots=DEVICE_SLOTS, rows=128,
-            copy_stream=self.make_copy_stream(), frames=5, recomputer=self, ring=self.ring,
+            copy_stream=self.make_copy_stream(), recomputer=self, ring=self.ring,
             disk=self.make_disk, store=self.make_store, clock=lambda: self.now, ranks=self.ranks,
             recorder=self.notes,
         )  # fmt: skip
@@ -87,7 +98,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.running: dict[str, Running] = {}
         self.spoken: list[tuple[str | None, list[int]]] = [(None, [])]
         self.count = 0
-        self.waiting: dict[str, tuple[str | None, list[int], int]] = {}
+        self.waiting: dict[str, Waits] = {}
 
     def run(self, restoration: Restoration, between: Callable[[], None]) -> None:
         """The model's first layers, from the tokens the blocks hold."""
@@ -152,7 +163,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.count += 1
         salt = self.spoken[-1 - old % len(self.spoken)][0]
         tokens = self.prompt(salt, -1 - old % len(self.spoken), cut, more)
-        self.waiting[f"w{self.count}"] = salt, tokens, min(on_device, len(tokens) - 1)
+        self.waiting[f"w{self.count}"] = Waits(salt, tokens, min(on_device, len(tokens) - 1))
         for _ in range(looks):
             self.look()
         if admit:
@@ -160,23 +171,42 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def look(self) -> None:
-        """A scheduling pass: what waiting requests need is copied early."""
-        early = self.tiers.restorer.path.read_buffer
-        assert early is not None
-        early.on_schedule_step(list(self.waiting), self.waiting_of)
+        """A scheduling pass: a block of each waiting request is restored before its turn."""
+        for one in self.waiting.values():
+            prompt = Prefix(one.salt, pack_tokens(one.tokens))
+            nodes = self.tiers.host.tree.match(prompt).ready.nodes[: len(one.tokens) // 64]
+            blocks = [n for n in range(-(-one.on_device // 64), len(nodes)) if n not in one.early]
+            if blocks and not self.plan.recompute and len(self.free) > 400:
+                self.restore_early(one, blocks[0], nodes[blocks[0]])
 
-    def waiting_of(self, rid: str) -> Waiting:
-        salt, tokens, on_device = self.waiting[rid]
-        return Waiting(Prefix(salt, pack_tokens(tokens)), lambda: on_device)
+    def restore_early(self, one: Waits, block: int, node: BlockNode) -> None:
+        one.early[block] = [self.free.pop() for _ in range(64)]
+        start, slots = 64 * block, torch.tensor(one.early[block])
+        restoration = Restoration((node,), start, start + 64, slots, first=block)
+        self.tiers.restorer.restore_early([restoration])
+        self.tiers.restorer.keep([node])
+
+    def check_early(self, one: Waits) -> None:
+        """What was restored of a request is right, and its slots are free again."""
+        for block, slots in one.early.items():
+            first, stop = 64 * block, 64 * block + 64
+            for layer in range(self.plan.num_layers):
+                hidden = states(layer, one.salt, one.tokens, first, stop)
+                wanted = project(layer, hidden, torch.arange(first, stop))
+                for part, rows in zip(self.pool.rows(layer), wanted, strict=True):
+                    assert torch.equal(part[torch.tensor(slots)], rows), "restored early, and wrong"
+            self.free += slots
+            EARLY[type(self).__name__] += 64
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5), abort=st.sampled_from([False, False, False, True]))
     def leave(self, which: int, abort: bool) -> None:
         """A waiting request is admitted, or goes."""
         rid = list(self.waiting)[which % len(self.waiting)]
-        salt, tokens, _ = self.waiting.pop(rid)
+        one = self.waiting.pop(rid)
+        self.check_early(one)
         if not abort:
-            self.admit(salt, tokens)
+            self.admit(one.salt, one.tokens)
 
     @rule(
         salt=st.sampled_from(SALTS[:2]),
@@ -322,12 +352,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.check_integrity()
 
     def teardown(self) -> None:
-        early = self.tiers.restorer.path.read_buffer
-        assert early is not None
-        EARLY[type(self).__name__] += early.counters["early_used_layer_tokens"]
-        early.on_schedule_step([], self.waiting_of)
-        assert early.held == 0
-        early.clear()
+        for one in self.waiting.values():
+            self.check_early(one)
+        self.tiers.restorer.clear()
         for rid in list(self.running):
             self.tiers.capture.drop(rid)
         self.tiers.drain()

@@ -147,7 +147,7 @@ def test_waiting_has_an_end_and_is_longer_while_others_decode(decoding: int, tim
     world = World(share=0.0)
     world.meeting.read_down_to(6)
     assert world.meeting.next(world.head, decoding, 100.0).action is Action.WAIT
-    bound = min(PATIENCE, times * world.split(History(0, [], 0, 1), decoding, None).seconds)
+    bound = min(PATIENCE, times * world.split(History(0, [], 0, 1), decoding, False).seconds)
     assert world.meeting.next(0, decoding, 100.0 + bound - 0.01).action is Action.WAIT
     assert world.meeting.next(0, decoding, 100.0 + bound).action is Action.COMPUTE
     world.settle()
@@ -227,10 +227,12 @@ class Slow(World):
     """A store that takes a second for a block, and answers for all of a call at once. The model
     computes a block in the same time."""
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         cost = cost_model(remote=1 / BLOCK_TOKENS, prefill=1 / BLOCK_TOKENS)
         plan = LayerPlan(0, 0, 1)
-        return best_split(cost, plan, history, decoding=decoding, early_from=early_from)
+        return best_split(
+            cost, plan, history, decoding=decoding, can_restore_early=can_restore_early
+        )
 
 
 @pytest.mark.parametrize(

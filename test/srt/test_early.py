@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action
+from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import Restoration
 from sglang_hc.restore.restorer import Restorer
+from sglang_hc.srt.engine.intake import SERIAL
 from sglang_hc.srt.engine.streams import ComputeStream
-from sglang_hc.srt.scheduling.meeting import _restore_early
-from sglang_hc.srt.tree.early import EarlyBlocks, gaps, woven
+from sglang_hc.srt.tree.ahead import restore_what_came
+from sglang_hc.srt.tree.prerestored import (
+    PrerestoredBlocks,
+    interleave_slots,
+    missing_ranges,
+)
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES
@@ -29,6 +35,7 @@ from support.meeting_world import SPOKEN, WORD, World
 
 STOP = len(WORD) * BLOCK_TOKENS
 GARBAGE = b"garbage"
+ME = Serial(1)
 
 
 class Allocator:
@@ -95,7 +102,7 @@ class EarlyWorld(World):
         self.copies = Copies(self.content)
         self.allocator = Allocator(STOP)
         compute = ComputeStream(torch.device("cpu"))
-        self.early = EarlyBlocks(self.allocator, cast(Restorer, self.copies), compute)
+        self.early = PrerestoredBlocks(self.allocator, cast(Restorer, self.copies), compute)
 
     def read(self, low: int, high: int) -> list[Promotion]:
         begun = super().read(low, high)
@@ -117,10 +124,11 @@ class EarlyWorld(World):
 
     def restore(self, limit: int = STOP) -> list[int]:
         """What a pass restores. Returns the blocks."""
-        blocks = self.early.wanted(self.meeting, self.head, limit)
+        blocks = self.early.wanted(ME, self.meeting, self.head, limit)
         if blocks:
             slots = self.allocator.alloc(BLOCK_TOKENS * len(blocks))
-            self.early.restore(self.meeting, blocks, slots)
+            nodes = {n: self.meeting.detached_node(n) for n in blocks}
+            self.early.restore(ME, nodes, slots, self.meeting)
         self.check_room()
         return blocks
 
@@ -141,18 +149,21 @@ class EarlyWorld(World):
 
     def meet(self) -> None:
         """Both ends meet: what was restored is what its place wants."""
-        self.early.drop_before(self.head)
-        there = self.early.hand_over()
+        self.early.prove(ME)
+        nodes = self.meeting.join(self.head, 0.0)
+        if nodes is None:
+            self.early.forget([ME])
+            return
+        there = self.early.hand_over(ME, nodes, self.head, STOP)
         for block, slots in there.items():
             held = [self.copies.device[slot] for slot in slots.tolist()]
             assert held == [(self.path.block_ids[block], row) for row in range(BLOCK_TOKENS)]
-        nodes = self.meeting.join(self.head, 0.0)
-        if nodes is not None:
+        if nodes:
             assert [node.block_id for node in nodes] == self.path.block_ids
-            missing = gaps(there, self.head, STOP)
+            missing = missing_ranges(there, self.head, STOP)
             count = sum(end - begin for begin, end in missing)
             own = self.allocator.alloc(count)
-            slots = woven(there, own, self.head, STOP)
+            slots = interleave_slots(there, own, self.head, STOP)
             assert slots.unique().numel() == slots.numel() == STOP - self.head
             for begin, end in missing:
                 assert set(slots[begin - self.head : end - self.head].tolist()) <= set(own.tolist())
@@ -211,7 +222,7 @@ def test_what_is_computed_all_the_same_goes_back() -> None:
     while world.io.moves:
         world.deliver()
     world.restore()
-    world.early.drop_before(10 * BLOCK_TOKENS)
+    world.early.drop_before(ME, 10 * BLOCK_TOKENS)
     assert world.early.tokens == 2 * BLOCK_TOKENS and world.meeting.restored == {10, 11}
     world.check_room()
     world.settle()
@@ -235,7 +246,8 @@ def test_a_block_that_left_its_place_before_it_was_copied_does_not_count() -> No
         world.deliver()
     assert world.restore() == [6, 7, 8, 9, 10, 11]
     world.others()
-    assert not world.early.hand_over()
+    world.early.prove(ME)
+    assert world.early.tokens == 0
     world.settle()
 
 
@@ -254,14 +266,15 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
     evictable = 100
     others = world.allocator.alloc(len(world.allocator.unused) - (rest - evictable + spare))
     tree = SimpleNamespace(
-        page_size=1, early=world.early, allocate=world.allocator.alloc, evictable_size_=evictable,
-        token_to_kv_pool_allocator=world.allocator,
+        page_size=1, prerestored=world.early, allocate=world.allocator.alloc,
+        evictable_size_=evictable, token_to_kv_pool_allocator=world.allocator,
     )  # fmt: skip
     req = SimpleNamespace(
         prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
-        _compute_max_prefix_len=lambda length: length - 1,
+        _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
     )  # fmt: skip
-    assert _restore_early(cast(HcRadixCache, tree), world.meeting, req) == restored
+    found = restore_what_came(cast(HcRadixCache, tree), world.meeting, req, world.head, world.head)
+    assert found == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
     assert world.meeting.as_they_come == restored
     world.allocator.free(others)
@@ -304,7 +317,7 @@ def test_whatever_comes_when_what_is_there_is_right_and_no_slot_is_lost(
         if step.action in (Action.RESTORE, Action.OVER):
             break
         if step.action is Action.COMPUTE:
-            world.early.drop_before(world.head + step.tokens)
+            world.early.drop_before(ME, world.head + step.tokens)
             try:
                 world.compute(step.tokens, saved=data.draw(st.integers(0, 9)) > 0)
             except AssertionError:
@@ -312,15 +325,15 @@ def test_whatever_comes_when_what_is_there_is_right_and_no_slot_is_lost(
     world.settle()
 
 
-def test_gaps_begin_where_the_head_ends() -> None:
+def test_missing_ranges_begin_where_the_head_ends() -> None:
     slots = torch.arange(BLOCK_TOKENS)
     there = {2: slots, 4: slots}
-    assert gaps(there, 100, 5 * BLOCK_TOKENS + 1) == [
+    assert missing_ranges(there, 100, 5 * BLOCK_TOKENS + 1) == [
         (100, 2 * BLOCK_TOKENS), (3 * BLOCK_TOKENS, 4 * BLOCK_TOKENS),
         (5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 1),
     ]  # fmt: skip
     others = torch.arange(1000, 1000 + 28 + BLOCK_TOKENS + 1)
-    whole = woven(there, others, 100, 5 * BLOCK_TOKENS + 1)
+    whole = interleave_slots(there, others, 100, 5 * BLOCK_TOKENS + 1)
     assert torch.equal(whole[:28], others[:28]) and torch.equal(
         whole[28 : 28 + BLOCK_TOKENS], slots
     )

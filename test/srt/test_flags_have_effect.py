@@ -29,7 +29,7 @@ KEY = str(Path(tempfile.gettempdir()) / f"sglang-hc-test-key-{os.getpid()}")
 
 ALONE = {
     "host_size_gb": "1", "forms": "hidden", "disable": None, "disk": "/tmp:1", "eviction": "lru",
-    "trace": "/tmp/sglang-hc-no-such-trace", "read_buffer_gb": "1", "remote": "file",
+    "trace": "/tmp/sglang-hc-no-such-trace", "remote": "file",
     "restore": "always", "ttl": "3", "schedule": "ready-first",
     "overflow": "recompute", "exact": None, "open_routes": None,
     "audit": "1",

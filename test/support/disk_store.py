@@ -97,11 +97,10 @@ def read_block(
     store: DiskStore,
     name: bytes,
     into: np.ndarray,
-    layers: Sequence[int] | None = None,
     deadline: float | None = None,
 ) -> Outcome:
-    """Read one block, or some layers of it."""
-    return store.read(Read(name, memoryview(into), layers, deadline))
+    """Read one block."""
+    return store.read(Read(name, memoryview(into), deadline))
 
 
 def read_bytes(store: DiskStore, name: bytes) -> tuple[Outcome, np.ndarray]:

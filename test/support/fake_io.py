@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, Layers
+from sglang_hc.store.block_io import BlockDone
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.forgetting import Forgetting
@@ -55,11 +55,7 @@ class FakeIo:
         self.counts: Counter[str] = Counter()
         self.moves: deque[Move] = deque()
         self.begun: list[bytes] = []
-        """Identities of all reads of whole blocks that were asked for."""
-        self.begun_layers: list[tuple[bytes, tuple[int, ...]]] = []
-        """And those of some layers."""
-        self.asked: list[bytes] = []
-        """Both in one order, a block that is read in layers with its first ones."""
+        """Identities of all reads that were asked for."""
         self.uses: dict[bytes, float | None] = {}
         """The latest hint for each block."""
         self.hints = 0
@@ -140,15 +136,8 @@ class FakeIo:
             self._end(move, Outcome.OK)
         return True
 
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
-        if layers is None:
-            self.begun.append(block_id)
-        else:
-            self.begun_layers.append((block_id, layers))
-        if not layers or 0 in layers:
-            self.asked.append(block_id)
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
+        self.begun.append(block_id)
         self.moves.append(Move(ticket, block_id, slot, deadline, write=False))
 
     def poll(self) -> list[BlockDone]:

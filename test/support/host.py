@@ -17,7 +17,7 @@ from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.lookahead import QueueRules, QueueView
 from sglang_hc.queue.windows import LookAhead
 from sglang_hc.store.block_io import BlockIo
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tiers.recording import Recorder, RecordingHostTier
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
@@ -103,13 +103,12 @@ def host_queue(
     ready_first: bool = False,
     can_meet: bool = False,
     on_read: OnRead = lambda tier, blocks, seconds: None,
-    layers: LayerDisk | None = None,
 ) -> HostQueue:
     """A waiting queue over an empty host tier. io: the disk; None for none. hint_disk: the disk is
-    told which blocks waiting requests need. layers: see `DiskTier`."""
+    told which blocks waiting requests need."""
     window: LookAhead[str] = LookAhead()
     host = host_tier(slots, make_policy(eviction, window))
-    disk = DiskTier(io, host, clock, on_read, layers=layers) if io is not None else None
+    disk = DiskTier(io, host, clock, on_read) if io is not None else None
     rules = QueueRules(prefetch, ready_first, can_meet)
     queue = queue_over(host, disk, window, rules, costs=costs, hint_disk=hint_disk)
     return HostQueue(window, host, disk, queue)

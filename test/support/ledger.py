@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from sglang_hc.config import GIB, READ_BUFFER_GIB
+from sglang_hc.config import GIB
 from sglang_hc.forms import LayerPlan, StateShape
 from sglang_hc.restore.staging import CUDA_FRAMES
 from support.core import import_engine, run_in_child
@@ -112,7 +112,7 @@ def entry(gib: int, name: str, args: Any) -> Entry:
         gib, name, args.chunked_prefill_size, args.cuda_graph_config.decode.max_bs, sizes.rows,
         sizes.snapshot_rows, sizes.tap_bytes / GIB, sizes.ring_bytes / GIB, sizes.twin_bytes / GIB,
         static - weights - sizes.bytes / GIB, gib - static,
-        frames * frame_bytes / GIB + READ_BUFFER_GIB,
+        frames * frame_bytes / GIB,
     )  # fmt: skip
 
 

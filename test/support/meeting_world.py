@@ -8,8 +8,7 @@ from itertools import takewhile
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.meeting import History, Split
 from sglang_hc.queue.meeting import Meeting, TailReads
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
-from sglang_hc.store.layer_reads import LayerReads
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.outcome import Outcome
 from sglang_hc.tree.identity import BLOCK_BYTES, BlockPath, Prefix
 from sglang_hc.tree.promotions import Promotion
@@ -18,9 +17,6 @@ from support.host import host_tier, identities, keep, tokens_of
 
 WORD = "abcdefghijkl"
 SPOKEN = tokens_of(WORD + "q")
-LAYERS = tuple(range(5))
-"""Of a block. A source as slow as this one is read one layer at a time."""
-
 BLOCK_SECONDS = 3.0
 """What the source is said to take for a block."""
 
@@ -39,7 +35,6 @@ class World:
             self.host,
             lambda: self.now,
             block_seconds=lambda tier: BLOCK_SECONDS,
-            layers=LayerDisk(self.io, LAYERS),
         )
         self.prompt = Prefix(None, SPOKEN)
         self.path = BlockPath(self.prompt, identities(tokens_of(WORD)))
@@ -55,16 +50,13 @@ class World:
         sources = self.io.sources(self.path.block_ids)
         self.meeting = Meeting(
             self.prompt, held, sources[held:], self.host.tree,
-            self.disk.coming, TailReads(self.read, self.disk.came_last, self.stream), self,
+            self.disk.coming, TailReads(self.read, self.disk.came_last), self,
         )  # fmt: skip
 
     def read(self, low: int, high: int) -> list[Promotion]:
         return self.disk.fetch_tail(self.path, low, high)
 
-    def stream(self, low: int, high: int) -> LayerReads:
-        return self.disk.fetch_layers(self.path, low, high)
-
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         self.asked.append(history)
         coming = sum(span.tokens for span in history.coming)
         head = int(coming * self.share) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -97,5 +89,4 @@ class World:
         self.host.check_integrity()
         assert self.host.staged_slots == 0 and not len(self.disk.coming)
         assert all(node.pins == 0 for node in self.host.tree.nodes())
-        begun = [*self.io.begun, *dict.fromkeys(name for name, _ in self.io.begun_layers)]
-        assert self.ends == Counter(begun), "every read ends once"
+        assert self.ends == Counter(self.io.begun), "every read ends once"

@@ -109,14 +109,11 @@ def server(
     profile: str,
     *flags: str,
     store_seconds: float | None = None,
-    streams: bool = False,
     kind: type[Core] = Core,
 ) -> Core:
     """A server that goes by its profile. store_seconds: what a token of a layer from a remote store
-    is said to have taken. streams: its disk is read layer by layer where that is faster."""
+    is said to have taken."""
     core = kind("--hc-forms", form, *FLAGS, *flags, profile=profile)
-    if not streams and core.tree.tiers.disk is not None:
-        core.tree.tiers.disk._layers = None
     costs = core.tree.tiers.restorer.planner.costs
     if store_seconds is not None:
         costs.observe_remote(store_seconds)
@@ -130,11 +127,10 @@ def start(
     folder: str,
     profile: str,
     *flags: str,
-    streams: bool = False,
     kind: type[Core] = Core,
 ) -> tuple[Core, list[int]]:
-    """A server whose disk alone holds the first turn. streams: see `server`."""
-    core = server(form, profile, *on_disk(folder), *flags, streams=streams, kind=kind)
+    """A server whose disk alone holds the first turn."""
+    core = server(form, profile, *on_disk(folder), *flags, kind=kind)
     first = core.ask(PROMPT, 30).tokens
     forget(core)
     return core, first

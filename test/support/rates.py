@@ -30,7 +30,7 @@ class UnknownCosts:
     def try_seconds(self, context: int, new: int) -> float:
         return 0.0
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         return None
 
 
@@ -41,14 +41,12 @@ UNKNOWN_COSTS = UnknownCosts()
 class ConstantRates(UnknownCosts):
     """Seconds to read a block, and prefilled tokens per second; restoring is free.
 
-    meets: of what is coming at a request's turn the first half is computed. streams: and the third
-    quarter is read layer by layer, where that can be.
+    meets: of what is coming at a request's turn the first half is computed.
     """
 
     seconds_per_block: float
     prefill_tokens_per_s: float
     meets: bool = False
-    streams: bool = False
 
     def block_seconds(self, tier: SourceTier) -> float:
         return self.seconds_per_block
@@ -56,11 +54,10 @@ class ConstantRates(UnknownCosts):
     def saved_seconds(self, host: int, fetched: int, context: int, new: int) -> float:
         return fetched / self.prefill_tokens_per_s
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         if not self.meets:
             return None
         coming = sum(span.tokens for span in history.coming) // BLOCK_TOKENS
-        half, rest = coming // 2 * BLOCK_TOKENS, coming - coming // 2
-        streamed = -(-rest // 2) * BLOCK_TOKENS if self.streams and history.by_layers else 0
+        half = coming // 2 * BLOCK_TOKENS
         seconds = half / self.prefill_tokens_per_s
-        return Split(half, seconds, seconds, streamed=streamed)
+        return Split(half, seconds, seconds, as_they_come=True)

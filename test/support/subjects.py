@@ -15,7 +15,6 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.queue.fetches import RestoreCosts
 from sglang_hc.queue.requests import Waiting, WaitingTable
-from sglang_hc.store.disk_tier import LayerDisk
 from sglang_hc.store.read_watch import OnRead
 from sglang_hc.tools.simulator.jobs import Job, extend_chain
 from sglang_hc.tools.simulator.tiers import Found, TieredCache, TierSizes, Transfer
@@ -25,7 +24,6 @@ from support.host import host_queue, identities, keep, tokens_of, words_in
 from support.rates import UNKNOWN_COSTS
 
 DISK_BLOCKS = 1000
-STORED_LAYERS = (0, 1, 2)
 
 
 class Subject(Protocol):
@@ -101,7 +99,6 @@ class ServerSubject:
             costs=costs,
             can_meet=can_meet,
             on_read=on_read,
-            layers=LayerDisk(self.io, STORED_LAYERS),
         )
 
     @property
@@ -174,7 +171,7 @@ class ServerSubject:
         return {self._words[block_id] for block_id in self.io.held()}
 
     def _started(self) -> list[str]:
-        asked, self.io.asked = self.io.asked, []
+        asked, self.io.begun = self.io.begun, []
         return [self._words[block_id] for block_id in asked]
 
     def _waiting(self, word: str) -> Waiting:
@@ -201,9 +198,7 @@ class SimulatorSubject:
         self._names: list[str] = []
         self._words: dict[bytes, str] = {}
         sizes = TierSizes(device_slots, host_slots, DISK_BLOCKS)
-        self.cache = TieredCache(
-            sizes, costs, policy=eviction, prefetch=prefetch, reads_layers=True
-        )
+        self.cache = TieredCache(sizes, costs, policy=eviction, prefetch=prefetch)
         self.cache.write_seconds = 0.0
         assert self.cache.host is not None
         self.host = self.cache.host

@@ -19,7 +19,6 @@ from sglang_hc.device.copy_stream import CopyStream, HostCopyStream
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather, scatter
 from sglang_hc.forms import (
-    BLOCK_TOKENS,
     NO_DRAFT,
     BlockLayout,
     DraftLayers,
@@ -33,7 +32,6 @@ from sglang_hc.queue.windows import LookAhead
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.path import Recomputer, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.store.block_io import BlockIo, OwnDisk
@@ -140,7 +138,7 @@ def note_read(recorder: Recorder, tier: SourceTier, blocks: int, seconds: float)
 def build(
     plan: LayerPlan, slots: int, device_slots: int, rows: int = 64, buffers: int = 3,
     copy_stream: CopyStream | None = None, recomputer: Recomputer | None = None,
-    frames: int = 0, ring: int = 0,
+    ring: int = 0,
     disk: Callable[[HostPool], OwnDisk] | None = None,
     store: Callable[[HostPool], StoreIo] | None = None, clock: Callable[[], float] = time.monotonic,
     ranks: Ranks = ALONE, recorder: Recorder | None = None,
@@ -148,8 +146,7 @@ def build(
 ) -> tuple[Tiers, ToyPool, StepExecutor]:  # fmt: skip
     """Tiers over toy parts. `rows` x `buffers` bounds what may be on its way to slots.
 
-    frames: of the read buffer, each two blocks as KV; 0 for none. ring: bytes that stand for the
-    device's own memory, which rows are saved through; 0 for none.
+    ring: bytes that stand for the device's own memory, which rows are saved through; 0 for none.
     disk: makes what lies below the host tier, whose requests are fetched as they arrive. store:
     makes a remote store behind the disk. ranks: who decides with them; several have a clock of
     their own. recorder: is told what the host tier does, and what reads took.
@@ -177,12 +174,8 @@ def build(
         on_read = partial(note_read, recorder) if recorder is not None else not_observed
         below = DiskTier(io, host, clock, on_read, ranks.pause)
     on_ready = below.spill if below is not None else lambda node: None
-    early = None
-    if frames:
-        size = 2 * BLOCK_TOKENS * sum(PARTS)
-        early = ReadBuffer(host, pool, StagingRing(frames, size, CPU, copy_stream), ranks=ranks)
     staging = StagingRing.sized_for(layout.shape, CPU, copy_stream)
-    path = RestorePath(pool, device, staging, recomputer, early)
+    path = RestorePath(pool, device, staging, recomputer)
     counters: Counter[str] = Counter()
     planner = RestorePlanner(None, plan, recomputer is not None, counters)
     window: LookAhead[str] = LookAhead()

@@ -8,14 +8,11 @@ with nothing read a plain recomputation: both are candidates, so what is chosen 
 either by the cost model.
 
 Blocks are restored when all are here, or as they come: then the device restores while the source
-reads the others, and little is left behind the last one. From a disk the last blocks may be
-streamed: they are read layer by layer while the pass of the new tokens runs, and each layer of the
-pass waits for its layer of them (HCache section 4.1, with a slower source).
+reads the others, and little is left behind the last one.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,8 +38,7 @@ class History(NamedTuple):
 
     context: before it, on the device. coming: below host memory, or on the way from there, by
     where it lies. held: behind those, in host memory. new: behind them, not stored anywhere.
-    restored: tokens among the last ones that the device has already. by_layers: what is coming can
-    be read layer by layer.
+    restored: tokens among the last ones that the device has already.
     """
 
     context: int
@@ -50,7 +46,6 @@ class History(NamedTuple):
     held: int
     new: int
     restored: int = 0
-    by_layers: bool = False
 
     def read_seconds(self, cost: CostModel, stored: LayerPlan, head: int) -> float:
         """Until all that is coming behind its first `head` tokens is in host memory. Disk and
@@ -72,8 +67,8 @@ class History(NamedTuple):
 
 
 def from_below(tier: SourceTier, tokens: int, new: int) -> History:
-    """All of a history in one tier, as a server with one rank meets it."""
-    return History(0, [Span(tier, tokens)], 0, new, by_layers=tier is SourceTier.DISK)
+    """All of a history in one tier."""
+    return History(0, [Span(tier, tokens)], 0, new)
 
 
 class Split(NamedTuple):
@@ -81,33 +76,13 @@ class Split(NamedTuple):
 
     seconds: until the new tokens are through the last layer. stall: of them, those in which nothing
     else can run on the device while the head is computed. as_they_come: blocks are restored while
-    others are read, and not all of them when the last one is here. streamed: tokens behind the head
-    that are read last, layer by layer.
+    others are read, and not all of them when the last one is here.
     """
 
     head: int
     seconds: float
     stall: float
     as_they_come: bool = False
-    streamed: int = 0
-
-
-LEAST_GROUPS = 6
-"""Layers of streamed blocks are read in at least so many groups, where the model has the layers:
-the pass waits for the first group, and works behind the last one."""
-
-READ_SECONDS = 2e-4
-"""Shorter reads of streamed blocks are joined, as far as LEAST_GROUPS allows: a call costs 0.1 ms,
-whatever it reads."""
-
-
-def layers_per_read(layers: int, block_seconds: float) -> int:
-    """How many of the stored layers of a streamed block are read by one call: one from a slow
-    source, more from a fast one. block_seconds: to read a whole block."""
-    most = max(1, layers // LEAST_GROUPS)
-    if block_seconds * most <= READ_SECONDS * layers:
-        return most
-    return math.ceil(READ_SECONDS * layers / block_seconds)
 
 
 def best_split(
@@ -117,27 +92,22 @@ def best_split(
     *,
     decoding: int = 0,
     can_recompute: bool = True,
-    early_from: int | None = BLOCK_TOKENS,
+    can_restore_early: bool = True,
 ) -> Split:
     """The fastest way to bring a history back and run the new tokens behind it.
 
     decoding: requests that wait for the device while the head is computed; the seconds of each of
-    them count as much as those of this request. can_recompute: see `plan_restore`. early_from: the
-    shortest head behind which blocks may be restored as they come; None where they may not. They
-    never are where the layer plan recomputes layers, because these need the K and V of everything
-    before.
+    them count as much as those of this request. can_recompute: see `plan_restore`.
+    can_restore_early: blocks may be restored as they come. They never are where the layer plan
+    recomputes layers, because these need the K and V of everything before.
     A head is a whole number of blocks, or everything that is coming. Ties go to the shorter head.
     Raises KeyError for a tier that `cost` does not know.
     """
     ways = _Ways(cost, stored, history, can_recompute)
     blocks = ways.coming // BLOCK_TOKENS
     found = [ways.late(head) for head in _heads(blocks, ways.coming, ways.computes_longer)]
-    if early_from is not None and not stored.recompute:
-        heads = {max(early_from, head) for head in _heads(blocks, ways.coming, ways.works_longer)}
-        found += map(ways.early, (head for head in heads if head <= ways.coming))
-        if history.by_layers and not decoding:
-            heads = {0, *_heads(blocks, ways.coming, ways.passes_longer)}
-            found += map(ways.streamed, (head for head in heads if head < ways.coming))
+    if can_restore_early and not stored.recompute:
+        found += map(ways.early, _heads(blocks, ways.coming, ways.works_longer))
     return min(found, key=lambda split: (split.seconds + decoding * split.stall, split.head))
 
 
@@ -195,47 +165,6 @@ class _Ways:
         context = self._history.context + head + rest - last
         return Split(head, max(before, read) + self._restore(last, context), stall, True)
 
-    def streamed(self, head: int) -> Split:
-        """As `early`, but the last blocks to be read are streamed: as many as are read while the
-        new tokens run. With no head everything is restored within the pass of the new tokens."""
-        rest, coming, read = self._rest(head), self.coming - head, self._read(head)
-        tokens = self._window(head, read / coming)
-        inside = tokens if head else rest
-        work = self._restore(inside, self._history.context + head + rest - inside)
-        window = tokens * read / coming
-        stall, others = self._compute(head), read - window
-        begin = max(stall, others)
-        if rest > inside:
-            restored = stall + self._restore(rest - inside)
-            begin = max(restored, others + self._restore(BLOCK_TOKENS))
-        layers = self._stored.num_layers
-        block_seconds = BLOCK_TOKENS * self._cost.copy_token(SourceTier.DISK, self._stored)
-        group = layers_per_read(layers, block_seconds) / layers
-        end = pass_end(begin, (others, others + window), work, group)
-        return Split(head, end, stall, head > 0, tokens)
-
-    def _window(self, head: int, token_seconds: float) -> int:
-        """How many tokens to stream: whole blocks that take as long to read as the pass that waits
-        for them takes, or all that are coming."""
-        rest, coming = self._rest(head), self.coming - head
-        context = self._history.context + head
-        if head:  # the pass restores what is streamed, and a longer window makes it longer
-            first = self._restore(BLOCK_TOKENS, context + rest - BLOCK_TOKENS)
-            second = self._restore(2 * BLOCK_TOKENS, context + rest - 2 * BLOCK_TOKENS)
-            token_seconds -= (second - first) / BLOCK_TOKENS
-            work = 2 * first - second
-        else:
-            work = self._restore(rest, context)
-        if token_seconds * coming <= work:
-            return coming
-        return max(1, math.ceil(work / token_seconds / BLOCK_TOKENS)) * BLOCK_TOKENS
-
-    def passes_longer(self, head: int) -> bool:
-        """As `works_longer`, with the pass of the new tokens."""
-        context = self._history.context + self.coming + self._history.held
-        new = self._cost.prefill_layer(self._history.new, context + self._history.restored)
-        return self._work(head) + self._stored.num_layers * new >= self._read(head)
-
     def computes_longer(self, head: int) -> bool:
         """Whether the head takes as long as reading the rest."""
         return self._compute(head) >= self._read(head)
@@ -292,14 +221,6 @@ class _Ways:
             SourceTier.HOST, tokens, context=context + history.restored, new=history.new
         )
         return makespan(times, self._stored)
-
-
-def pass_end(begin: float, reads: tuple[float, float], work: float, group: float) -> float:
-    """When a pass is over which can begin at `begin`, takes `work` seconds, and waits in each of
-    its layers for what is read layer by layer between the two times `reads`. group: share of the
-    layers that are read together."""
-    first, last = reads
-    return max(max(begin, first + (last - first) * group) + work, last + work * group)
 
 
 def restore_alone(cost: CostModel, stored: LayerPlan, tokens: int) -> float:

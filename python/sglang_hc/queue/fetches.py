@@ -26,9 +26,9 @@ K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 class SplitCosts(Protocol):
     """Prices a history that is on its way."""
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         """The best meeting point while so many requests decode; None when costs are not known.
-        early_from: see `best_split`."""
+        can_restore_early: see `best_split`."""
 
 
 class RestoreCosts(SplitCosts, Protocol):

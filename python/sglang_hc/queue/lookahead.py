@@ -203,8 +203,7 @@ class QueueView:
             return False  # of a cut prompt some blocks are made of others
 
         read = partial(disk.fetch_tail, missing.path, is_protected=is_protected)
-        stream = partial(disk.fetch_layers, missing.path, is_protected=is_protected)
-        tail = TailReads(read, disk.came_last, stream if disk.reads_layers else None)
+        tail = TailReads(read, disk.came_last)
         return self.meetings.begin(request, missing, end, disk.coming, tail)
 
     # -- ends of requests ------------------------------------------------------------------------

@@ -1,17 +1,15 @@
 """One history that is computed from its front while its end is read backwards, until both meet.
 
     read_down_to  blocks from the meeting point on are asked for, the last one first
-    stream        the last ones of them are asked for layer by layer
     has           blocks that came may be restored already, where the costs say that this is faster
     next          before each chunk of the prompt: compute so much more, wait, or restore the rest
-    stream_step   whether the last pass may follow the reads of layers
     join          the blocks behind the head continue the path that the head's own commit has made
     close         what is not needed any more gives its slots back
 
-But for streamed blocks, which the pass that needs them can recompute, nothing is promised to the
-scheduler before it is here. A block that is late or lost only moves the meeting point towards the
-end, at worst to the end itself, which is a plain recomputation. Belongs to the scheduler thread and
-never waits.
+Where nothing needs to be computed first the request waits in the queue, and what comes is restored
+meanwhile. Nothing is promised to the scheduler before it is here. A block that is late or lost only
+moves the meeting point towards the end, at worst to the end itself, which is a plain recomputation.
+Belongs to the scheduler thread and never waits.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
 from sglang_hc.queue.fetches import SplitCosts
 from sglang_hc.queue.prefetch import PATIENCE
-from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
@@ -46,8 +43,6 @@ class Action(enum.Enum):
     waited for a chunk of it just now."""
     RESTORE = enum.auto()
     """Everything behind the head is here."""
-    STREAM = enum.auto()
-    """So is everything but what is read layer by layer: the last pass may follow these reads."""
     OVER = enum.auto()
     """Nothing is left to meet: compute the rest of the prompt as usual."""
 
@@ -68,23 +63,12 @@ class _Given(NamedTuple):
 
 
 class TailReads(NamedTuple):
-    """How blocks [low, high) of one prompt are read, the last one first. `read` and `stream` begin
-    to, and return those that found a slot. stream: layer by layer, blocks on disk; None where
-    nothing is. came_last: when a tier last brought a block, whoever asked for it."""
+    """How blocks [low, high) of one prompt are read, the last one first. `read` begins to, and
+    returns those that found a slot. came_last: when a tier last brought a block, whoever asked for
+    it."""
 
     read: Callable[[int, int], list[Promotion]]
     came_last: Callable[[SourceTier], float]
-    stream: Callable[[int, int], LayerReads] | None = None
-
-
-class Streamed(NamedTuple):
-    """Blocks [first, end) of a prompt, which are read last and layer by layer. seconds: what the
-    costs said of the whole request."""
-
-    reads: LayerReads
-    first: int
-    end: int
-    seconds: float
 
 
 class Meeting:
@@ -110,7 +94,6 @@ class Meeting:
         self._coming = coming
         self._reads = reads
         self._costs = costs
-        self._streamed: Streamed | None = None
         self._low = self.end
         self._blocks: dict[int, Promotion] = {}
         self._least = LEAST_TOKENS
@@ -120,11 +103,6 @@ class Meeting:
         """Blocks that the device has now, because they were restored as they came."""
         self.as_they_come = True
         """Whether blocks are restored when they come."""
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether anything was asked for."""
-        return bool(self._blocks)
 
     @property
     def stop(self) -> int:
@@ -148,51 +126,6 @@ class Meeting:
             self._blocks[self._low] = promotion
         return len(begun)
 
-    def stream(self, low: int, end: int, seconds: float) -> None:
-        """Ask for the blocks from `low` on, those before `end` last and layer by layer. seconds:
-        what the costs say of the whole request."""
-        assert self._reads.stream is not None
-        self.read_down_to(end)
-        if self._low != end:
-            return  # no slot was left
-        reads = self._reads.stream(low, end)
-        for promotion in reads.promotions:
-            self._low -= 1
-            self._blocks[self._low] = promotion
-        if self._low < end:
-            self._streamed = Streamed(reads, self._low, end, seconds)
-
-    def stream_step(self, head: int, decoding: int, now: float) -> Step | None:
-        """What comes next on the way to a pass that follows the reads of layers; None when none
-        will. Others who decode cannot wait for such a pass, and what is late or lost moves the
-        meeting point, as without streaming. So does a device that is faster than its costs say: the
-        source is not waited for where the streamed blocks would better be computed."""
-        streamed, block = self._streamed, head // BLOCK_TOKENS
-        if streamed is None:
-            return None
-        missing = self._missing(block)
-        near = missing <= streamed.end
-        is_lost = streamed.reads.is_lost or self._lost_up_to(block) > 0
-        if decoding or is_lost or missing == block:
-            self._streamed = None
-        elif block < streamed.first:
-            return Step(Action.COMPUTE, streamed.first * BLOCK_TOKENS - head)
-        elif near:
-            return Step(Action.STREAM)
-        elif self._may_wait(streamed.seconds, now):
-            early_from = 0 if self.as_they_come else BLOCK_TOKENS
-            split = self._costs.split(self.history(head, missing, now), 0, early_from)
-            if split is not None and block + split.head // BLOCK_TOKENS < streamed.end:
-                return Step(Action.WAIT)
-        self._streamed = None
-        return None
-
-    def take_streamed(self) -> LayerReads:
-        """The reads that the last pass follows; there are some. This is asked once."""
-        assert self._streamed is not None
-        reads, self._streamed = self._streamed.reads, None
-        return reads
-
     def history(self, head: int, end: int, now: float) -> History:
         """What is to come: the blocks between `head` tokens and block `end`."""
         places = [(self._tier(n), n >= self._low) for n in range(head // BLOCK_TOKENS, end)]
@@ -205,8 +138,7 @@ class Meeting:
         coming[0] = coming[0]._replace(tokens=coming[0].tokens - begun)
         restored = BLOCK_TOKENS * sum(1 for block in self.restored if block >= end)
         held = self.stop - end * BLOCK_TOKENS - restored
-        by_layers = self._streamed is not None
-        return History(head, coming, held, self.new, restored, by_layers)
+        return History(head, coming, held, self.new, restored)
 
     def has(self, block: int) -> bool:
         """Whether this block came and is where it was written to: it has not joined the tree, and
@@ -214,15 +146,19 @@ class Meeting:
         promotion = self._blocks.get(block)
         return promotion is not None and self._coming.holds(promotion)
 
-    def promotion(self, block: int) -> Promotion:
-        """Of a block that came."""
-        return self._blocks[block]
+    def detached_node(self, block: int) -> BlockNode:
+        """A node in no tree, for a block that came."""
+        promotion = self._blocks[block]
+        node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
+        node.slot = promotion.slot
+        return node
 
     def path_to(self, head: int) -> Sequence[BlockNode] | None:
         """The blocks of the first `head` tokens, which those behind them continue; None when they
         are not in host memory."""
-        front = self._front(head // BLOCK_TOKENS)
-        return None if front is None else front.path()
+        block = head // BLOCK_TOKENS
+        above = self._tree.match(self._prompt.up_to(block)).nodes
+        return above if len(above) == block else None
 
     def is_here(self, head: int) -> bool:
         """Whether nothing behind `head` tokens is still to come."""
@@ -236,9 +172,6 @@ class Meeting:
         missing = self._missing(block)
         if missing == block:
             return Step(Action.RESTORE)
-        streamed = self.stream_step(head, decoding, now)
-        if streamed is not None:
-            return streamed
         given = self._given
         if given is not None and head > given.head:
             if head >= given.end:  # else the scheduler's own chunks are shorter
@@ -247,8 +180,7 @@ class Meeting:
             self._given = None
             if decoding:  # those have a step between two chunks
                 return Step(Action.WAIT)
-        early_from = 0 if self.as_they_come else None
-        split = self._costs.split(self.history(head, missing, now), decoding, early_from)
+        split = self._costs.split(self.history(head, missing, now), decoding, self.as_they_come)
         if split is None:
             return Step(Action.OVER)
         lost = self._lost_up_to(block)
@@ -268,28 +200,19 @@ class Meeting:
         self.read_down_to(end)
         return Step(Action.COMPUTE, target - head)
 
-    def wait(self, head: int, now: float) -> None:
-        """The request is not admitted in this pass although it might be: the source goes on. What
-        is here down to the first block needs no meeting any more."""
-        if self._streamed is not None:
-            return
+    def wait(self, head: int) -> None:
+        """The request may not be admitted in this pass although it could be: the source goes on."""
         if self._missing(self._low) == self._low and self._low > head // BLOCK_TOKENS:
             self.read_down_to((self._low + head // BLOCK_TOKENS) // 2)
-        if self._low == self.first:
-            self.join(self.first * BLOCK_TOKENS, now)
 
     def join(self, head: int, now: float) -> Sequence[BlockNode] | None:
         """The blocks of the path, those behind `head` tokens ready to be restored. None when they
         are not, because the blocks before them did not get into host memory."""
-        block = head // BLOCK_TOKENS
-        front = self._front(block)
-        if front is None:
-            return None
-        self._coming.join(front, now)
-        nodes = self._tree.match(self._prompt.up_to(self.end)).nodes
-        if len(nodes) < self.end or not all(node.ready for node in nodes[block:]):
-            return None
-        return nodes
+        prompt, root = self._prompt.up_to(self.end), self._tree.root(self._prompt.namespace)
+        self._coming.join((root, *self._tree.match(prompt).nodes)[-1], now)
+        nodes = self._tree.match(prompt).nodes
+        whole = len(nodes) == self.end
+        return nodes if whole and all(n.ready for n in nodes[head // BLOCK_TOKENS :]) else None
 
     def close(self) -> None:
         """Give up what has not joined the tree."""
@@ -309,14 +232,6 @@ class Meeting:
                 tier = self._tier(block)
                 asked[tier] = min(promotion.asked, asked.get(tier, promotion.asked))
         return {t: max(0.0, now - max(at, self._reads.came_last(t))) for t, at in asked.items()}
-
-    def _front(self, block: int) -> BlockNode | None:
-        """The last of the first `block` blocks, or the root; None when one is not in host
-        memory."""
-        if not block:
-            return self._tree.root(self._prompt.namespace)
-        above = self._tree.match(self._prompt.up_to(block)).nodes
-        return above[-1] if len(above) == block else None
 
     def _missing(self, block: int) -> int:
         """One behind the last block, from `block` on, that is not in host memory; `block` when all

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.restore_plan import Reason
 from sglang_hc.queue.fetches import Missing, SplitCosts
 from sglang_hc.queue.meeting import Action, Meeting, Step, TailReads
@@ -42,6 +41,11 @@ class Meetings(Generic[K]):
         self._on_end.append(on_end)
 
     @property
+    def current(self) -> tuple[K | None, Meeting | None]:
+        """The request that meets its history now, and its meeting."""
+        return self._met or (None, None)
+
+    @property
     def under_way(self) -> bool:
         """Whether a request meets its history now."""
         return self._met is not None
@@ -68,44 +72,27 @@ class Meetings(Generic[K]):
         sources = missing.sources[first - missing.first : end - missing.first]
         prompt, tree = missing.path.prefix, self._tree
         meeting = Meeting(prompt, first, sources, tree, coming, reads, self._costs)
-        by_layers = reads.stream is not None and set(sources) == {SourceTier.DISK}
-        history = meeting.history(known, end, self._clock())._replace(by_layers=by_layers)
-        # A first chunk of a block at least is computed before anything is restored early.
-        split = self._costs.split(history, self.decoding, BLOCK_TOKENS)
+        split = self._costs.split(meeting.history(known, end, self._clock()), self.decoding, True)
         if split is None or split.head >= meeting.stop - known:
             return False
-        low = (known + split.head) // BLOCK_TOKENS
+        if not split.head and not (split.as_they_come and meeting.path_to(known) is not None):
+            return False  # a plain read
         meeting.as_they_come = split.as_they_come
-        if split.streamed:
-            meeting.stream(low, low + split.streamed // BLOCK_TOKENS, split.seconds)
-        elif split.head:
-            meeting.read_down_to(low)
-        if not meeting.is_reading:
+        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
             return False
         self._met = name, meeting
         self._counters["meetings"] += 1
-        self._counters["meetings_streamed"] += split.streamed > 0
         # Were it in host memory, all of it would be loaded.
         self._counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
         return True
 
-    def stream_step(self, name: K, head: int) -> Step | None:
-        """See `Meeting.stream_step`; None for a request without a meeting."""
-        meeting = self.of(name)
-        if meeting is None:
-            return None
-        return meeting.stream_step(head, self.decoding, self._clock())
-
     def may_begin(self, name: K, head: int) -> bool:
         """Whether a request that could be admitted now is, when `head` of its tokens are there. It
-        is not while its only pass will soon follow the reads of layers. Otherwise its source goes
-        on, see `Meeting.wait`."""
-        step, meeting = self.stream_step(name, head), self.of(name)
-        if step is not None and step.action is Action.WAIT:
-            return False
-        if meeting is not None:
-            meeting.wait(head, self._clock())
-        return True
+        is not while it waits for what comes. Otherwise its source goes on, see `Meeting.wait`."""
+        step, meeting = self.next(name, head), self.of(name)
+        if meeting is not None and step.action is not Action.WAIT:
+            meeting.wait(head)
+        return step.action is not Action.WAIT
 
     def next(self, name: K, head: int) -> Step:
         """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""

@@ -242,11 +242,9 @@ class WatchedPass(RestorePass):
             return
         self._rows = rows_of(self._todo)
         watch = self._watch
-        early = any(load.early is not None for load in self._todo)
         rotated = watch.timer.synchronous and self._moved_from is not None
         tokens = sum(r.stop - r.start for r in self._ordered)
-        waits = bool(self._arrivals)
-        self._is_clean = not (early or rotated or waits) and tokens >= BLOCK_TOKENS
+        self._is_clean = not rotated and tokens >= BLOCK_TOKENS
         if watch.timer.synchronous or not (self._is_clean and watch.frames_free):
             super()._run_ahead()
             return

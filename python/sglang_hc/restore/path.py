@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +12,6 @@ import torch
 
 from sglang_hc.device.copy_stream import CopyStream, SideStream
 from sglang_hc.forms import BLOCK_TOKENS
-from sglang_hc.restore.arrival import LayerArrival
-from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.restore.staging import HostSpan, StagingRing
 from sglang_hc.store.host_pool import HostPool
 from sglang_hc.tree.block_tree import BlockNode
@@ -53,9 +50,7 @@ class Restoration:
     recompute: the layers below this one are recomputed and not loaded. It is at least the layer
     plan's recompute count; if it is larger, some stored layers are recomputed too.
     prefix_slots: (start,) int64 device slots of the tokens before, to which recomputed layers
-    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path. A path that
-    does not begin at 0 takes nothing from the read buffer. arrival: of blocks that are not in the
-    tree yet and are still being read; None where all are in host memory.
+    attend. Not needed if nothing is recomputed. first: place of nodes[0] in the path.
     """
 
     nodes: tuple[BlockNode, ...]
@@ -65,7 +60,6 @@ class Restoration:
     recompute: int = 0
     prefix_slots: torch.Tensor | None = None
     first: int = 0
-    arrival: LayerArrival | None = None
 
     def spans(self, start: int, stop: int) -> list[HostSpan]:
         """Where tokens [start, stop) lie in the host pool."""
@@ -94,34 +88,6 @@ class Restoration:
         skip = first * BLOCK_TOKENS
         return unpack_tokens(packed)[self.start - skip : self.stop - skip]
 
-    def without_waiting(self, layers: int) -> list[Restoration]:
-        """The same tokens in parts that wait for nothing. Blocks that are in host memory by now are
-        loaded; all `layers` layers of the others are recomputed. Each part attends to the parts
-        before it."""
-        arrival = self.arrival
-        if arrival is None:
-            return [self]
-        assert self.prefix_slots is not None
-        blocks = range(self.start // BLOCK_TOKENS, -(-self.stop // BLOCK_TOKENS))
-        parts = []
-        reads = arrival.reads
-        for is_here, run in groupby(blocks, lambda block: reads.has_all(self.nodes[block].slot)):
-            numbers = list(run)
-            start = max(self.start, numbers[0] * BLOCK_TOKENS)
-            stop = min(self.stop, (numbers[-1] + 1) * BLOCK_TOKENS)
-            first, last = start - self.start, stop - self.start
-            part = replace(
-                self,
-                start=start,
-                stop=stop,
-                device_slots=self.device_slots[first:last],
-                recompute=self.recompute if is_here else layers,
-                prefix_slots=torch.cat([self.prefix_slots, self.device_slots[:first]]),
-                arrival=None,
-            )
-            parts.append(part)
-        return parts
-
 
 class Recomputer(Protocol):
     """The model's own first layers."""
@@ -139,18 +105,16 @@ class Recomputer(Protocol):
 class RestorePath:
     """What restorations pass through on their way from the host tier into the KV pool.
 
-    recomputer: None where no layer is recomputed. read_buffer: None where nothing is copied before
-    its request's turn. side_stream: the work is submitted to a stream beside the compute stream,
-    `SIDE_LAYERS` layers ahead of the layer that is waited for; with None it is submitted to the
-    compute stream when it is waited for. rotation: moves K of blocks that have moved; None where
-    none does.
+    recomputer: None where no layer is recomputed. side_stream: the work is submitted to a stream
+    beside the compute stream, `SIDE_LAYERS` layers ahead of the layer that is waited for; with None
+    it is submitted to the compute stream when it is waited for. rotation: moves K of blocks that
+    have moved; None where none does.
     """
 
     pool: HostPool
     sink: RestoreSink
     staging: StagingRing
     recomputer: Recomputer | None = None
-    read_buffer: ReadBuffer | None = None
     side_stream: SideStream | None = None
     rotation: Rotation | None = None
 

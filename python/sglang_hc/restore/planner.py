@@ -70,6 +70,12 @@ class RestorePlanner:
         """Seconds, as modelled, for which the link is busy with earlier restorations."""
         return max(0.0, self._link_free - self._clock())
 
+    @property
+    def can_restore_early(self) -> bool:
+        """Whether a block may be restored before all of its history is here. Recomputed layers need
+        the K and V of everything before."""
+        return self._as_they_come and not self.plan.recompute
+
     def choose(self, tokens: int, context: int, new: int) -> RestorePlan:
         """How to bring back `tokens` in host memory, which lie behind `context` tokens on the
         device and before `new` tokens.
@@ -135,21 +141,19 @@ class RestorePlanner:
         read = self._copy_token(tier)
         return read + host if read else FAR_SECONDS * host
 
-    def split(self, history: History, decoding: int, early_from: int | None) -> Split | None:
+    def split(self, history: History, decoding: int, can_restore_early: bool) -> Split | None:
         """Where a history that comes from below should meet the part of it that is computed; None
         when the costs of that are not known or not weighed."""
         cost = self._weighed
         if cost is None or any(span.tier not in cost.copies for span in history.coming):
             return None
-        # A pass that waits in vain recomputes.
-        by_layers = history.by_layers and self._can_recompute
         return best_split(
             cost,
             self.plan,
-            history._replace(by_layers=by_layers),
+            history,
             decoding=decoding,
             can_recompute=self._can_recompute,
-            early_from=early_from if self._as_they_come else None,
+            can_restore_early=can_restore_early and self.can_restore_early,
         )
 
     def prefill_seconds(self, new: int, context: int) -> float:

@@ -7,9 +7,6 @@ piece up to that layer this waits for the piece's own copies, projects or scatte
 enqueues the copies of a later piece. So copies run ahead of the compute by as much as the ring
 holds (HCache section 4.1), across layers and within one.
 
-Chunks that the read buffer holds (`read_buffer.py`) are taken from there and not copied. Copies of
-blocks that are still being read begin when their layer has come (`arrival.py`).
-
 A restoration may leave its first layers to a `Recomputer`, which runs the model's own layers over
 the history tokens. This happens before any `wait`, while the first copies are under way.
 """
@@ -19,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -30,9 +26,7 @@ from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import Form
 from sglang_hc.policy.copy_order import merged
 from sglang_hc.restore.path import Restoration, RestorePath
-from sglang_hc.restore.read_buffer import Early
 from sglang_hc.restore.staging import (
-    HostSpan,
     LayerSource,
     Piece,
     carve,
@@ -46,11 +40,10 @@ it were all of them, the batch would start only after the whole restoration was 
 
 
 class _Load(NamedTuple):
-    """Rows [piece.first, piece.first + piece.rows) of one layer. With `early` nothing is copied."""
+    """Rows [piece.first, piece.first + piece.rows) of one layer."""
 
     layer: int
     piece: Piece
-    early: Early | None = None
 
 
 def rows_of(loads: Iterable[_Load]) -> Counter[int]:
@@ -90,12 +83,8 @@ class RestorePass:
         self._staging = path.staging
         self._recomputer = path.recomputer
         self._rotation = path.rotation
-        self._read_buffer = path.read_buffer
         self._source = LayerSource(path.pool)
         self._ordered = sorted(restorations, key=lambda r: r.recompute)
-        self._arrivals = [r.arrival for r in restorations if r.arrival is not None]
-        if self._arrivals:
-            kv_per_hidden = 0.0  # they come in the order of the layers
         self._slots = torch.cat([r.device_slots for r in self._ordered])
         device = self._slots.device
         self._positions = torch.cat(
@@ -113,9 +102,7 @@ class RestorePass:
         """Layers that are submitted beside the compute stream, and when their K/V are valid."""
         self._staging.claim(self.finish)
         self._run_ahead()
-        first = min(self._open, default=0)
-        if self._has_come(first):
-            self._submit_beside(first)
+        self._submit_beside(min(self._open, default=0))
 
     def recompute(self) -> None:
         """Submit the recomputation of the layers that are not loaded, in the order of admission.
@@ -147,19 +134,6 @@ class RestorePass:
             self.wait(layer)
         self._staging.release(self.finish)
 
-    def abandon(self) -> None:
-        """Write nothing more, because another pass will write all of this one."""
-        for load in self._todo:
-            if load.early is not None:
-                load.early.done()
-        self._todo.clear()
-        self._open.clear()
-        while self._staged:
-            self._staged.popleft().done()
-        for written in self._beside.values():
-            self._copy_stream.before_compute(written)
-        self._staging.release(self.finish)
-
     def _in_order(self, loads: Sequence[_Load], kv_per_hidden: float) -> Iterator[_Load]:
         """The loads in the order of their copies. Within a form it is the order of the layers."""
         rows = rows_of(loads)
@@ -174,14 +148,8 @@ class RestorePass:
         if self._side_stream is None:
             return
         for near in range(layer, layer + SIDE_LAYERS):
-            if self._open[near] and near > layer and not self._has_come(near):
-                return  # those behind it may be here, but they are copied later
             while self._open[near]:
                 self._advance()
-
-    def _has_come(self, layer: int) -> bool:
-        """Whether this layer is in host memory for all restorations."""
-        return all(arrival.reads.has(layer) for arrival in self._arrivals)
 
     def _make_room(self) -> None:
         """Write the pieces whose copies are over to the pool, so that copies go on. Between two
@@ -202,64 +170,16 @@ class RestorePass:
         for layer in self._layout.stored_layers:
             count, lag = bisect_right(starts, layer), self._layout.lag(layer)
             limit = self._staging.rows(sum(self._source.widths(layer)))
-            early = self._early(layer, count)
-            if early:
-                yield from self._around(early, layer, count, limit)
-                continue
             if key != (count, limit, lag):  # the layers of a form have the same pieces
                 rows = [r.spans(r.start + lag, r.stop + lag) for r in self._ordered[:count]]
                 pieces = list(cut([span for spans in rows for span in spans], limit))
                 key = count, limit, lag
             yield from (_Load(layer, piece) for piece in pieces)
 
-    def _early(self, layer: int, count: int) -> dict[int, list[Early]]:
-        """What the read buffer has of a layer, by restoration."""
-        if self._read_buffer is None:
-            return {}
-        found = {}
-        for index, r in enumerate(self._ordered[:count]):
-            lag = self._layout.lag(layer)
-            early = list(self._read_buffer.take(layer, r.nodes, r.start + lag, r.stop + lag))
-            if early:
-                found[index] = early
-        return found
-
-    def _around(
-        self, found: dict[int, list[Early]], layer: int, count: int, limit: int
-    ) -> Iterator[_Load]:
-        """The loads of a layer of which the read buffer has a part."""
-        first, lag = 0, self._layout.lag(layer)
-        spans: list[HostSpan] = []
-
-        def copies() -> Iterator[_Load]:
-            nonlocal first
-            for piece in cut(spans, limit):
-                yield _Load(layer, replace(piece, first=first))
-                first += piece.rows
-            spans.clear()
-
-        for index, r in enumerate(self._ordered[:count]):
-            position = r.start + lag
-            for early in found.get(index, ()):
-                spans += r.spans(position, early.start)
-                yield from copies()
-                yield _Load(layer, Piece(first, early.stop - early.start, ()), early)
-                first += early.stop - early.start
-                position = early.stop
-            spans += r.spans(position, r.stop + lag)
-        yield from copies()
-
     def _run_ahead(self) -> None:
         """Enqueue copies into every free frame."""
-        while self._todo and (self._staging.has_free or self._todo[0].early is not None):
-            if not self._has_come(self._todo[0].layer):
-                return
-            layer, piece, early = self._todo.popleft()
-            if early is not None:
-                self._staged.append(
-                    _Staged(layer, piece.first, early.parts, early.event, early.done)
-                )
-                continue
+        while self._todo and self._staging.has_free:
+            layer, piece = self._todo.popleft()
             frame = self._staging.take()
             parts = carve(frame, piece.rows, self._source.widths(layer))
             for source, target in zip(self._source.parts(layer), parts, strict=True):
@@ -270,12 +190,7 @@ class RestorePass:
             )
 
     def _advance(self) -> None:
-        """Write the oldest staged piece to the pool, in the stream in which restorations run. If
-        none is staged, the next one is still being read, and this waits for it."""
-        if not self._staged:
-            for arrival in self._arrivals:
-                arrival.wait(self._todo[0].layer)
-            self._run_ahead()
+        """Write the oldest staged piece to the pool, in the stream in which restorations run."""
         if self._side_stream is None:
             self._write()
             return
@@ -359,14 +274,6 @@ class LayerGate:
         """Called with the layer's index within this rank's pool."""
         if self._current is not None:
             self._current.wait(layer)
-
-    def replace(self, index: int, make: Callable[[Sequence[Restoration]], RestorePass]) -> None:
-        """A batch starts again; `make` makes the pass for which it waits now."""
-        before = self._passes[index]
-        before.abandon()
-        self._passes[index] = make(before.restorations)
-        self.recompute(index)
-        self.set_consumer(self.current)
 
     def finish(self) -> tuple[Restoration, ...]:
         """The forward pass is over: complete its restorations, and forget the restore pass."""

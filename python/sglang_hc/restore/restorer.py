@@ -5,8 +5,8 @@
     pass_ended the batch's forward pass was submitted: what it did not ask for is done, too
     poll       the copies are over: the blocks are unpinned
 
-Blocks of a history that is on its way are restored as they come (`restore_early`), before anything
-is promised with them.
+Blocks of a request that waits, or whose history is on its way, are restored before its pass
+(`restore_early`), before anything is promised with them.
 
 Belongs to the scheduler thread, on the compute stream.
 """
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.ranks.agreement import ALONE, Ranks
-from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.restore.cost_watch import CostWatch, WatchedGate, WatchedPass
 from sglang_hc.restore.path import Restoration, RestorePath
 from sglang_hc.restore.planner import RestorePlanner
@@ -31,12 +29,10 @@ from sglang_hc.tree.host_tier import HostTier
 
 
 class _Queued(NamedTuple):
-    """release: called when its device slots hold the state. pinned: blocks to be unpinned when the
-    copies are over."""
+    """release: called when its device slots hold the state. Its blocks are pinned."""
 
     restoration: Restoration
     release: Callable[[], None]
-    pinned: Sequence[BlockNode]
 
 
 class Restorer:
@@ -77,7 +73,7 @@ class Restorer:
         """Take back what was queued behind the first `keep` restorations."""
         while len(self._queued) > keep:
             one = self._queued.pop()
-            self._host.unpin(one.pinned)
+            self._host.unpin(one.restoration.nodes)
             one.release()
 
     @property
@@ -92,14 +88,12 @@ class Restorer:
         return planned + plan.recompute_layers - self.planner.plan.recompute
 
     def queue(self, restoration: Restoration, release: Callable[[], None]) -> None:
-        """Restore in the next pass; `release` is called when its device slots hold the state.
-        Blocks that are still being read belong to whoever reads them; see `keep`."""
+        """Restore in the next pass; `release` is called when its device slots hold the state."""
         stored_from = self.path.pool.layout.plan.recompute
         assert restoration.recompute >= stored_from, "layers that are not stored"
-        nodes = restoration.nodes if restoration.arrival is None else ()
-        self._host.pin(nodes)
-        self._host.access(nodes, self._ranks.clock())
-        self._queued.append(_Queued(restoration, release, nodes))
+        self._host.pin(restoration.nodes)
+        self._host.access(restoration.nodes, self._ranks.clock())
+        self._queued.append(_Queued(restoration, release))
         tokens = restoration.stop - restoration.start
         self.counters["restored_tokens"] += tokens
         self.counters["recomputed_layer_tokens"] += tokens * restoration.recompute
@@ -115,45 +109,26 @@ class Restorer:
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        index = self.gate.produce(self._pass(self.path, [one.restoration for one in queued]))
+        index = self.gate.produce(self._pass([one.restoration for one in queued]))
         self._running[index] = queued
-        try:
-            self.gate.recompute(index)
-        except LateLayer:  # of another restoration, to which these layers attend
-            self.start_again(index)
+        self.gate.recompute(index)
         return index
 
     def keep(self, nodes: Sequence[BlockNode]) -> None:
-        """Pin blocks that joined the tree after their restoration had begun, until the copies that
-        were enqueued by now are over."""
+        """Pin blocks of the tree whose restoration has begun until the copies that were enqueued by
+        now are over."""
         self._host.pin(nodes)
-        self._releasing.append((self.path.copy_stream.record(), nodes))
-
-    def wait(self) -> None:
-        """Wait until the copies that were enqueued by now are over."""
-        self.path.copy_stream.record().wait()
-
-    def start_again(self, index: int) -> None:
-        """The batch with this consumer index met a late layer, and its pass is run once more: what
-        has not come is recomputed for it, now. Raises what a forward pass may raise; see
-        `start`."""
-        self.counters["late_layers"] += 1
-        layers = self.path.pool.layout.plan.num_layers
-
-        def again(before: Sequence[Restoration]) -> RestorePass:
-            parts = [part for one in before for part in one.without_waiting(layers)]
-            return self._pass(self.path, parts)
-
-        self.gate.replace(index, again)
+        self._host.access(nodes, self._ranks.clock())
+        self._releasing.append((self._ranks.mark(self.path.copy_stream.record()), nodes))
 
     def restore_early(self, restorations: Sequence[Restoration]) -> Event:
-        """Submit restorations of blocks that have not joined the tree, and of all their layers.
+        """Submit restorations of blocks before the pass of their request, and of all their layers.
         Compute work that is submitted later finds their K and V.
 
         Returns a point behind the copies. The blocks are not pinned: what was restored counts only
         if their host slots were still theirs at that point.
         """
-        self._pass(replace(self.path, read_buffer=None), restorations).finish()
+        self._pass(restorations).finish()
         return self.path.copy_stream.record()
 
     def join_early(self, tokens: int) -> None:
@@ -166,11 +141,7 @@ class Restorer:
         index = self.start()
         if index >= 0:
             self.gate.set_consumer(index)
-            try:
-                self._finish_pass()
-            except LateLayer:
-                self.start_again(index)
-                self._finish_pass()
+            self._finish_pass()
             self.poll()
 
     def pass_ended(self) -> bool:
@@ -182,24 +153,15 @@ class Restorer:
         """Unpin the blocks of restorations that are over. Never waits."""
         if self.watch is not None:
             self.watch.poll()
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.poll()
         while self._releasing and self._releasing[0][0].done():
             _, nodes = self._releasing.popleft()
             self._host.unpin(nodes)
 
     def clear(self) -> None:
-        """Wait for the copies under way, and forget what was copied early."""
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.clear()
+        """Wait for the copies under way."""
         while self._releasing:
             self._releasing[0][0].wait()
             self.poll()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if an invariant does not hold."""
-        if self.path.read_buffer is not None:
-            self.path.read_buffer.check_integrity()
 
     def _finish_pass(self) -> bool:
         index = self.gate.current
@@ -210,11 +172,11 @@ class Restorer:
         for one in done:
             one.release()
         copied = self._ranks.mark(self.path.copy_stream.record())
-        self._releasing.append((copied, [node for one in done for node in one.pinned]))
+        self._releasing.append((copied, [node for one in done for node in one.restoration.nodes]))
         return True
 
-    def _pass(self, path: RestorePath, restorations: Sequence[Restoration]) -> RestorePass:
+    def _pass(self, restorations: Sequence[Restoration]) -> RestorePass:
         rate = self.planner.kv_per_hidden(sum(r.stop - r.start for r in restorations))
         if self.watch is None:
-            return RestorePass(path, restorations, rate)
-        return WatchedPass(self.watch, path, restorations, rate)
+            return RestorePass(self.path, restorations, rate)
+        return WatchedPass(self.watch, self.path, restorations, rate)

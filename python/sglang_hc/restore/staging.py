@@ -226,10 +226,6 @@ class StagingRing:
         """The pass has submitted all compute work that reads the frame."""
         self._free.append((frame, self.copy_stream.computed()))
 
-    def give_back_unread(self, frame: torch.Tensor) -> None:
-        """No compute work reads what was copied to the frame since it was taken."""
-        self._free.append((frame, None))
-
 
 def carve(frame: torch.Tensor, rows: int, widths: Sequence[int]) -> list[torch.Tensor]:
     """Consecutive (rows, width) views of a frame."""

@@ -18,9 +18,6 @@ from sglang_hc.tree.forgetting import Forgetting
 WRITE_QUEUE = 256
 """Blocks that may wait to be written, shared by the directories; a write beyond it is refused."""
 
-Layers = tuple[int, ...] | None
-"""Those of a block that are read; None for all of them."""
-
 
 class SlotWrite(NamedTuple):
     """See `BlockIo.write`."""
@@ -32,13 +29,12 @@ class SlotWrite(NamedTuple):
 
 
 class SlotRead(NamedTuple):
-    """See `BlockIo.read`. layers: see `OwnDisk.read`."""
+    """See `BlockIo.read`."""
 
     ticket: int
     block_id: bytes
     slot: int
     deadline: float
-    layers: Layers = None
 
 
 class BlockDone(NamedTuple):
@@ -136,13 +132,7 @@ class BlockIo(Protocol):
 
 
 class OwnDisk(BlockIo, Protocol):
-    """What a rank has below its host tier, if it is nobody else's. Reads layers too."""
-
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
-        """As `BlockIo.read`. layers: fetch the chunks of these alone to their places in the
-        slot."""
+    """What a rank has below its host tier, if it is nobody else's."""
 
     def changes(self) -> Mapping[bytes, bool]:
         """Identities that came or left by themselves since the last call, and whether they are

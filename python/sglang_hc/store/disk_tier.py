@@ -17,16 +17,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import IsProtected
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import BlockDone, BlockIo, OwnDisk, count_write
+from sglang_hc.store.block_io import BlockDone, BlockIo, count_write
 from sglang_hc.store.disk.format import clip_label
 from sglang_hc.store.erasures import Ended, Erasures
 from sglang_hc.store.executor import DRAIN_S
-from sglang_hc.store.layer_reads import LayerReads, layer_groups
 from sglang_hc.store.outcome import GOOD, Outcome
 from sglang_hc.store.read_watch import OnRead, ReadWatch, not_observed
 from sglang_hc.tree.block_tree import BlockNode
@@ -58,13 +56,6 @@ BlockSeconds = Callable[[SourceTier], float]
 """Seconds that a tier is expected to take for one block of many; 0 when that is not known."""
 
 
-class LayerDisk(NamedTuple):
-    """A disk that reads layer by layer. stored: the layers of a block."""
-
-    io: OwnDisk
-    stored: tuple[int, ...]
-
-
 class DiskTier:
     """Spills blocks of one host tier, and fetches them again. coming: the blocks on their way."""
 
@@ -76,10 +67,8 @@ class DiskTier:
         on_read: OnRead = not_observed,
         pause: Callable[[], None] = lambda: time.sleep(0.001),
         block_seconds: BlockSeconds = lambda tier: 0.0,
-        layers: LayerDisk | None = None,
     ) -> None:
-        """pause: between two polls of somebody who cannot go on before the answers are there.
-        layers: where blocks on disk can be read layer by layer; None for nowhere."""
+        """pause: between two polls of somebody who cannot go on before the answers are there."""
         self._io = io
         self._host = host
         self.now = clock
@@ -87,9 +76,6 @@ class DiskTier:
         self.coming = Promotions(host)
         self._tickets = itertools.count(1)
         self._reads: dict[int, tuple[Promotion, SourceTier]] = {}
-        self._layers = layers
-        self._layer_reads: dict[int, tuple[LayerReads, Promotion, int]] = {}
-        """Blocks and groups of layers by the tickets of their reads."""
         self._spills: dict[int, BlockNode] = {}
         self._given_up: dict[int, int] = {}
         """Slots by the tickets of operations that were given up and not answered since."""
@@ -204,30 +190,6 @@ class DiskTier:
         for tier in each:
             self._watches[tier].asked(sources.count(tier), now, idle=idle)
 
-    @property
-    def reads_layers(self) -> bool:
-        """Whether blocks on disk can be read layer by layer."""
-        return self._layers is not None and self._usable
-
-    def fetch_layers(
-        self, path: BlockPath, low: int, high: int, is_protected: Protected = None
-    ) -> LayerReads:
-        """As `fetch_tail`, layer by layer behind all that is being read. All of these are on
-        disk."""
-        assert self._layers is not None
-        now, disk = self.now(), SourceTier.DISK
-        promotions = self.coming.begin_tail(path, low, high, now, is_protected)
-        block_seconds = self._block_seconds(disk)
-        reads = LayerReads(promotions, layer_groups(self._layers.stored, block_seconds))
-        self._watches[disk].asked(len(promotions), now, idle=not self._spills)
-        each = LENIENCE * block_seconds
-        deadline = now + READ_DEADLINE_S + self.reading(disk) * each
-        for promotion, group in reads.pieces():
-            ticket, layers = next(self._tickets), reads.groups[group]
-            self._layer_reads[ticket] = reads, promotion, group
-            self._layers.io.read(ticket, promotion.block_id, promotion.slot, deadline, layers)
-        return reads
-
     def came_last(self, tier: SourceTier) -> float:
         """When a tier last answered for a block; 0 for never."""
         return self._watches[tier].ended
@@ -288,21 +250,14 @@ class DiskTier:
             if done.ticket in self._spills:
                 self._end_spill(self._spills.pop(done.ticket), done)
                 continue
-            outcome: Outcome | None = done.outcome
-            if done.ticket in self._layer_reads:
-                reads, promotion, group = self._layer_reads.pop(done.ticket)
-                tier, outcome = SourceTier.DISK, reads.came(promotion, group, done.outcome)
-            else:
-                promotion, tier = self._reads.pop(done.ticket)
-            if outcome is None:  # other layers of the block are on their way
-                continue
-            self._watches[tier].came(outcome, done.at, now)
-            if outcome is Outcome.OK:
+            promotion, tier = self._reads.pop(done.ticket)
+            self._watches[tier].came(done.outcome, done.at, now)
+            if done.outcome is Outcome.OK:
                 self.counters[f"{done.tier}_loaded_blocks"] += 1
                 promotion.source = tier
                 came.append(promotion)
             else:
-                self.counters[f"{done.tier}_read_{outcome.value}"] += 1
+                self.counters[f"{done.tier}_read_{done.outcome.value}"] += 1
                 self.coming.fail(promotion)
         if came:
             self.coming.complete(came, now)
@@ -317,7 +272,7 @@ class DiskTier:
     @property
     def _moving(self) -> int:
         """Of these, what is on its way to a slot or from one."""
-        return len(self._spills) + len(self._reads) + len(self._layer_reads)
+        return len(self._spills) + len(self._reads)
 
     def drain(self) -> None:
         """Wait until nothing is on its way to a slot or from one, for at most DRAIN_S: slots that
@@ -332,7 +287,7 @@ class DiskTier:
             self._pause()
 
     def _give_up(self) -> None:
-        tickets = (*self._spills, *self._reads, *self._layer_reads)
+        tickets = (*self._spills, *self._reads)
         slots = {ticket: self._slot_of(ticket) for ticket in tickets}
         logger.error("sglang-hc: given up: %d blocks not read or written in time", len(slots))
         self._take_in([BlockDone(ticket, Outcome.STUCK, "disk") for ticket in slots])
@@ -341,8 +296,7 @@ class DiskTier:
     def _slot_of(self, ticket: int) -> int:
         if ticket in self._spills:
             return self._spills[ticket].slot
-        layered = ticket in self._layer_reads
-        return (self._layer_reads[ticket][1] if layered else self._reads[ticket][0]).slot
+        return self._reads[ticket][0].slot
 
     def disown(self) -> None:
         """The weights changed: what is on disk belongs to others, what comes has no identity."""

@@ -75,21 +75,11 @@ class Tiers:
         (new tokens, tokens before them) of each request."""
         self.restorer.gate.prefill_begins(prefilled)
 
-    def start_again(self) -> None:
-        """The pass that is under way met a late layer, and is run once more."""
-        self.restorer.start_again(self.restorer.gate.current)
-
     def after_pass(self, segments: Sequence[Segment]) -> None:
         """A forward pass was submitted: end its restorations, stage its rows."""
         if self.restorer.pass_ended():
             self.poll()
         self.capture.take_pass(segments)
-
-    def abandon_pass(self) -> None:
-        """A pass was submitted whose rows are not kept, and what was streamed for it may join no
-        tree. Its restorations are over when this returns."""
-        self.restorer.wait()
-        self.after_pass(())
 
     def poll(self) -> None:
         """Take in completions. Called in every scheduling pass; never waits."""
@@ -152,7 +142,6 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(slots)."""
         self.host.check_integrity()
-        self.restorer.check_integrity()
         assert self.capture.staged_slots() <= self.host.staged_slots
 
     # -- numbers ---------------------------------------------------------------------------------
@@ -195,8 +184,8 @@ class Tiers:
     def counts(self) -> dict[str, int]:
         """Numbers that only grow; one that never counted is absent."""
         total = Counter(expired_blocks=self.host.expired_blocks)
-        for part in (self.restorer, self.restorer.path.read_buffer, self.capture, self.queue):
-            total += part.counters if part is not None else Counter()
+        for part in (self.restorer, self.capture, self.queue):
+            total += part.counters
         total += self.own_errors
         total += self.retention.counters + Counter(self.ranks.counts())
         if self.restorer.planner.costs is not None:

@@ -12,12 +12,11 @@ import pytest
 
 from sglang_hc.forms import BlockLayout, LayerPlan, StateShape
 from sglang_hc.store.block import Block
-from sglang_hc.store.disk import DiskStore, StoredModel, reader
+from sglang_hc.store.disk import DiskStore, StoredModel
 from sglang_hc.store.disk.backend import aligned_buffer
-from sglang_hc.store.disk.reader import HEADERS, PIECE_BYTES
+from sglang_hc.store.disk.reader import PIECE_BYTES
 from sglang_hc.store.outcome import Outcome
 from support.disk_store import (
-    BUFFERED,
     FINGERPRINT,
     LAYOUT,
     Faults,
@@ -26,7 +25,6 @@ from support.disk_store import (
     check_ledgers,
     data_of,
     empty_slot,
-    flip,
     is_served,
     make_path,
     open_store,
@@ -47,18 +45,11 @@ def names(blocks: Sequence[Block]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("directories", [1, 2, 3])
-def test_what_is_written_is_read_back_whole_and_by_layer(tmp_path: Path, directories: int) -> None:
+def test_what_is_written_is_read_back_whole(tmp_path: Path, directories: int) -> None:
     store = open_store(*folders(tmp_path, directories))
     blocks = make_path(7)
     assert put(store, blocks) == [Outcome.OK] * 7
     assert all(is_served(store, block) for block in blocks)
-    into = empty_slot()
-    assert read_block(store, blocks[2].block_id, into, layers=[2, 5]) is Outcome.OK
-    expected = np.zeros_like(into)
-    for layer in (2, 5):
-        offset, length = LAYOUT.chunk(layer)
-        expected[offset : offset + length] = data_of(blocks[2])[offset : offset + length]
-    assert np.array_equal(into, expected), "only the wanted layers are touched"
     check_ledgers(store)
     store.close()
 
@@ -262,80 +253,6 @@ def test_a_chunk_that_is_longer_than_a_piece_is_one_call(scratch: Path) -> None:
     put(store, [block])
     assert is_served(store, block)
     assert len(reads.sizes) == 3 and max(reads.sizes) == 2 * PIECE_BYTES
-    store.close()
-
-
-def layers_of(store: DiskStore, block: Block, layers: Sequence[int]) -> tuple[Outcome, bool]:
-    """Read some layers of a block. Returns the outcome, and whether they are the block's."""
-    into = empty_slot()
-    outcome = read_block(store, block.block_id, into, layers=layers)
-    spans = [LAYOUT.chunk(layer) for layer in layers]
-    wanted = data_of(block)
-    same = all(np.array_equal(into[at : at + n], wanted[at : at + n]) for at, n in spans)
-    return outcome, same
-
-
-def test_further_layers_of_a_block_are_read_without_its_header(scratch: Path) -> None:
-    reads = Reads()
-    store = open_store(scratch, backend=FaultyBackend(reads))
-    blocks = make_path(2)
-    put(store, blocks)
-    cases = [(0, [1, 2], 1), (0, [3], 1), (1, [3], 2), (0, [3, 5], 2), (1, [1], 1)]
-    for block, layers, calls in cases:
-        reads.sizes.clear()
-        assert layers_of(store, blocks[block], layers) == (Outcome.OK, True)
-        assert len(reads.sizes) == calls, (block, layers)
-    store.close()
-
-
-@pytest.mark.parametrize(("others", "calls"), [(HEADERS - 1, 1), (HEADERS, 2)])
-def test_headers_of_so_many_blocks_are_kept(scratch: Path, others: int, calls: int) -> None:
-    """Each further one lets the oldest go. Only the names of the others are needed."""
-    reads = Reads()
-    store = open_store(scratch, backend=FaultyBackend(reads))
-    first, other = make_path(2)
-    put(store, [first, other])
-    assert layers_of(store, first, [1]) == (Outcome.OK, True)
-    (one,) = store._readers.values()
-    kept = one._headers[first.block_id]
-    for number in range(others):
-        one._keep(reader.BlockHeader(number.to_bytes(16, "big"), *_rest(kept)))
-    reads.sizes.clear()
-    assert layers_of(store, first, [3]) == (Outcome.OK, True)
-    assert len(reads.sizes) == calls
-    store.close()
-
-
-def _rest(header: reader.BlockHeader) -> tuple[object, ...]:
-    return tuple(vars(header).values())[1:]
-
-
-def test_a_block_that_is_written_anew_between_its_layers_is_not_damaged(scratch: Path) -> None:
-    """With other bytes, as another batch would round them."""
-    store = open_store(scratch)
-    (block,) = make_path(1)
-    put(store, [block])
-    assert layers_of(store, block, [1]) == (Outcome.OK, True)
-    remove(store, [block.block_id])
-    other = empty_slot()
-    other[:] = data_of(block)[::-1]
-    assert store.write(block, memoryview(other)) is Outcome.OK
-    into = empty_slot()
-    assert read_block(store, block.block_id, into, layers=[2]) is Outcome.OK
-    at, count = LAYOUT.chunk(2)
-    assert np.array_equal(into[at : at + count], other[at : at + count])
-    store.close()
-
-
-@pytest.mark.parametrize("layer", [1, 3, 5])
-def test_a_damaged_layer_is_found_whichever_was_read_first(scratch: Path, layer: int) -> None:
-    store = open_store(scratch, backend=BUFFERED)
-    (block,) = make_path(1)
-    put(store, [block])
-    assert layers_of(store, block, [3]) == (Outcome.OK, True)
-    flip(path_of_block(store, block), 4096 + LAYOUT.chunk(layer)[0])
-    assert layers_of(store, block, [layer])[0] is Outcome.DAMAGED
-    assert not store.contains([block.block_id])
     store.close()
 
 

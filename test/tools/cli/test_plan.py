@@ -67,8 +67,8 @@ def test_json_has_the_plan_and_times_in_seconds(model, plan):
 
 
 @pytest.mark.parametrize(("gbps", "head"), [(6.9, True), (100.0, False)])
-def test_from_disk_the_plan_is_what_a_server_with_one_rank_does(model, plan, gbps, head):
-    """Its meeting point, with the last blocks read layer by layer."""
+def test_from_disk_the_plan_is_what_a_server_does(model, plan, gbps, head):
+    """Its meeting point."""
     out = plan("--model", model(), "--gpu", "H200", "--disk-gbps", str(gbps), "--context", "4096")
     disk, hardware = out["tiers"]["disk"], load_hardware("H200")
     shape = ModelShape.from_config(LLAMA2_7B)
@@ -78,10 +78,7 @@ def test_from_disk_the_plan_is_what_a_server_with_one_rank_does(model, plan, gbp
     history = from_below(SourceTier.DISK, 4096, out["new_tokens"])
     split = best_split(cost, chosen, history)
     assert disk["ttft_seconds"]["plan"] == split.seconds
-    assert split.seconds < best_split(cost, chosen, history._replace(by_layers=False)).seconds
     assert disk["computed_while_read_tokens"] == split.head and (split.head > 0) == head
-    assert disk["streamed_tokens"] == split.streamed > 0
-    assert not out["streamed_tokens"], "nothing is streamed from host memory"
 
 
 def test_the_planners_page_shows_what_the_command_prints(model, capsys):

@@ -22,7 +22,6 @@ from sglang_hc.tools.simulator.models import (
     SimulatedModel,
     load_model,
 )
-from sglang_hc.tools.simulator.run import Setup, simulate
 from sglang_hc.tools.simulator.tiers import TieredCache, TierSizes
 from sglang_hc.tools.simulator.workloads import Session, Turn, Workload
 from sglang_hc.tools.simulator.workloads import Span as Text
@@ -48,14 +47,12 @@ BALANCE = balance(MODEL)
 
 def workload(
     beside: int = 0,
-    after: float | None = None,
     *,
     history: int = HISTORY,
     asked: int = ASKED,
 ) -> Workload:
     """A conversation of `history` tokens comes back with `asked` new ones when only the disk has
-    it. beside: requests that decode then. after: seconds after which another request arrives that
-    decodes for long."""
+    it. beside: requests that decode then."""
     text = iter(range(0, 10**9, 10**5))
 
     def turn(tokens: int, answer: int = 1, at: float | None = None) -> Turn:
@@ -68,8 +65,6 @@ def workload(
         Session(2000.0, (turn(history + asked),)),
     ]
     sessions += [Session(990.0, (turn(64, 4000),)) for _ in range(beside)]
-    if after is not None:
-        sessions.append(Session(1000.0 + after, (turn(64, 4000),)))
     return Workload("one returns", tuple(sessions))
 
 
@@ -79,18 +74,11 @@ def served(
     *,
     host: int = 100,
     model: SimulatedModel = MODEL,
-    reads_layers: bool = False,
 ) -> tuple[TieredCache, float, float]:
     """Returns the cache of a simulation of `workload`, the TTFT of the second turn and the TTFT of
     a prompt of the same length that was never seen, at the end."""
     costs = GpuCosts(model, Machine(disk=disk))
-    cache = TieredCache(
-        TierSizes(0, host, 10_000),
-        costs,
-        policy="queue",
-        prefetch="queue",
-        reads_layers=reads_layers,
-    )
+    cache = TieredCache(TierSizes(0, host, 10_000), costs, policy="queue", prefetch="queue")
     engine = Engine(workload() if load is None else load, cache, costs)
     measures = engine.run()
     for tier in (cache.host, cache.disk):
@@ -108,14 +96,13 @@ def planned(
     disk: float,
     model: SimulatedModel = MODEL,
     *,
-    by_layers: bool = False,
     history: int = HISTORY,
     asked: int = ASKED,
 ) -> Split:
     """What the planner says of the second turn."""
     costs = GpuCosts(model, Machine(disk=disk))
     below = from_below(SourceTier.DISK, history, asked)
-    return best_split(costs.cost, costs.plan, below._replace(by_layers=by_layers))
+    return best_split(costs.cost, costs.plan, below)
 
 
 def serial(
@@ -138,26 +125,20 @@ def test_a_history_on_disk_is_met_when_the_planner_says(rate: float) -> None:
     counters = cache.prefetcher.counters
     assert counters["meetings"] == counters["meetings_restored"] == 1
     assert counters["restore_reason_slow_tier"] == 1
-    assert not counters["meetings_streamed"]
 
 
 @pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
-@pytest.mark.parametrize("rate", [2.0, 4.0, 8.0])
-def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> None:
-    """With a head, and without one where the disk is fast."""
-    alone = model(forms, gpus=1)
-    disk = rate * balance(alone)
-    split = planned(disk, alone, by_layers=True)
-    assert split.streamed and (split.head > 0) == (rate < 8)
-    cache, met, recomputed = served(disk, model=alone, reads_layers=True)
+def test_from_a_fast_disk_what_comes_is_restored_while_its_request_waits(forms: str) -> None:
+    disk = 16 * balance(model(forms))
+    split = planned(disk, model(forms))
+    assert split.as_they_come and not split.head
+    cache, met, recomputed = served(disk, model=model(forms))
     counters = cache.prefetcher.counters
-    assert counters["meetings"] == counters["meetings_streamed"] == 1
-    assert counters["meetings_restored"] == 1
+    assert counters["meetings"] == counters["meetings_restored"] == 1
     assert met == pytest.approx(split.seconds, rel=0.02)
-    assert met < min(planned(disk, alone).seconds, serial(disk, alone), recomputed)
+    assert met < min(serial(disk, model(forms)), recomputed)
 
 
-@pytest.mark.parametrize("by_layers", [True, False])
 @pytest.mark.parametrize("forms", ["kv", "hidden", "hidden:30,kv:10"])
 @settings(deadline=None, max_examples=examples(60))
 @given(
@@ -165,7 +146,7 @@ def test_streamed_blocks_take_what_the_planner_says(rate: float, forms: str) -> 
 )  # fmt: skip
 @example(rate=7.0, blocks=123, asked=390)  # 0.7996 of what was planned for KV
 def test_whatever_is_met_takes_what_the_planner_says(
-    forms: str, by_layers: bool, rate: float, blocks: int, asked: int
+    forms: str, rate: float, blocks: int, asked: int
 ) -> None:
     """The decisions are taken again before each chunk, by what has come until then. Too much is
     planned where the disk and the device share the work of few blocks, and where the last run is
@@ -173,59 +154,11 @@ def test_whatever_is_met_takes_what_the_planner_says(
     alone, history = model(forms, gpus=1), blocks * BLOCK_TOKENS
     disk = rate * balance(alone, history)
     load = workload(history=history, asked=asked)
-    cache, met, recomputed = served(
-        disk, load, host=blocks + 100, model=alone, reads_layers=by_layers
-    )
+    cache, met, recomputed = served(disk, load, host=blocks + 100, model=alone)
     assume(cache.prefetcher.counters["meetings"])
-    split = planned(disk, alone, by_layers=by_layers, history=history, asked=asked)
+    split = planned(disk, alone, history=history, asked=asked)
     assert 0.75 * split.seconds <= met <= 1.1 * split.seconds
     assert met <= 1.02 * min(serial(disk, alone, history=history, asked=asked), recomputed)
-    assert by_layers or not cache.prefetcher.counters["meetings_streamed"]
-
-
-def test_nothing_is_streamed_while_others_decode() -> None:
-    alone = model(gpus=1)
-    for beside, streams in ((0, 1), (1, 0)):
-        cache, _, _ = served(2 * balance(alone), workload(beside), model=alone, reads_layers=True)
-        counters = cache.prefetcher.counters
-        assert (counters["meetings"], counters["meetings_streamed"]) == (1, streams)
-
-
-@pytest.mark.parametrize(("after", "streams"), [(1e-3, False), (0.5, True)])
-def test_who_decodes_before_the_last_pass_begins_ends_it(after: float, streams: bool) -> None:
-    """Another request comes while a block is read that is not streamed, or when the first token is
-    out. Without streaming everything is read, and then restored."""
-    alone = model(gpus=1)
-    disk = 4.5 * balance(alone)
-    split = planned(disk, alone, by_layers=True)
-    assert not split.head and split.streamed == HISTORY - BLOCK_TOKENS and split.seconds < 0.5
-    cache, met, _ = served(disk, workload(after=after), model=alone, reads_layers=True)
-    assert cache.prefetcher.counters["meetings_streamed"] == 1
-    if streams:
-        assert met == pytest.approx(split.seconds, rel=0.02)
-    else:
-        assert met >= serial(disk, alone)
-
-
-@pytest.mark.parametrize(("recompute", "streams"), [(0, 1), (1, 0)])
-def test_nothing_is_streamed_where_layers_are_recomputed(recompute: int, streams: int) -> None:
-    alone = model(f"recompute:{recompute},kv:{40 - recompute}", gpus=1)
-    cache, _, _ = served(2 * balance(alone), model=alone, reads_layers=True)
-    counters = cache.prefetcher.counters
-    assert (counters["meetings"], counters["meetings_streamed"]) == (1, streams)
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_only_a_server_with_one_rank_streams(gpus: int) -> None:
-    """Two GPUs of half the speed cost as much as one."""
-    served_by, base = model(gpus=gpus), Machine()
-    disk = 2 * balance(model(gpus=1))
-    machine = Machine(base.flops / gpus, base.memory_bandwidth / gpus, base.link, disk)
-    slot = served_by.slot_bytes
-    setup = Setup(workload(), served_by, dram=100 * slot, disk=1e4 * slot, machine=machine)
-    took = simulate(setup).measures.ttft[3]
-    split = planned(disk, model(gpus=1), by_layers=gpus == 1)
-    assert took == pytest.approx(split.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e4])
@@ -248,18 +181,12 @@ def test_beside_decoding_requests_the_head_is_not_computed_where_reading_is_near
 
 
 @pytest.mark.parametrize(("host", "meetings"), [(20, 0), (63, 0), (64, 1), (66, 1)])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_history_is_met_only_if_host_memory_can_hold_it(
-    host: int, meetings: int, streamed: bool
-) -> None:
+def test_a_history_is_met_only_if_host_memory_can_hold_it(host: int, meetings: int) -> None:
     """The history has 64 blocks. With one slot less the last ones could continue nothing: what fits
     is read as usual, and the rest is computed."""
-    kept = model(gpus=1) if streamed else MODEL
-    rate = 4 * balance(kept) if streamed else BALANCE
-    cache, met, recomputed = served(rate, host=host, model=kept, reads_layers=streamed)
+    cache, met, recomputed = served(BALANCE, host=host)
     counters = cache.prefetcher.counters
     assert counters["meetings"] == counters["meetings_restored"] == meetings
-    assert counters["meetings_streamed"] == (meetings if streamed else 0)
     assert met <= (0.7 if meetings else 1.02) * recomputed
 
 

@@ -258,11 +258,6 @@ def _refuse_with_stages(args: Any, config: HcConfig) -> None:
             "stages would learn the sizes of chunks beside requests that restore",
         ),
         (config.exact, "--hc-exact", "recomputed layers are proven on the first stage only"),
-        (
-            config.read_buffer_gb,
-            "--hc-read-buffer-gb",
-            "it would hold other tokens on each stage",
-        ),
         (lora, "--enable-lora", "both together were not tested"),
     ):
         _refuse(wrong, f"{what} with --pp-size above 1", why)

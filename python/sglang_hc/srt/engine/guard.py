@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_hc.restore.arrival import LateLayer
-
 logger = logging.getLogger(__name__)
 
 counters: Counter[str] = Counter()
@@ -216,7 +214,7 @@ def _of_tokenizer(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(name: str, tree: SglangTree | None, error: Exception) -> None:
     """Count and log an error of ours; raises it where one rank alone may not go on."""
-    if isinstance(error, LateLayer) or (tree is not None and not tree.decides_alone):
+    if tree is not None and not tree.decides_alone:
         raise error
     counters["guarded_errors"] += 1
     _log(name)

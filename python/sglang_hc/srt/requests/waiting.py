@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -17,7 +18,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_hc.queue.admission import ARRANGED
 from sglang_hc.queue.lookahead import QueueView
 from sglang_hc.queue.requests import Serial, Waiting, departed, without
-from sglang_hc.restore.read_buffer import ReadBuffer
 from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.requests.overflow import dropped_of, earlier_of
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -33,12 +33,10 @@ class WaitingRequests:
     def __init__(
         self,
         queue: QueueView,
-        read_buffer: ReadBuffer | None,
         on_device: Callable[[RadixKey], int],
     ) -> None:
         """on_device: tokens of a key that the device has now."""
         self._view = queue
-        self._read_buffer = read_buffer
         self._on_device = on_device
         self._arranged = False
         self._queue: list[Any] = []
@@ -59,16 +57,31 @@ class WaitingRequests:
         self._on_left.append(on_left)
 
     def on_schedule_step(self, queue: list[Any], decoding: int) -> None:
-        """Top of a scheduling pass over SGLang's waiting requests: what they need is kept, fetched
-        and copied early. decoding: requests that decode meanwhile."""
+        """Top of a scheduling pass over SGLang's waiting requests: what they need is kept and
+        fetched. decoding: requests that decode meanwhile."""
         if self._arranged:  # as it was before
             self._arranged = False
             arrival = self._view.requests.arrival
             queue[:ARRANGED] = sorted(queue[:ARRANGED], key=lambda req: arrival(serial_of(req)))
         self._update(queue)
         self._view.on_schedule_step(self._order, decoding)
-        if self._read_buffer is not None:
-            self._read_buffer.on_schedule_step(self._order, self._view.look_at)
+
+    def first(self, count: int) -> list[Any]:
+        """The first known requests of the queue, so many at most."""
+        known = self._view.requests
+        return list(islice((req for req in self._queue if serial_of(req) in known), count))
+
+    def has(self, request: Serial) -> bool:
+        """Whether a request waits, or meets its history."""
+        return request in self._view.requests or self._view.meetings.of(request) is not None
+
+    def is_fetching(self, request: Serial) -> bool:
+        """Whether blocks of a waiting request are on their way to host memory."""
+        return self._view.requests.is_fetching(request)
+
+    def look_at(self, request: Serial) -> Waiting:
+        """What a waiting request is."""
+        return self._view.look_at(request)
 
     def arrange(self, queue: list[Any]) -> None:
         """SGLang is about to ask for the requests of the queue in turn. With ready-first the first

@@ -23,7 +23,6 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_hc.errors import ConfigError
-from sglang_hc.restore.arrival import LateLayer
 from sglang_hc.srt.arguments.server_args import config_of
 from sglang_hc.srt.engine.guard import tree_of
 from sglang_hc.srt.engine.scheduler import BUILDING, OwnScheduler
@@ -108,21 +107,13 @@ def run_batch(
 def forward(
     original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations.
-
-    A pass that met a late layer is run once more: it writes the same rows of the pool again, and
-    sampling comes later.
-    """
+    """AROUND ModelRunner.forward: after the pass, take its rows and end its restorations."""
     running = _running.get()
     if running is None or self.is_draft_worker:
         return original(self, forward_batch, *args, **kwargs)
     tree, requests = running
     tree.before_forward(forward_batch)
-    try:
-        output = original(self, forward_batch, *args, **kwargs)
-    except LateLayer:
-        tree.tiers.start_again()
-        output = original(self, forward_batch, *args, **kwargs)
+    output = original(self, forward_batch, *args, **kwargs)
     tree.after_forward(forward_batch, requests)
     return output
 

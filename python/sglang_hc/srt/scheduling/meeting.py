@@ -15,9 +15,8 @@ import torch
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
-from sglang_hc.queue.requests import Serial
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.tree.streamed import load_rest, restorable
+from sglang_hc.srt.tree import ahead
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 UNLIMITED = 1 << 62
@@ -34,11 +33,15 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
         meeting = tree.tiers.queue.meetings.of(serial_of(req))
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
-            if not req.host_hit_length and tree.streamed.is_due(req, head):
+            step = tree.tiers.queue.meetings.next(serial_of(req), head)
+            if step.action is Action.RESTORE and meeting.path_to(head) is not None:
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
-                req.host_hit_length = max(0, restorable(tree, meeting, req) - head)
-                return original(self, req, *args, **kwargs)
-            self.rem_chunk_tokens = min(self.rem_chunk_tokens, _chunk(tree, serial_of(req), head))
+                stop = ahead.restorable(tree, meeting, req)
+                req.host_hit_length = max(0, stop - len(req.prefix_indices))
+            elif step.action is not Action.OVER:
+                # What is here already joins behind a first chunk.
+                tokens = _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
+                self.rem_chunk_tokens = min(self.rem_chunk_tokens, tokens)
     return original(self, req, *args, **kwargs)
 
 
@@ -57,25 +60,13 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     return original(self, req)
 
 
-def _chunk(tree: HcRadixCache, request: Serial, head: int) -> int:
-    """Tokens of the first chunk, behind `head` tokens that the device has or gets."""
-    step = tree.tiers.queue.meetings.next(request, head)
-    if step.action is Action.OVER:
-        return UNLIMITED
-    # What is here already joins after the first chunk: its parent block must be computed first.
-    return _aligned(tree, head, max(step.tokens, BLOCK_TOKENS))
-
-
 def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     """Tokens that the next chunk may have; 0 for no chunk in this pass."""
     head = len(req.prefix_indices)
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.tiers.queue.meetings
-    if tree.streamed.is_due(req, head):
-        _go_on_behind(tree, req, *tree.streamed.load_back(req))
-        return UNLIMITED
-    if not meeting.is_here(head) and _restore_early(tree, meeting, req):
+    if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head, head):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
@@ -83,13 +74,15 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         return 0
     step = meetings.next(serial_of(req), head)
     if step.action is Action.RESTORE:
-        _restore(tree, meeting, req)
+        restored = ahead.load_back(tree, meeting, req)
+        if restored is not None:
+            _go_on_behind(tree, req, *restored)
         return UNLIMITED
     if step.action is Action.OVER:
         return UNLIMITED
-    if step.action in (Action.WAIT, Action.STREAM):
+    if step.action is Action.WAIT:
         return 0
-    tree.early.drop_before(head + step.tokens)
+    tree.prerestored.drop_before(serial_of(req), head + step.tokens)
     return _aligned(tree, head, step.tokens)
 
 
@@ -97,40 +90,6 @@ def _aligned(tree: HcRadixCache, head: int, tokens: int) -> int:
     """So many tokens or more, so that the chunk ends with a block and with a page."""
     unit = math.lcm(BLOCK_TOKENS, tree.page_size)
     return -(-(head + tokens) // unit) * unit - head
-
-
-def _restore_early(tree: HcRadixCache, meeting: Meeting, req: Any) -> bool:
-    """Restore what has come, while there is room for all of the prompt. False for nothing."""
-    head = len(req.prefix_indices)
-    blocks = tree.early.wanted(meeting, head, restorable(tree, meeting, req))
-    if not blocks or meeting.path_to(head) is None:
-        return False
-    without_them = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_
-    if without_them < len(req.full_untruncated_fill_ids) - head - tree.early.tokens:
-        tree.early.release()
-        meeting.as_they_come = False
-        return False
-    slots = tree.allocate(BLOCK_TOKENS * len(blocks))
-    if slots is None:
-        return False
-    tree.early.restore(meeting, blocks, slots)
-    return True
-
-
-def _restore(tree: HcRadixCache, meeting: Meeting, req: Any) -> None:
-    """Restore what was read behind the request's prefix; what cannot be restored is computed."""
-    head, stop = len(req.prefix_indices), restorable(tree, meeting, req)
-    tree.early.drop_before(head)
-    there = tree.early.hand_over()
-    blocks = tree.tiers.queue.meetings.join(serial_of(req), head)
-    if blocks is None or stop <= head:
-        tree.early.give_back(there)
-        return
-    if there:
-        slots, node = load_rest(tree, req, blocks, stop, there)
-    else:
-        slots, node = tree.load_back(req, blocks, stop)
-    _go_on_behind(tree, req, slots, node)
 
 
 def _go_on_behind(tree: HcRadixCache, req: Any, slots: torch.Tensor, node: Any) -> None:

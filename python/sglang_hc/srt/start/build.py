@@ -17,7 +17,7 @@ from sglang_hc.capture.capture import Capture
 from sglang_hc.capture.direct import DirectRows
 from sglang_hc.capture.saving import DeviceState, HiddenPath
 from sglang_hc.capture.snapshots import ScatterQueue
-from sglang_hc.config import GIB, ConfigError, HcConfig, read_buffer_bytes
+from sglang_hc.config import GIB, ConfigError, HcConfig
 from sglang_hc.device.copy_stream import CopyStream, SideStream, copy_stream_for
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.device.gather_scatter import gather
@@ -30,7 +30,6 @@ from sglang_hc.ranks.agreement import Ranks
 from sglang_hc.restore.cost_watch import CostWatch, timer_for
 from sglang_hc.restore.path import RestorePath, Rotation
 from sglang_hc.restore.planner import RestorePlanner
-from sglang_hc.restore.read_buffer import ReadBuffer, frames_for
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.restore.staging import StagingRing
 from sglang_hc.srt.arguments.server_args import config_of
@@ -60,7 +59,7 @@ from sglang_hc.store.block_io import BlockIo, OwnDisk
 from sglang_hc.store.disk import DirectoryError, DiskStore, StoredModel, Upkeep
 from sglang_hc.store.disk.format import WHOLE
 from sglang_hc.store.disk.threads import DiskThreads
-from sglang_hc.store.disk_tier import DiskTier, LayerDisk
+from sglang_hc.store.disk_tier import DiskTier
 from sglang_hc.store.executor import ThreadExecutor
 from sglang_hc.store.host_memory import HostMemory, MemorySpec
 from sglang_hc.store.host_pool import HostPool
@@ -110,10 +109,9 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
     rules = QueueRules(config.prefetch, config.schedule == "ready-first", _can_meet(model, device))
     hints = wanted if config.eviction == "queue" else None
     queue = QueueView(host, disk, window, rules, planner, hints, mover)
-    buffer = _read_buffer(model, device, pool, host, queue, ranks)
     copies, side = device.copy_stream, _side_stream(model, device, layout.shape)
     ring = StagingRing.sized_for(layout.shape, device.pool.device, copies, runner.ps.tp_size > 1)
-    path = RestorePath(pool, device.pool, ring, device.recomputer, buffer, side, device.rotation)
+    path = RestorePath(pool, device.pool, ring, device.recomputer, side, device.rotation)
     restorer = Restorer(host, path, planner, _watch(model, device, planner), counters, ranks)
     capture = _capture(model, device, memory, host, disk, scatters, ranks)
 
@@ -298,11 +296,8 @@ def _disk(
 ) -> DiskTier | None:  # fmt: skip
     """What lies below the host tier: disk, a remote store, both, or nothing."""
     below: BlockIo | None = None
-    layers = None
     if own is not None:
         below = ranks.blocks(own, model.state.group.least(own.capacity))
-        if ranks.count == 1:  # several would have to agree on each layer
-            layers = LayerDisk(own, pool.layout.stored_layers)
     if model.config.remote is not None:
         part = fingerprint_of_part(fingerprint, place_of(model.runner).part)
         store = remote_store(model.config, pool, part, counters)
@@ -312,7 +307,7 @@ def _disk(
         return None
     costs, seconds = planner.costs, planner.block_read_seconds
     on_read = partial(costs.observe_read, planner.plan) if costs is not None else not_observed
-    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds, layers)
+    return DiskTier(below, host, ranks.clock, on_read, ranks.pause, seconds)
 
 
 # -- restoring and saving ------------------------------------------------------------------------
@@ -321,6 +316,8 @@ def _disk(
 def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks) -> RestorePlanner:
     """Decides what is restored."""
     state = model.state
+    # Pages lie in the slots of one block then. Of a draft model rows lie behind their block's.
+    alone = BLOCK_TOKENS % model.runner.server_args.page_size == 0 and model.draft is None
     return RestorePlanner(
         CorrectedCosts(state.cost) if state.cost is not None else None,
         state.plan,
@@ -328,7 +325,7 @@ def _planner(model: Model, device: Device, counters: Counter[str], ranks: Ranks)
         counters,
         ranks.clock,
         always=model.config.restore == "always",
-        as_they_come=BLOCK_TOKENS % model.runner.server_args.page_size == 0,  # a block's slots
+        as_they_come=alone and not state.has_stages,
     )
 
 
@@ -349,23 +346,6 @@ def _can_meet(model: Model, device: Device) -> bool:
         return False
     chunked = (model.runner.server_args.chunked_prefill_size or 0) > 0
     return chunked and (device.recomputer is not None or not model.config.exact)
-
-
-def _read_buffer(
-    model: Model, device: Device, pool: HostPool, host: HostTier, queue: QueueView, ranks: Ranks
-) -> ReadBuffer | None:
-    size = read_buffer_bytes(model.config, on_gpu=device.is_gpu)
-    # What it holds is pinned. Stages, whose layers differ in size, would not pin the same blocks.
-    if not size or model.state.has_stages:
-        return None
-    try:
-        frames = frames_for(size, pool.layout, device.pool.device, device.copy_stream)
-    except RuntimeError as error:  # torch's out of memory, on any device
-        raise ConfigError(
-            f"--hc-read-buffer-gb {size / GIB:.3g} does not fit beside the KV pool; give less, 0 "
-            f"for none, or lower --mem-fraction-static ({error})"
-        ) from None
-    return ReadBuffer(host, pool, frames, model.state.cost, queue.requests.is_fetching, ranks)
 
 
 def _side_stream(model: Model, device: Device, shape: StateShape) -> SideStream | None:

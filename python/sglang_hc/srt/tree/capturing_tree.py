@@ -22,7 +22,6 @@ from sglang_hc.srt.requests.pins import pin_request_of
 from sglang_hc.srt.requests.waiting import WaitingRequests
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.device_tree import DeviceTree
-from sglang_hc.srt.tree.streamed import StreamedPass
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.forgetting import Forgetting
 from sglang_hc.tree.identity import Prefix, pack_tokens
@@ -36,7 +35,6 @@ class CapturingTree(DeviceTree):
     scheduler: OwnScheduler
     compute_stream: ComputeStream
     waiting: WaitingRequests
-    streamed: StreamedPass
     forgetter: Forgetter
     audit: Audit | None
 
@@ -55,12 +53,11 @@ class CapturingTree(DeviceTree):
         """The pass was submitted; its restorations are over whatever became of its rows."""
         for req in requests:
             self.drop(req)
-        self.tiers.abandon_pass()
+        self.tiers.after_pass(())
 
     @method(_abandon_pass, answer=nothing)
     def after_forward(self, forward_batch: Any, requests: list[Any]) -> None:
         """A pass was submitted on the compute stream, which is current."""
-        self.streamed.over()
         capture, mode = self.capture, forward_batch.forward_mode
         if capture.hidden is None or mode.is_target_verify():
             self.tiers.after_pass(())  # rows of a verify pass are taken when they are accepted

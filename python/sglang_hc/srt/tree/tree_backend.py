@@ -24,19 +24,23 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
-from sglang_hc.restore.arrival import LayerArrival
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
+from sglang_hc.srt.engine.intake import serial_of
 from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.waiting import WaitingRequests
+from sglang_hc.srt.tree import ahead
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
-from sglang_hc.srt.tree.early import EarlyBlocks
 from sglang_hc.srt.tree.host_match import HostMatch, HostPoolFacade
-from sglang_hc.srt.tree.streamed import StreamedPass
+from sglang_hc.srt.tree.prerestored import (
+    PrerestoredBlocks,
+    interleave_slots,
+    missing_ranges,
+)
 from sglang_hc.tiers.tiers import Tiers
 from sglang_hc.tree.block_tree import BlockNode
 
@@ -81,11 +85,10 @@ class HcRadixCache(CapturingTree):
             shown = type(tiers.disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
         self.host_match = HostMatch(tiers)
-        buffer = tiers.restorer.path.read_buffer
-        self.waiting = WaitingRequests(tiers.queue, buffer, self._on_device)
-        self.streamed = StreamedPass(self)
-        self.early = EarlyBlocks(self.token_to_kv_pool_allocator, tiers.restorer, compute)
-        tiers.queue.meetings.subscribe(self.early.release)
+        self.waiting = WaitingRequests(tiers.queue, self._on_device)
+        allocator = self.token_to_kv_pool_allocator
+        self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
+        tiers.queue.meetings.subscribe(self.prerestored.drop_unproven)
         self.forgetter = Forgetter(tiers.disk)
         self._is_built = True
 
@@ -127,8 +130,10 @@ class HcRadixCache(CapturingTree):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
-        if self.streamed.is_due(req, len(req.prefix_indices)):
-            slots, node = self.streamed.load_back(req)
+        meeting = self.tiers.queue.meetings.of(serial_of(req))
+        if meeting is not None and stop == ahead.restorable(self, meeting, req):
+            found = ahead.load_back(self, meeting, req)
+            slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
             req.host_hit_length = req.storage_hit_length = len(slots)
             return slots, node
         blocks = self.host_match.blocks(req, stop)
@@ -144,27 +149,37 @@ class HcRadixCache(CapturingTree):
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
         path `blocks` are ready. The request holds a lock on its prefix."""
         planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
-        new = max(1, len(req.full_untruncated_fill_ids) - stop)
-        plan = planner.choose(stop - start, start, new)
-        count = plan.tokens // self.page_size * self.page_size
-        if count == 0:
+        there = self.prerestored.hand_over(serial_of(req), blocks, start, stop)
+        if there:
+            missing = missing_ranges(there, start, stop)
+            plan = planner.as_stored(sum(end - begin for begin, end in missing))
+        else:
+            new = max(1, len(req.full_untruncated_fill_ids) - stop)
+            plan = planner.choose(stop - start, start, new)
+            stop = start + plan.tokens // self.page_size * self.page_size
+            missing = [(start, stop)]
+        if stop == start:
             return self.refuse(req, plan.reason)
-        slots = self.allocate(count)
-        if slots is None:
+        others = self.allocate(sum(end - begin for begin, end in missing))
+        if others is None:
+            self.prerestored.give_back(there)
             return self.refuse(req, Reason.NO_DEVICE_SLOTS)
-        return self.promise(req, blocks, slots, plan, [(start, start + count)])
+        slots = interleave_slots(there, others, start, stop)
+        loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
+        if len(loaded[0]):
+            self.tiers.restorer.join_early(len(slots) - len(others))
+        return loaded
 
-    def promise(
+    def insert_restoring_node(
         self,
         req: Any,
         blocks: Sequence[BlockNode],
         slots: torch.Tensor,
         plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-        arrival: LayerArrival | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
-        others the slots hold K and V already. arrival: see `Restoration`."""
+        others the slots hold K and V already."""
         before, restorer = req.prefix_indices, self.tiers.restorer
         node = self._extend(req, slots)
         if node is None:
@@ -172,14 +187,14 @@ class HcRadixCache(CapturingTree):
             return self.refuse(req, Reason.TREE_CHANGED)
         queued = restorer.num_queued
         try:
-            self._queue(blocks, slots, node, before, plan, missing, arrival)
+            self._queue(blocks, slots, node, before, plan, missing)
         except Exception:
             # Nobody may read what is not restored: the promise is taken back.
             restorer.unqueue(queued)
             self._delete_leaf(node)
             self.token_to_kv_pool_allocator.free(slots)
             raise
-        if self.audit is not None and arrival is None:
+        if self.audit is not None:
             self.audit.restored(req, blocks, len(before), len(before) + len(slots))
         if req.retracted_stain:
             restorer.counters["retracted_restored_tokens"] += len(slots)
@@ -193,7 +208,6 @@ class HcRadixCache(CapturingTree):
         before: torch.Tensor,
         plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-        arrival: LayerArrival | None,
     ) -> None:
         """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
         restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
@@ -205,7 +219,7 @@ class HcRadixCache(CapturingTree):
             above = torch.cat([before, slots[: begin - len(before)]])
             self.compute_stream.will_read(above)
             recompute = restorer.recomputed(plan)
-            restoration = Restoration(path, begin, end, own, recompute, above, arrival=arrival)
+            restoration = Restoration(path, begin, end, own, recompute, above)
             self.inc_lock_ref(node)
             try:
                 restorer.queue(restoration, release=lambda: self.dec_lock_ref(node))
@@ -244,12 +258,12 @@ class HcRadixCache(CapturingTree):
 
     def evictable_size(self) -> int:
         """Device slots that can be had back."""
-        held = self.early.tokens + (self.audit.tokens if self.audit is not None else 0)
+        held = self.prerestored.tokens + (self.audit.tokens if self.audit is not None else 0)
         return held + int(self.evictable_size_)
 
     @method()
     def evict(self, theirs: SglangMethod, params: EvictParams) -> EvictResult:
-        """Free device slots: an audit's, leaves of the tree, then those of early blocks."""
+        """Free device slots: an audit's, leaves of the tree, then those of prerestored blocks."""
         freed = self.audit.release() if self.audit is not None else 0
         if freed >= params.num_tokens:
             return EvictResult(num_tokens_evicted=freed)
@@ -260,7 +274,7 @@ class HcRadixCache(CapturingTree):
             result = EvictResult(num_tokens_evicted=left)
         result.num_tokens_evicted += freed
         if result.num_tokens_evicted < params.num_tokens:
-            result.num_tokens_evicted += self.early.release()
+            result.num_tokens_evicted += self.prerestored.release()
         return result
 
     # -- restore ---------------------------------------------------------------------------------
@@ -280,7 +294,6 @@ class HcRadixCache(CapturingTree):
         if self.tiers.restorer.has_queued:
             with self.compute_stream.entered():
                 self.tiers.restorer.run_now()
-            self.streamed.over()
 
     @method(answer=nothing)
     def take_in(self) -> None:
@@ -302,6 +315,7 @@ class HcRadixCache(CapturingTree):
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
+        ahead.restore_waiting(self)
 
     # -- the waiting queue -----------------------------------------------------------------------
 
@@ -361,6 +375,7 @@ class HcRadixCache(CapturingTree):
     def _clear(self) -> None:
         if self.audit is not None:
             self.audit.clear()
+        self.prerestored.release()
         with self.compute_stream.entered():
             self.tiers.clear()
 

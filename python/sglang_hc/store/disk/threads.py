@@ -11,7 +11,7 @@ from functools import partial
 
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.store.block import Block
-from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, Layers, SlotRead, SlotWrite
+from sglang_hc.store.block_io import WRITE_QUEUE, BlockDone, SlotRead, SlotWrite
 from sglang_hc.store.disk.directory import Directory
 from sglang_hc.store.disk.finding import Finder
 from sglang_hc.store.disk.reader import Read
@@ -113,15 +113,12 @@ class DiskThreads:
                 return True
         return False
 
-    def read(
-        self, ticket: int, block_id: bytes, slot: int, deadline: float, layers: Layers = None
-    ) -> None:
-        """As `OwnDisk.read`."""
+    def read(self, ticket: int, block_id: bytes, slot: int, deadline: float) -> None:
         directory = self._store.directory_of(block_id)
         if directory is None:
             self.answer(ticket, self._store.absence(block_id))
         else:
-            self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline, layers))
+            self._reads[directory].submit(SlotRead(ticket, block_id, slot, deadline))
 
     def poll(self) -> list[BlockDone]:
         self._watch()
@@ -193,7 +190,7 @@ class DiskThreads:
             outcome = Outcome.IO_ERROR
             try:
                 into = self._pool.view(one.slot)
-                outcome = self._store.read(Read(one.block_id, into, one.layers, one.deadline))
+                outcome = self._store.read(Read(one.block_id, into, one.deadline))
             finally:
                 self.answer(one.ticket, outcome)
 

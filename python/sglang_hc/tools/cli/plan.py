@@ -203,7 +203,6 @@ def _tier_json(report: Report) -> dict[str, Any]:
         "compute_busy_seconds": report.compute_busy,
         "hidden_balance_gbps": report.balance_gbps,
         "computed_while_read_tokens": 0 if report.split is None else report.split.head,
-        "streamed_tokens": 0 if report.split is None else report.split.streamed,
     }
 
 
@@ -254,10 +253,9 @@ def _tier_text(tier: SourceTier, report: Report) -> list[str]:
 
 def _met(split: Split) -> str:
     """How a history below host memory comes back, in words."""
-    text = "all tokens are read"
     if split.head:
-        text = f"the first {split.head} tokens are computed while the others are read"
-    return text + (f", {split.streamed} of them layer by layer" if split.streamed else "")
+        return f"the first {split.head} tokens are computed while the others are read"
+    return "all tokens are read"
 
 
 def _seconds(value: float) -> str:

@@ -16,7 +16,6 @@ from itertools import islice
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
-from sglang_hc.policy.meeting import layers_per_read, pass_end
 from sglang_hc.policy.restore_plan import RestorePlan
 from sglang_hc.queue.admission import ON_THE_WAY, Admission
 from sglang_hc.queue.meeting import Action, Meeting
@@ -175,6 +174,7 @@ class Engine:
         """One scheduler pass: look ahead, prefetch, admit what fits; and the look at the top of the
         next one, which comes at once on a server."""
         self._look_ahead()
+        self._restore_waiting()
         free = self.max_batch - len(self._running)
         if free > 0:
             considered = self._queue[:CONSIDERED]
@@ -189,6 +189,13 @@ class Engine:
             if chosen:
                 self._batch_changed()
                 self._look_ahead()
+
+    def _restore_waiting(self) -> None:
+        """What has come for a request that meets its history before anything of it is computed."""
+        name, meeting = self.cache.meetings.current
+        if meeting is not None and name in self._queue:
+            head = meeting.first * BLOCK_TOKENS
+            self._restore_early(self.cache.jobs[name], meeting, head)
 
     def _admissible(self, considered: Sequence[int]) -> Iterator[int]:
         """Waiting requests that may be admitted, in the order in which they are asked."""
@@ -282,15 +289,12 @@ class Engine:
         while met.head < job.prompt_tokens:
             self._carry()
             self._deliver()
-            if not met.held and self._may_follow(met):
-                self._follow(met)
-                break
-            if met.began and self._restore_early(met):
+            if met.began and self._restore_early(job, meeting, met.head):
                 continue
             step = self.cache.next_step(job.number, met.head, self.now)
             if met.began and step.action is Action.WAIT:
                 self._wait_one_pass()
-            elif met.began and step.action is Action.RESTORE and self._join(met):
+            elif step.action is Action.RESTORE and self._join(met):
                 plan = self._rest(met)
                 self.now += plan.seconds
                 met.restored += met.early + plan.tokens
@@ -319,45 +323,23 @@ class Engine:
     def _join(self, met: _Met) -> bool:
         return self.cache.join(met.job.number, met.head, self.now)
 
-    def _may_follow(self, met: _Met) -> bool:
-        """Whether nothing behind the head is missing but what is read layer by layer, and the
-        blocks before it are in host memory, so that the last pass may follow these reads."""
-        step = self.cache.stream_step(met.job.number, met.head, self.now)
-        if step is None or step.action is not Action.STREAM:
-            return False
-        if met.meeting.path_to(met.head) is not None:
-            return True
-        met.meeting.take_streamed()  # nothing follows these reads any more
-        return False
-
-    def _follow(self, met: _Met) -> None:
-        """The last pass of a request, each layer of which waits for its reads. It restores
-        everything as it is stored."""
-        plan = self._rest(met)
-        reads = self._disk.span(met.meeting.take_streamed().promotions)
-        layers = self.costs.plan.num_layers
-        group = layers_per_read(layers, self.costs.block_seconds(SourceTier.DISK)) / layers
-        self.now = pass_end(self.now, reads, plan.as_stored_seconds, group)
-        self._deliver()
-        self._join(met)
-        met.restored += met.stop - met.head
-
     def _rest(self, met: _Met) -> RestorePlan:
         """What the last pass does: it restores what the device lacks up to `stop`, and runs the new
         tokens."""
-        left = max(0, met.stop - met.head - met.early)
-        return self.costs.restored(left, met.head + met.early, met.job.prompt_tokens - met.stop)
+        left = max(0, met.stop - met.context - met.early)
+        return self.costs.restored(left, met.context + met.early, met.job.prompt_tokens - met.stop)
 
-    def _restore_early(self, met: _Met) -> bool:
-        """Restore what has come, where blocks are restored as they come. False for nothing."""
-        meeting = met.meeting
-        if self.cache.meetings.of(met.job.number) is not meeting or not meeting.as_they_come:
+    def _restore_early(self, job: Job, meeting: Meeting, head: int) -> bool:
+        """Restore what has come behind `head` tokens, where blocks are restored as they come. False
+        for nothing."""
+        if self.cache.meetings.of(job.number) is not meeting or not meeting.as_they_come:
             return False
-        if meeting.is_here(met.head):
+        if meeting.is_here(head):
             return False
-        blocks = range(met.head // BLOCK_TOKENS, met.stop // BLOCK_TOKENS)
+        stop = min(meeting.stop, job.prompt_tokens - 1)
+        blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
         came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
-        if not came or meeting.path_to(met.head) is None:
+        if not came or meeting.path_to(head) is None:
             return False
         self.now += self.costs.restored_early(len(came))
         meeting.restored |= came

@@ -50,8 +50,3 @@ class ReadQueue:
         """Take out the transfers that are through by `now`, each with the time of its end."""
         while self.next_end <= now:
             yield self._queue.popleft()
-
-    def span(self, transfer: Transfer) -> tuple[float, float]:
-        """When a transfer that is not through yet begins and ends."""
-        end = next(time for time, other in self._queue if other is transfer)
-        return end - self._costs.read_seconds(BLOCK_TOKENS * len(transfer)), end

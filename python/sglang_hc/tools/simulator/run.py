@@ -128,7 +128,6 @@ def _live(
         costs,
         policy=policy,
         prefetch=setup.prefetch_mode,
-        reads_layers=setup.model.gpus == 1,
         stretch=setup.stretch,
     )
     engine = Engine(
@@ -156,7 +155,6 @@ def _clairvoyant(
         costs,
         policy="belady",
         prefetch=setup.prefetch_mode,
-        reads_layers=setup.model.gpus == 1,
         node_policy=lambda _: BeladyPolicy(oracle),
         disk_policy=lambda: BeladyPolicy(oracle),
     )

@@ -14,7 +14,6 @@ from sglang_hc.queue.meeting import Step, TailReads
 from sglang_hc.queue.meetings import Meetings
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
-from sglang_hc.store.layer_reads import LayerReads
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk
 from sglang_hc.tools.simulator.jobs import FINGERPRINT, Job, tail_identity
 from sglang_hc.tools.simulator.reads import Transfer
@@ -67,7 +66,6 @@ class TieredCache:
     """What a server keeps of its requests, and where.
 
     `prefetch`: queue, on-arrival or off. `stretch`: eviction window over (C_mem + C_disk) / S_kv.
-    `reads_layers`: blocks can be read layer by layer, as a server with one rank does.
     `node_policy` and `disk_policy` replace the named policy,
     e.g. by the clairvoyant one. Times come from the caller.
     """
@@ -80,13 +78,11 @@ class TieredCache:
         policy: str,
         prefetch: str,
         stretch: float = EVICTION_STRETCH,
-        reads_layers: bool = False,
         node_policy: NodePolicies | None = None,
         disk_policy: DiskPolicies | None = None,
     ) -> None:
         self.window: LookAhead[int] = LookAhead()
         self.jobs: dict[int, Job] = {}
-        self._reads_layers = reads_layers
         self._seen: set[bytes] = set()
         self._now = self._came_last = 0.0
         self._started: list[Transfer] = []
@@ -199,22 +195,13 @@ class TieredCache:
     def meet(
         self, request: int, missing: Missing, end: int, is_protected: IsProtected[Block] | None
     ) -> bool:
-        def begin(low: int, high: int) -> list[Promotion]:
-            return self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
-
         def read(low: int, high: int) -> list[Promotion]:
-            begun = begin(low, high)
+            begun = self._coming.begin_tail(missing.path, low, high, self._now, is_protected)
             for promotion in begun:
                 self._read([promotion])
             return begun
 
-        def stream(low: int, high: int) -> LayerReads:
-            reads = LayerReads(begin(low, high), ())  # whose pass is timed as a whole
-            self._read(reads.promotions)
-            return reads
-
-        layers = stream if self._reads_layers else None
-        tail = TailReads(read, lambda tier: self._came_last, layers)
+        tail = TailReads(read, lambda tier: self._came_last)
         return self.meetings.begin(request, missing, end, self._coming, tail)
 
     def _read(self, transfer: Transfer) -> None:
@@ -281,12 +268,6 @@ class TieredCache:
         """What a request that meets its history does behind its first `head` tokens."""
         self._now = now
         return self.meetings.next(number, head)
-
-    def stream_step(self, number: int, head: int, now: float) -> Step | None:
-        """Whether the last pass of a request may follow the reads of layers behind its first `head`
-        tokens; see `Meeting.stream_step`."""
-        self._now = now
-        return self.meetings.stream_step(number, head)
 
     def computed(self, job: Job, head: int, now: float) -> None:
         """The first `head` tokens of a prompt are computed: their whole blocks go below."""
