@@ -16,10 +16,8 @@ from sglang_hc.tiers.tiers import FETCHING_S, KEEPING_S, WAITING_S, Tiers
 def tiers(*, coming: int = 0, meets: bool = False, waiting: int = 0, is_timed: bool = False) -> Any:
     return SimpleNamespace(
         disk=SimpleNamespace(coming=range(coming)),
-        queue=SimpleNamespace(
-            meetings=SimpleNamespace(under_way=meets),
-            window=SimpleNamespace(queue=("r",) * waiting),
-        ),
+        meetings=SimpleNamespace(under_way=meets),
+        queue=SimpleNamespace(window=SimpleNamespace(queue=("r",) * waiting)),
         retention=SimpleNamespace(is_timed=is_timed),
     )
 

@@ -15,6 +15,8 @@ from sglang_hc.capture.capture import Capture, Segment
 from sglang_hc.device.exactness import Exactness
 from sglang_hc.forms import BlockLayout
 from sglang_hc.queue.lookahead import QueueView
+from sglang_hc.queue.meetings import Meetings
+from sglang_hc.queue.requests import Serial
 from sglang_hc.ranks.agreement import ALONE, Ranks
 from sglang_hc.restore.restorer import Restorer
 from sglang_hc.store.disk_tier import DiskTier
@@ -50,6 +52,10 @@ class Tiers:
     @property
     def layout(self) -> BlockLayout:
         return self.restorer.path.pool.layout
+
+    @property
+    def meetings(self) -> Meetings[Serial]:
+        return self.queue.meetings
 
     @property
     def decides_alone(self) -> bool:
@@ -150,7 +156,7 @@ class Tiers:
         """Seconds for which the clock of decisions may stand still now, where several ranks have
         one (`ranks.agreement`)."""
         fetching = self.disk is not None and len(self.disk.coming) > 0
-        if fetching or self.queue.meetings.under_way:
+        if fetching or self.meetings.under_way:
             return FETCHING_S
         if self.queue.window.queue:
             return WAITING_S

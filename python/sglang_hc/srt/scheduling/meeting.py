@@ -30,10 +30,10 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
     """
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache) and self.rem_chunk_tokens is not None:
-        meeting = tree.tiers.queue.meetings.of(serial_of(req))
+        meeting = tree.meetings.of(serial_of(req))
         if meeting is not None:
             head = len(req.prefix_indices) + req.host_hit_length
-            step = tree.tiers.queue.meetings.next(serial_of(req), head)
+            step = tree.meetings.next(serial_of(req), head)
             if step.action is Action.RESTORE and meeting.path_to(head) is not None:
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
                 stop = ahead.restorable(tree, meeting, req)
@@ -50,7 +50,7 @@ def add_chunked_req(original: Callable[..., Any], self: Any, req: Any):
     or, as SGLang does with sliding windows, return the request without adding it to this batch."""
     tree = self.tree_cache
     if isinstance(tree, HcRadixCache):
-        meeting = tree.tiers.queue.meetings.of(serial_of(req))
+        meeting = tree.meetings.of(serial_of(req))
         if meeting is not None:
             tokens = _between_chunks(tree, meeting, req)
             if not tokens:
@@ -65,7 +65,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     head = len(req.prefix_indices)
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
-    meetings = tree.tiers.queue.meetings
+    meetings = tree.meetings
     if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head, head):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):

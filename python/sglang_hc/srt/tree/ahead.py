@@ -63,7 +63,7 @@ def restore_waiting(tree: HcRadixCache) -> None:
         room -= len(req.full_untruncated_fill_ids) - blocks.tokens_of(request)
         if room < 0 or left == 0:
             return
-        meeting = tree.tiers.queue.meetings.of(request)
+        meeting = tree.meetings.of(request)
         if meeting is not None:
             head = meeting.first * BLOCK_TOKENS
             if not meeting.is_here(head):
@@ -84,11 +84,11 @@ def restore_waiting(tree: HcRadixCache) -> None:
 def _in_host(tree: HcRadixCache, req: Any) -> list[tuple[int, BlockNode]]:
     """The whole blocks of a waiting request's prompt that host memory has and the device lacks, if
     all of them are worth restoring as they are stored."""
-    planner, waiting = tree.tiers.restorer.planner, tree.waiting.look_at(serial_of(req))
+    planner, waiting = tree.restorer.planner, tree.waiting.look_at(serial_of(req))
     if tree.stopped or not planner.can_restore_early:
         return []
     context = waiting.on_device()
-    match = tree.tiers.host.tree.match(waiting.prompt).ready
+    match = tree.host_match.ready(waiting.prompt)
     limit = req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
     stop = min(match.tokens, limit) // tree.page_size * tree.page_size
     if stop <= context:
@@ -121,7 +121,7 @@ def load_back(tree: HcRadixCache, meeting: Meeting, req: Any) -> tuple[torch.Ten
     cannot be restored. The meeting is over."""
     start, stop = len(req.prefix_indices), restorable(tree, meeting, req)
     tree.prerestored.prove(serial_of(req))
-    blocks = tree.tiers.queue.meetings.join(serial_of(req), start)
+    blocks = tree.meetings.join(serial_of(req), start)
     if blocks is None or stop <= start:
         tree.prerestored.forget([serial_of(req)])
         return None

@@ -66,35 +66,38 @@ class HcRadixCache(CapturingTree):
         """compute: where the model runs. device_order: which leaves of the device tree leave first;
         None for SGLang's order. audit: of what is restored; None for none."""
         super().__init__(params)
+        layout = tiers.layout
         self.tiers = tiers
         self.decides_alone = tiers.decides_alone
-        self.capture = tiers.capture
+        self.capture, self.restorer = tiers.capture, tiers.restorer
+        self.meetings, self._disk = tiers.meetings, tiers.disk
+        self._lag = layout.draft.lag
         self.audit = audit
         self.preempted: list[Any] = []
         self.scheduler = scheduler
         self.compute_stream = compute
         self._device_order = device_order
-        self.token_to_kv_pool_host = HostPoolFacade(tiers)
+        self.token_to_kv_pool_host = HostPoolFacade(tiers.host)
         # SGLang reads the sizes of these to know whether anything is under way.
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_prefetch: dict[str, Any] = {}
         self.ongoing_backup: dict[int, Any] = {}
         self.enable_storage = True  # has SGLang tell us of every request that is queued
         self.hicache_storage_pass_prefix_keys = False
-        if tiers.disk is not None:  # a class's name is shown as the storage back end of a hit
-            shown = type(tiers.disk.name, (), {})
+        if self._disk is not None:  # a class's name is shown as the storage back end of a hit
+            shown = type(self._disk.name, (), {})
             self.cache_controller = SimpleNamespace(storage_backend=shown())
-        self.host_match = HostMatch(tiers)
+        self.host_match = HostMatch(tiers.host, layout)
         self.waiting = WaitingRequests(tiers.queue, self._on_device)
         allocator = self.token_to_kv_pool_allocator
         self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
-        tiers.queue.meetings.subscribe(self.prerestored.drop_unproven)
-        self.forgetter = Forgetter(tiers.disk)
+        self.meetings.subscribe(self.prerestored.drop_unproven)
+        self.forgetter = Forgetter(self._disk)
         self._is_built = True
 
     @property
     def ongoing_load_back(self) -> range:
-        return range(self.tiers.restorer.under_way)
+        return range(self.restorer.under_way)
 
     # -- look up ---------------------------------------------------------------------------------
 
@@ -130,7 +133,7 @@ class HcRadixCache(CapturingTree):
         """
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
-        meeting = self.tiers.queue.meetings.of(serial_of(req))
+        meeting = self.meetings.of(serial_of(req))
         if meeting is not None and stop == ahead.restorable(self, meeting, req):
             found = ahead.load_back(self, meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
@@ -148,7 +151,7 @@ class HcRadixCache(CapturingTree):
     ) -> tuple[torch.Tensor, Any]:
         """As `init_load_back`, of the tokens from the end of the request's prefix to `stop`, whose
         path `blocks` are ready. The request holds a lock on its prefix."""
-        planner, start = self.tiers.restorer.planner, len(req.prefix_indices)
+        planner, start = self.restorer.planner, len(req.prefix_indices)
         there = self.prerestored.hand_over(serial_of(req), blocks, start, stop)
         if there:
             missing = missing_ranges(there, start, stop)
@@ -167,7 +170,7 @@ class HcRadixCache(CapturingTree):
         slots = interleave_slots(there, others, start, stop)
         loaded = self.insert_restoring_node(req, blocks, slots, plan, missing)
         if len(loaded[0]):
-            self.tiers.restorer.join_early(len(slots) - len(others))
+            self.restorer.join_early(len(slots) - len(others))
         return loaded
 
     def insert_restoring_node(
@@ -180,7 +183,7 @@ class HcRadixCache(CapturingTree):
     ) -> tuple[torch.Tensor, Any]:
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
-        before, restorer = req.prefix_indices, self.tiers.restorer
+        before, restorer = req.prefix_indices, self.restorer
         node = self._extend(req, slots)
         if node is None:
             self.token_to_kv_pool_allocator.free(slots)
@@ -210,7 +213,7 @@ class HcRadixCache(CapturingTree):
         missing: Sequence[tuple[int, int]],
     ) -> None:
         """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
-        restorer, lag = self.tiers.restorer, self.tiers.layout.draft.lag
+        restorer, lag = self.restorer, self._lag
         self.compute_stream.will_read(slots)
         restorer.planner.take(plan)
         for begin, end in missing:
@@ -241,7 +244,7 @@ class HcRadixCache(CapturingTree):
         The path above is not compared again; a lock keeps it, and a node's end never moves.
         """
         node, start = req.last_node, len(req.prefix_indices)
-        stop = start + len(slots) + self.tiers.layout.draft.lag
+        stop = start + len(slots) + self._lag
         tokens = req.full_untruncated_fill_ids[start:stop]
         key = RadixKey(tokens, req.extra_key, is_bigram=self.is_eagle)
         if node.lock_ref == 0 or key.child_key(self.page_size) in node.children:
@@ -250,7 +253,7 @@ class HcRadixCache(CapturingTree):
 
     def refuse(self, req: Any, reason: Reason) -> tuple[torch.Tensor, Any]:
         """Nothing is restored for this request; it recomputes."""
-        self.tiers.restorer.planner.refuse(reason)
+        self.restorer.planner.refuse(reason)
         req.host_hit_length = 0
         return self._empty_match_result.device_indices, req.last_node
 
@@ -281,7 +284,7 @@ class HcRadixCache(CapturingTree):
 
     def ready_to_load_host_cache(self) -> int:
         """Start what admission queued; the batch about to run waits for it layer by layer."""
-        restorer = self.tiers.restorer
+        restorer = self.restorer
         if not restorer.has_queued:
             return -1
         with self.compute_stream.entered():
@@ -291,15 +294,15 @@ class HcRadixCache(CapturingTree):
         """Top of every scheduling pass: take in completions, finish what no batch picked up."""
         self.take_in()
         self.look_at_queue()
-        if self.tiers.restorer.has_queued:
+        if self.restorer.has_queued:
             with self.compute_stream.entered():
-                self.tiers.restorer.run_now()
+                self.restorer.run_now()
 
     @method(answer=nothing)
     def take_in(self) -> None:
         """Completions of all tiers."""
-        tiers, exporter = self.tiers, self.scheduler.exporter
-        if tiers.disk is not None and tiers.disk.is_busy and not self.scheduler.decoding:
+        tiers, disk, exporter = self.tiers, self._disk, self.scheduler.exporter
+        if disk is not None and disk.is_busy and not self.scheduler.decoding:
             # Threads that read a store would wait 5 ms each time that they need the interpreter.
             time.sleep(0)
         tiers.poll()
@@ -369,8 +372,8 @@ class HcRadixCache(CapturingTree):
         """The weights changed: nothing saved is valid. Requests may be running, but not in a
         pipeline."""
         self._clear()
-        if self.tiers.disk is not None:
-            self.tiers.disk.disown()
+        if self._disk is not None:
+            self._disk.disown()
 
     def _clear(self) -> None:
         if self.audit is not None:
