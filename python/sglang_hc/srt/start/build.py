@@ -46,7 +46,7 @@ from sglang_hc.srt.model.model_state import MODEL_STATE, ModelState, refuse_othe
 from sglang_hc.srt.model.projection import by_sglang, fastest_projection, fastest_stream
 from sglang_hc.srt.model.recompute import LayerRecomputer, recomputer_for
 from sglang_hc.srt.model.rotation import checked_rotation
-from sglang_hc.srt.ranks.replicas import directories, host_share, place_of
+from sglang_hc.srt.ranks.replicas import Place, directories, host_share, place_of
 from sglang_hc.srt.ranks.start_group import StartGroup
 from sglang_hc.srt.ranks.verdicts import ranks_of
 from sglang_hc.srt.scheduling.speculation import draft_layers
@@ -135,7 +135,7 @@ def build_tree_cache(ctx: Any) -> HcRadixCache:
 @dataclass(frozen=True)
 class Model:
     """A loaded model. runner, params: SGLang's model runner and the parameters of its radix cache.
-    draft: the runner of a draft model; None without one."""
+    draft: the runner of a draft model; None without one. place: of its scheduler among all."""
 
     config: HcConfig
     runner: Any
@@ -143,6 +143,7 @@ class Model:
     state: ModelState
     scheduler: OwnScheduler
     draft: Any
+    place: Place
 
     @property
     def allocator(self) -> Any:
@@ -165,7 +166,8 @@ def _loaded(ctx: Any) -> Model:
         )
     refuse_other_pools(ctx)
     scheduler = BUILDING.get()
-    return Model(config, runner, ctx.params, state, scheduler, scheduler.draft_runner)
+    draft, place = scheduler.draft_runner, place_of(runner)
+    return Model(config, runner, ctx.params, state, scheduler, draft, place)
 
 
 # -- the device ----------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def _layout(model: Model, device: Device) -> tuple[BlockLayout, bytes]:
 
 def _host_memory(model: Model, device: Device, layout: BlockLayout) -> HostMemory:
     """As many slots as fit on every rank, and snapshots. Raises ConfigError."""
-    state, size = model.state, host_share(model.config, place_of(model.runner))
+    state, size = model.state, host_share(model.config, model.place)
     num_slots = state.group.least(size // layout.slot_bytes)
     if num_slots < 1:
         raise ConfigError(
@@ -272,10 +274,10 @@ def _own_disk(
     model: Model, pool: HostPool, fingerprint: bytes, counters: Counter[str]
 ) -> OwnDisk | None:
     """The directories of `--hc-disk`; None without any. Raises ConfigError."""
-    config, runner = model.config, model.runner
+    config = model.config
     if not config.disk:
         return None
-    place, args = place_of(runner), runner.server_args
+    place, args = model.place, model.runner.server_args
     part = fingerprint_of_part(fingerprint, place.part) if place.part else WHOLE
     label = str(args.served_model_name or args.model_path)
     stored = StoredModel.of(pool.layout.chunks(), fingerprint, label, part)
@@ -299,7 +301,7 @@ def _disk(
     if own is not None:
         below = ranks.blocks(own, model.state.group.least(own.capacity))
     if model.config.remote is not None:
-        part = fingerprint_of_part(fingerprint, place_of(model.runner).part)
+        part = fingerprint_of_part(fingerprint, model.place.part)
         store = remote_store(model.config, pool, part, counters)
         far = RemoteBlocks(ranks.store(store), counters, ranks.clock)
         below = far if below is None else Chain(below, far)
