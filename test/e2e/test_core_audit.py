@@ -247,7 +247,7 @@ def failing() -> tuple[dict[str, int], int, list[int]]:
     core.settle()
     core.evict()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     core.tree.audit._model.recompute = fail

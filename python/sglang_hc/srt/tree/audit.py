@@ -197,9 +197,9 @@ class Audit:
 
     def _advance(self, audit: _Pass, tree: DeviceTree) -> None:
         start, stop = audit.done, min(audit.done + self._chunk, len(audit.tokens))
-        self._model.adapter = audit.sample.adapter
-        layers = self._pool.layout.plan.num_layers
-        self._model.recompute(audit.tokens[start:stop], audit.slots[:stop], layers)
+        layers, adapter = self._pool.layout.plan.num_layers, audit.sample.adapter
+        tokens, slots = audit.tokens[start:stop], audit.slots[:stop]
+        self._model.recompute(tokens, slots, layers, adapter=adapter)
         audit.done = stop
         for place, node in audit.sample.blocks:
             first = place * BLOCK_TOKENS
