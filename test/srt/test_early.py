@@ -128,7 +128,7 @@ class EarlyWorld(World):
         if blocks:
             slots = self.allocator.alloc(BLOCK_TOKENS * len(blocks))
             nodes = {n: self.meeting.detached_node(n) for n in blocks}
-            self.early.restore(ME, nodes, slots, self.meeting)
+            self.early.restore(ME, nodes, slots)
         self.check_room()
         return blocks
 
@@ -190,7 +190,7 @@ def test_a_block_is_restored_when_it_has_come_and_no_second_time() -> None:
     assert world.restore() == [9, 11] and world.restore() == []
     world.deliver()
     assert world.restore() == [8]
-    assert world.meeting.restored == {8, 9, 11}
+    assert sorted(world.meeting.load.restored) == [8, 9, 11]
     assert world.meeting.history(0, 8, 0.0).restored == 3 * BLOCK_TOKENS
     world.settle()
 
@@ -223,7 +223,10 @@ def test_what_is_computed_all_the_same_goes_back() -> None:
         world.deliver()
     world.restore()
     world.early.drop_before(ME, 10 * BLOCK_TOKENS)
-    assert world.early.tokens == 2 * BLOCK_TOKENS and world.meeting.restored == {10, 11}
+    assert world.early.tokens == 2 * BLOCK_TOKENS and sorted(world.meeting.load.restored) == [
+        10,
+        11,
+    ]
     world.check_room()
     world.settle()
 
@@ -233,7 +236,7 @@ def test_slots_that_others_need_go_back_and_stay_there() -> None:
     world.meeting.read_down_to(8)
     world.deliver()
     world.restore()
-    assert world.early.release() == BLOCK_TOKENS and not world.meeting.restored
+    assert world.early.release() == BLOCK_TOKENS and not world.meeting.load.restored
     world.deliver()
     assert world.restore() == []
     world.settle()
@@ -273,7 +276,7 @@ def test_the_rest_of_the_prompt_has_room_or_nothing_is_restored_early(
         prefix_indices=range(world.head), full_untruncated_fill_ids=range(prompt),
         _compute_max_prefix_len=lambda length: length - 1, **{SERIAL: ME},
     )  # fmt: skip
-    found = restore_what_came(cast(HcRadixCache, tree), world.meeting, req, world.head, world.head)
+    found = restore_what_came(cast(HcRadixCache, tree), world.meeting, req, world.head)
     assert found == restored
     assert world.early.tokens == (2 * BLOCK_TOKENS if restored else 0)
     assert world.meeting.as_they_come == restored

@@ -20,8 +20,7 @@ from sglang_hc.policy.eviction import Block, IsProtected
 from sglang_hc.policy.pins import RetentionPriority
 from sglang_hc.queue.admission import ON_THE_WAY, Admission, Readiness
 from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import TailReads
-from sglang_hc.queue.meetings import Meetings
+from sglang_hc.queue.meeting import Meetings, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.requests import Serial, Waiting
 from sglang_hc.queue.windows import LookAhead

@@ -15,18 +15,24 @@ Belongs to the scheduler thread and never waits.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.meeting import History, Span
-from sglang_hc.queue.fetches import SplitCosts
+from sglang_hc.policy.restore_plan import Reason
+from sglang_hc.queue.fetches import Missing, SplitCosts
+from sglang_hc.queue.loads import BlockLoad, BlockState, Load
 from sglang_hc.queue.prefetch import PATIENCE
 from sglang_hc.tree.block_tree import BlockNode, BlockTree
 from sglang_hc.tree.identity import Prefix
 from sglang_hc.tree.promotions import Promotion, Promotions
+
+K = TypeVar("K", bound=Hashable)
+"""Name of a request."""
 
 LEAST_TOKENS = BLOCK_TOKENS
 """Computed at least when the rest is not here yet, and twice as many each time that nothing came
@@ -95,12 +101,11 @@ class Meeting:
         self._reads = reads
         self._costs = costs
         self._low = self.end
-        self._blocks: dict[int, Promotion] = {}
+        self.load = Load()
+        self._blocks = self.load.blocks
         self._least = LEAST_TOKENS
         self._given: _Given | None = None
         self._wait_until: float | None = None
-        self.restored: Set[int] = frozenset()
-        """Blocks that the device has now, because they were restored as they came."""
         self.as_they_come = True
         """Whether blocks are restored when they come."""
 
@@ -123,7 +128,7 @@ class Meeting:
         begun = self._reads.read(low, self._low)
         for promotion in begun:
             self._low -= 1
-            self._blocks[self._low] = promotion
+            self._blocks[self._low] = BlockLoad(promotion)
         return len(begun)
 
     def history(self, head: int, end: int, now: float) -> History:
@@ -136,19 +141,20 @@ class Meeting:
             coming.insert(0, Span(tier, BLOCK_TOKENS * len(list(run)), seconds))
         begun = head % BLOCK_TOKENS  # tokens of the first block that are computed already
         coming[0] = coming[0]._replace(tokens=coming[0].tokens - begun)
-        restored = BLOCK_TOKENS * sum(1 for block in self.restored if block >= end)
+        restored = BLOCK_TOKENS * sum(1 for block in self.load.restored if block >= end)
         held = self.stop - end * BLOCK_TOKENS - restored
         return History(head, coming, held, self.new, restored)
 
     def has(self, block: int) -> bool:
         """Whether this block came and is where it was written to: it has not joined the tree, and
         is not lost."""
-        promotion = self._blocks.get(block)
+        promotion = self._promotion(block)
         return promotion is not None and self._coming.holds(promotion)
 
     def detached_node(self, block: int) -> BlockNode:
         """A node in no tree, for a block that came."""
-        promotion = self._blocks[block]
+        promotion = self._promotion(block)
+        assert promotion is not None
         node = BlockNode(None, promotion.tokens, promotion.block_id, promotion.namespace)
         node.slot = promotion.slot
         return node
@@ -216,7 +222,7 @@ class Meeting:
 
     def close(self) -> None:
         """Give up what has not joined the tree."""
-        self._coming.give_up(self._blocks.values())
+        self._coming.give_up(filter(None, map(self._promotion, self._blocks)))
 
     def _tier(self, block: int) -> SourceTier:
         """Where a block lies. Host memory has those before the first one; they were not worth
@@ -227,31 +233,36 @@ class Meeting:
         """By tier, for how long it has read blocks of this meeting that have not come: since these
         were asked for, or since it last brought any block."""
         asked: dict[SourceTier, float] = {}
-        for block, promotion in self._blocks.items():
-            if not promotion.here:
+        for block in self._blocks:
+            promotion = self._promotion(block)
+            if promotion is not None and not promotion.done:
                 tier = self._tier(block)
                 asked[tier] = min(promotion.asked, asked.get(tier, promotion.asked))
         return {t: max(0.0, now - max(at, self._reads.came_last(t))) for t, at in asked.items()}
+
+    def _promotion(self, block: int) -> Promotion | None:
+        found = self._blocks.get(block)
+        return None if found is None else found.promotion
 
     def _missing(self, block: int) -> int:
         """One behind the last block, from `block` on, that is not in host memory; `block` when all
         are."""
         for index in reversed(range(block, self.end)):
-            promotion = self._blocks.get(index)
-            if promotion is None or not promotion.is_good:
+            found = self._blocks.get(index)
+            if found is None or not found.is_here:
                 return index + 1
         return block
 
     def _not_here(self, block: int) -> int:
         """How many blocks from `block` on are not in host memory."""
-        here = sum(1 for index, found in self._blocks.items() if index >= block and found.is_good)
+        here = sum(1 for index, found in self._blocks.items() if index >= block and found.is_here)
         return self.end - block - here
 
     def _lost_up_to(self, block: int) -> int:
         """Tokens up to the end of the last block, from `block` on, that will not come; else 0."""
         for index in reversed(range(block, self.end)):
-            promotion = self._blocks.get(index)
-            if promotion is not None and promotion.lost:
+            found = self._blocks.get(index)
+            if found is not None and found.state is BlockState.LOST:
                 return (index + 1) * BLOCK_TOKENS
         return 0
 
@@ -261,3 +272,110 @@ class Meeting:
         if self._wait_until is None:
             self._wait_until = now + min(PATIENCE, seconds)
         return now < self._wait_until
+
+
+class Meetings(Generic[K]):
+    """The meetings of one waiting queue: one at a time. decoding: requests that decode now; whoever
+    makes the passes says so."""
+
+    def __init__(
+        self,
+        tree: BlockTree,
+        costs: SplitCosts,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        """counters: gets the meetings, and what became of them."""
+        self.decoding = 0
+        self._tree = tree
+        self._costs = costs
+        self._counters = counters
+        self._clock = clock
+        self._met: tuple[K, Meeting] | None = None
+        self._on_end: list[Callable[[], object]] = []
+
+    def subscribe(self, on_end: Callable[[], object]) -> None:
+        """Call this at the end of every meeting, before its blocks are given up."""
+        self._on_end.append(on_end)
+
+    @property
+    def current(self) -> tuple[K | None, Meeting | None]:
+        """The request that meets its history now, and its meeting."""
+        return self._met or (None, None)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a request meets its history now."""
+        return self._met is not None
+
+    def of(self, name: K) -> Meeting | None:
+        """The meeting of this request, waiting or admitted; None when it has none."""
+        return self._met[1] if self._met is not None and self._met[0] == name else None
+
+    def begin(
+        self,
+        name: K,
+        missing: Missing,
+        end: int,
+        coming: Promotions,
+        reads: TailReads,
+    ) -> bool:
+        """Let a request meet its blocks before `end`, if that is faster than reading or computing
+        them all. coming: see `Meeting`."""
+        known = max(missing.first * BLOCK_TOKENS, missing.on_device)
+        first = known // BLOCK_TOKENS
+        if self._met is not None or end <= first:
+            return False
+
+        sources = missing.sources[first - missing.first : end - missing.first]
+        prompt, tree = missing.path.prefix, self._tree
+        meeting = Meeting(prompt, first, sources, tree, coming, reads, self._costs)
+        split = self._costs.split(meeting.history(known, end, self._clock()), self.decoding, True)
+        if split is None or split.head >= meeting.stop - known:
+            return False
+        if not split.head and not (split.as_they_come and meeting.path_to(known) is not None):
+            return False  # a plain read
+        meeting.as_they_come = split.as_they_come
+        if not meeting.read_down_to((known + split.head) // BLOCK_TOKENS):
+            return False
+        self._met = name, meeting
+        self._counters["meetings"] += 1
+        # Were it in host memory, all of it would be loaded.
+        self._counters[f"restore_reason_{Reason.SLOW_TIER.value}"] += 1
+        return True
+
+    def may_begin(self, name: K, head: int) -> bool:
+        """Whether a request that could be admitted now is, when `head` of its tokens are there. It
+        is not while it waits for what comes. Otherwise its source goes on, see `Meeting.wait`."""
+        step, meeting = self.next(name, head), self.of(name)
+        if meeting is not None and step.action is not Action.WAIT:
+            meeting.wait(head)
+        return step.action is not Action.WAIT
+
+    def next(self, name: K, head: int) -> Step:
+        """See `Meeting.next`; OVER for a request without one. A meeting that is over is closed."""
+        meeting = self.of(name)
+        if meeting is None:
+            return Step(Action.OVER)
+        step = meeting.next(head, self.decoding, self._clock())
+        if step.action is Action.OVER:
+            self.end(name)
+        return step
+
+    def join(self, name: K, head: int) -> Sequence[BlockNode] | None:
+        """See `Meeting.join`. The meeting of the request, which has one, is over."""
+        meeting = self.of(name)
+        assert meeting is not None
+        nodes = meeting.join(head, self._clock())
+        self._counters["meetings_restored" if nodes is not None else "meetings_cut_off"] += 1
+        self.end(name)
+        return nodes
+
+    def end(self, name: K) -> None:
+        """The request needs no more of its stored history. Nothing happens if it has no meeting."""
+        meeting = self.of(name)
+        if meeting is not None:
+            for listener in self._on_end:
+                listener()
+            self._met = None
+            meeting.close()

@@ -31,8 +31,8 @@ class Promotion:
     waits_for: the identity of a parent that is not in the tree yet. Neither: the parent is the
     namespace's root. `moved`, `source`: see `BlockNode`.
 
-    asked: when it began. is_tail: by `begin_tail`. here: the bytes have come, or will not. lost:
-    the block cannot join the tree any more."""
+    asked: when it began. is_tail: by `begin_tail`. done: nobody writes the slot any more: the bytes
+    have come, or will not. lost: the block cannot join the tree any more."""
 
     block_id: bytes
     tokens: bytes
@@ -42,7 +42,7 @@ class Promotion:
     is_tail: bool = False
     parent: BlockNode | None = None
     waits_for: bytes | None = None
-    here: bool = False
+    done: bool = False
     lost: bool = False
     moved: Moved | None = None
     source: SourceTier = SourceTier.HOST
@@ -50,7 +50,7 @@ class Promotion:
     @property
     def is_good(self) -> bool:
         """The bytes are in the slot, and the block has joined the tree or still may."""
-        return self.here and not self.lost
+        return self.done and not self.lost
 
 
 class Promotions:
@@ -178,7 +178,7 @@ class Promotions:
         """The bytes of these are in their slots."""
         published: list[bytes] = []
         for promotion in promotions:
-            promotion.here = True
+            promotion.done = True
             if promotion.lost:
                 self._free(promotion)
             elif promotion.waits_for is None:
@@ -187,7 +187,7 @@ class Promotions:
 
     def fail(self, promotion: Promotion) -> None:
         """The bytes will not come, and nobody writes the slot any more."""
-        promotion.here = True
+        promotion.done = True
         if promotion.lost:
             self._free(promotion)
         else:
@@ -234,14 +234,14 @@ class Promotions:
                 listener(published)
 
     def _adopted(self, parent: BlockNode) -> list[Promotion]:
-        """Gives those that wait for `parent` their place below it. Returns those that are here."""
+        """Gives those that wait for `parent` their place below it. Returns those that have come."""
         children = self._below.pop(parent.block_id, ())
         for child in children:
             child.waits_for = None
             if not parent.is_root:
                 child.parent = parent
                 self._host.pin((parent,))
-        return [child for child in children if child.here]
+        return [child for child in children if child.done]
 
     def _lose(self, promotion: Promotion) -> None:
         """Neither this block nor those below it can join the tree, except tails: whoever began them
@@ -254,7 +254,7 @@ class Promotions:
             below = [p for p in self._below.get(item.block_id, ()) if not p.is_tail]
             self._forget(item.block_id, below)
             lost += below
-            if item.here:
+            if item.done:
                 self._free(item)
 
     def _forget(self, parent: bytes, lost: Sequence[Promotion]) -> None:

@@ -66,7 +66,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.meetings
-    if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head, head):
+    if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be

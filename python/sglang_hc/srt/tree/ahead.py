@@ -35,19 +35,19 @@ def restorable(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     return min(meeting.stop, limit) // tree.page_size * tree.page_size
 
 
-def restore_what_came(tree: HcRadixCache, meeting: Meeting, req: Any, head: int, has: int) -> bool:
-    """Restore what has come behind `head` tokens, while there is room for all of the prompt, of
-    which the request has device slots for the first `has` tokens. False for nothing."""
+def restore_what_came(tree: HcRadixCache, meeting: Meeting, req: Any, has: int) -> bool:
+    """Restore what has come, while there is room for all of the prompt, of which the request has
+    device slots for the first `has` tokens. False for nothing."""
     request, blocks = serial_of(req), tree.prerestored
-    wanted = blocks.wanted(request, meeting, head, restorable(tree, meeting, req))
-    if not wanted or meeting.path_to(head) is None:
+    wanted = blocks.wanted(request, meeting, has, restorable(tree, meeting, req))
+    if not wanted or meeting.path_to(max(has, meeting.first * BLOCK_TOKENS)) is None:
         return False
     need = len(req.full_untruncated_fill_ids) - has - blocks.tokens_of(request)
     if _room(tree) < need:
         blocks.release()
         meeting.as_they_come = False
         return False
-    return _restore(tree, req, {n: meeting.detached_node(n) for n in wanted}, meeting)
+    return _restore(tree, req, {n: meeting.detached_node(n) for n in wanted})
 
 
 def restore_waiting(tree: HcRadixCache) -> None:
@@ -59,26 +59,25 @@ def restore_waiting(tree: HcRadixCache) -> None:
     for req in waiting.first(REQUESTS):
         request = serial_of(req)
         is_new = request not in blocks.requests
-        held = blocks.of(request)
+        load = blocks.of(request)
         room -= len(req.full_untruncated_fill_ids) - blocks.tokens_of(request)
         if room < 0 or left == 0:
             return
         meeting = tree.meetings.of(request)
         if meeting is not None:
-            head = meeting.first * BLOCK_TOKENS
-            if not meeting.is_here(head):
-                restore_what_came(tree, meeting, req, head, 0)
+            if not meeting.is_here(meeting.first * BLOCK_TOKENS):
+                restore_what_came(tree, meeting, req, 0)
             continue
         if is_new or waiting.is_fetching(request):
             continue
-        if held.todo is None:
-            held.todo = _in_host(tree, req)
-        chosen, held.todo = held.todo[:left], held.todo[left:]
+        if load.todo is None:
+            load.todo = _in_host(tree, req)
+        chosen, load.todo = load.todo[:left], load.todo[left:]
         if all(node.ready for _, node in chosen):
             if chosen and _restore(tree, req, dict(chosen)):
                 left -= len(chosen)
         else:
-            held.todo = []
+            load.todo = ()
 
 
 def _in_host(tree: HcRadixCache, req: Any) -> list[tuple[int, BlockNode]]:
@@ -100,14 +99,12 @@ def _in_host(tree: HcRadixCache, req: Any) -> list[tuple[int, BlockNode]]:
     return list(enumerate(match.nodes))[first:last]
 
 
-def _restore(
-    tree: HcRadixCache, req: Any, nodes: Mapping[int, BlockNode], meeting: Meeting | None = None
-) -> bool:
+def _restore(tree: HcRadixCache, req: Any, nodes: Mapping[int, BlockNode]) -> bool:
     """Restore these blocks into slots of their own. False where there are none."""
     slots = tree.allocate(BLOCK_TOKENS * len(nodes))
     if slots is None:
         return False
-    tree.prerestored.restore(serial_of(req), nodes, slots, meeting)
+    tree.prerestored.restore(serial_of(req), nodes, slots)
     return True
 
 

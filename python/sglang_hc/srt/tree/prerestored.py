@@ -11,7 +11,6 @@ restored in the request's pass, like everything else.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from sglang_hc.device.copy_stream import Event
 from sglang_hc.forms import BLOCK_TOKENS
+from sglang_hc.queue.loads import BlockLoad, Load
 from sglang_hc.queue.meeting import Meeting
 from sglang_hc.queue.requests import Serial
 from sglang_hc.restore.path import Restoration
@@ -30,25 +30,6 @@ Slots = Mapping[int, torch.Tensor]
 """Block of a prompt: its (BLOCK_TOKENS,) int64 device slots, which hold its K and V."""
 
 
-@dataclass(eq=False, slots=True)
-class _Held:
-    """What one request has on the device. slots: of its blocks by number. nodes: what was written
-    there. meeting: through which blocks come that have not joined the tree. unproven: these blocks,
-    whose bytes count only if they keep their place until they are copied. todo: blocks of the tree
-    that it still lacks while it waits; None until that was looked up."""
-
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    nodes: dict[int, BlockNode] = field(default_factory=dict)
-    meeting: Meeting | None = None
-    unproven: set[int] = field(default_factory=set)
-    todo: list[tuple[int, BlockNode]] | None = None
-
-    @property
-    def lost(self) -> list[int]:
-        """Unproven blocks that are not where they were written to any more."""
-        return [n for n in self.unproven if self.meeting is None or not self.meeting.has(n)]
-
-
 class PrerestoredBlocks:
     """The device slots of blocks that came before their request's pass. Belongs to the scheduler
     thread."""
@@ -58,90 +39,88 @@ class PrerestoredBlocks:
         self._allocator = allocator
         self._restorer = restorer
         self._compute = compute
-        self._held: dict[Serial, _Held] = {}
+        self._loads: dict[Serial, Load] = {}
+        self._met: dict[Serial, Meeting] = {}
+        """Through which blocks come that have not joined the tree."""
+        self._count = 0
         self._copied: Event | None = None
         """Behind the copies of the last restoration."""
 
     @property
     def tokens(self) -> int:
         """Device slots in use."""
-        return sum(map(self.tokens_of, self._held))
+        return BLOCK_TOKENS * self._count
 
     def tokens_of(self, request: Serial) -> int:
         """Those of one request."""
-        held = self._held.get(request)
-        return 0 if held is None else BLOCK_TOKENS * len(held.slots)
+        load = self._loads.get(request)
+        return 0 if load is None else BLOCK_TOKENS * len(load.restored)
 
     @property
     def requests(self) -> Collection[Serial]:
         """Who was looked at since it has come, or has something here."""
-        return self._held.keys()
+        return self._loads.keys()
 
-    def of(self, request: Serial) -> _Held:
-        """What a request has here."""
-        return self._held.setdefault(request, _Held())
+    def of(self, request: Serial) -> Load:
+        """What is in motion for a request."""
+        return self._loads.setdefault(request, Load())
 
     def wanted(self, request: Serial, meeting: Meeting, head: int, limit: int) -> list[int]:
         """Blocks between `head` and `limit` tokens that came and were not restored yet. Slots of
         others that are of no use any more are given back."""
-        held = self.of(request)
-        self._drop(held, held.lost)
+        if request not in self._met:
+            before = self.of(request)  # in host memory when the request came
+            meeting.load.blocks.update({n: before.blocks[n] for n in before.restored})
+            self._loads[request], self._met[request] = meeting.load, meeting
+        self._drop_lost(request)
         self.drop_before(request, head)
         if not meeting.as_they_come:
             return []
         blocks = range(head // BLOCK_TOKENS, limit // BLOCK_TOKENS)
-        return [n for n in blocks if n not in held.slots and meeting.has(n)]
+        there = set(meeting.load.restored)
+        return [n for n in blocks if n not in there and meeting.has(n)]
 
-    def restore(
-        self,
-        request: Serial,
-        nodes: Mapping[int, BlockNode],
-        slots: torch.Tensor,
-        meeting: Meeting | None = None,
-    ) -> None:
+    def restore(self, request: Serial, nodes: Mapping[int, BlockNode], slots: torch.Tensor) -> None:
         """Write blocks, in the order of their path, to device slots, which are free and as many as
-        the blocks have tokens. What runs on the model's stream later finds them there. meeting: of
-        which these blocks are, that have not joined the tree; None for blocks of the tree."""
-        held = self.of(request)
-        held.slots.update(zip(nodes, slots.split(BLOCK_TOKENS), strict=True))
-        held.nodes.update(nodes)
-        if meeting is not None:
-            held.meeting = meeting
-            held.unproven |= nodes.keys()
-            meeting.restored = held.slots.keys()
+        the blocks have tokens. What runs on the model's stream later finds them there."""
+        load, in_tree = self.of(request), request not in self._met
+        for (n, node), rows in zip(nodes.items(), slots.split(BLOCK_TOKENS), strict=True):
+            load.blocks.setdefault(n, BlockLoad()).write_to(rows, node, proven=in_tree)
+        self._count += len(nodes)
         self._compute.will_read(slots)
         with self._compute.entered():
-            runs = [self._restoration(held, run) for run in _runs(nodes)]
+            runs = [_restoration(load, run) for run in _runs(nodes)]
             self._copied = self._restorer.restore_early(runs)
-            if meeting is None:
+            if in_tree:
                 self._restorer.keep(list(nodes.values()))
 
     def drop_before(self, request: Serial, head: int) -> None:
         """The first `head` tokens will be computed: what was restored of them goes back."""
-        held = self.of(request)
-        self._drop(held, [n for n in held.slots if n * BLOCK_TOKENS < head])
+        load = self.of(request)
+        self._drop(load, [n for n in load.restored if n * BLOCK_TOKENS < head])
 
     def release(self) -> int:
         """Give all slots back. Returns how many. Nothing more is restored for who has any."""
         count = self.tokens
-        for held in self._held.values():
-            self._drop(held, list(held.slots))
-            held.todo = []
-            if held.meeting is not None:
-                held.meeting.as_they_come = False
+        for request, load in self._loads.items():
+            self._drop(load, load.restored)
+            load.todo = ()
+            if request in self._met:
+                self._met[request].as_they_come = False
         return count
 
     def drop_unproven(self) -> None:
         """A meeting is over: what came through it will not join the tree."""
-        for held in self._held.values():
-            self._drop(held, list(held.unproven))
+        for load in self._loads.values():
+            self._drop(load, [n for n in load.restored if not load.blocks[n].proven])
 
     def forget(self, requests: Iterable[Serial]) -> None:
         """Give back what these have, who do not wait any more."""
         for request in requests:
-            held = self._held.pop(request, None)
-            if held is not None:
-                self._drop(held, list(held.slots))
+            self._met.pop(request, None)
+            load = self._loads.pop(request, None)
+            if load is not None:
+                self._drop(load, load.restored)
 
     def prove(self, request: Serial) -> None:
         """The blocks of the request's meeting are about to join the tree.
@@ -149,19 +128,24 @@ class PrerestoredBlocks:
         A block counts if its bytes lay in their place until its copy was over. One that joined the
         tree meanwhile, for another request, may have left its place: its slots are given back.
         """
-        held = self.of(request)
-        if held.unproven and self._copied is not None:
+        if request in self._met and self._copied is not None:
             self._copied.wait()
-        self._drop(held, held.lost)
-        held.unproven.clear()
+        self._drop_lost(request)
+        load = self.of(request)
+        for n in load.restored:
+            load.blocks[n].proven = True
 
     def hand_over(self, request: Serial, path: Sequence[BlockNode], start: int, stop: int) -> Slots:
         """The slots of tokens [start, stop) that hold the K and V of the blocks of `path`; they are
         the caller's from now on. The request has nothing here any more."""
-        held = self.of(request)
-        first, last = -(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS
-        fits = [n for n, node in held.nodes.items() if first <= n < last and _same(node, path[n])]
-        there = {n: held.slots.pop(n) for n in sorted(set(fits) - held.unproven)}
+        blocks = self.of(request).blocks
+        numbers = range(-(-start // BLOCK_TOKENS), stop // BLOCK_TOKENS)
+        there = {
+            n: blocks[n].take_rows()
+            for n in numbers
+            if n in blocks and blocks[n].proven and _same(blocks[n].node, path[n])
+        }
+        self._count -= len(there)
         self.forget([request])
         return there
 
@@ -171,24 +155,28 @@ class PrerestoredBlocks:
             # Whoever gets them next writes behind what is still written, on the same stream.
             self._allocator.free(torch.cat(list(slots.values())))
 
-    def _restoration(self, held: _Held, run: list[int]) -> Restoration:
-        nodes = [held.nodes[block] for block in run]
-        first, slots = run[0], torch.cat([held.slots[block] for block in run])
-        start = first * BLOCK_TOKENS
-        return Restoration(tuple(nodes), start, start + len(slots), slots, first=first)
+    def _drop_lost(self, request: Serial) -> None:
+        """Blocks that are not where they were written to any more before they were proven."""
+        load, meeting = self.of(request), self._met.get(request)
+        gone = [n for n in load.restored if not load.blocks[n].proven]
+        self._drop(load, [n for n in gone if meeting is None or not meeting.has(n)])
 
-    def _drop(self, held: _Held, blocks: Iterable[int]) -> None:
-        dropped = {block: held.slots.pop(block) for block in blocks}
-        for block in dropped:
-            del held.nodes[block]
-        held.unproven -= dropped.keys()
-        self.give_back(dropped)
+    def _drop(self, load: Load, blocks: Sequence[int]) -> None:
+        self._count -= len(blocks)
+        self.give_back({block: load.blocks[block].take_rows() for block in blocks})
 
 
-def _same(node: BlockNode, other: BlockNode) -> bool:
+def _restoration(load: Load, run: list[int]) -> Restoration:
+    blocks = [load.blocks[number] for number in run]
+    nodes, slots = [block.node for block in blocks], torch.cat([block.rows for block in blocks])
+    start = run[0] * BLOCK_TOKENS
+    return Restoration(tuple(nodes), start, start + len(slots), slots, first=run[0])
+
+
+def _same(node: BlockNode | None, other: BlockNode) -> bool:
     """Whether both stand for one state. A block that was computed at its place may have followed
     one of its identity that was moved there."""
-    return (node.block_id, node.moved) == (other.block_id, other.moved)
+    return node is not None and (node.block_id, node.moved) == (other.block_id, other.moved)
 
 
 def missing_ranges(there: Set[int] | Slots, start: int, stop: int) -> list[tuple[int, int]]:

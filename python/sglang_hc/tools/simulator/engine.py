@@ -70,7 +70,7 @@ class _Met:
     @property
     def early(self) -> int:
         """Tokens behind the head that the device has, because they were restored as they came."""
-        return BLOCK_TOKENS * len(self.meeting.restored)
+        return BLOCK_TOKENS * len(self.meeting.load.restored)
 
 
 @dataclass
@@ -311,7 +311,9 @@ class Engine:
             end = -(-(met.head + max(wanted, BLOCK_TOKENS)) // BLOCK_TOKENS) * BLOCK_TOKENS
             tokens = min(tokens, end - met.head)
             first = (met.head + tokens) // BLOCK_TOKENS
-            met.meeting.restored = frozenset(n for n in met.meeting.restored if n >= first)
+            for n in met.meeting.load.restored:
+                if n < first:
+                    met.meeting.load.blocks[n].take_rows()
         plan = self.costs.restored(met.held, met.context, tokens)
         self.now += plan.seconds
         met.restored += plan.tokens
@@ -338,11 +340,13 @@ class Engine:
             return False
         stop = min(meeting.stop, job.prompt_tokens - 1)
         blocks = range(head // BLOCK_TOKENS, stop // BLOCK_TOKENS)
-        came = {n for n in blocks if n not in meeting.restored and meeting.has(n)}
+        there = set(meeting.load.restored)
+        came = [n for n in blocks if n not in there and meeting.has(n)]
         if not came or meeting.path_to(head) is None:
             return False
         self.now += self.costs.restored_early(len(came))
-        meeting.restored |= came
+        for n in came:
+            meeting.load.blocks[n].write_to(n, meeting.detached_node(n), proven=False)
         return True
 
     def _wait_one_pass(self) -> None:

@@ -10,8 +10,7 @@ from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.cost_model import SourceTier
 from sglang_hc.policy.eviction import Block, EvictionPolicy, IsProtected, LruPolicy, make_policy
 from sglang_hc.queue.fetches import Missing, RestoreCosts
-from sglang_hc.queue.meeting import Step, TailReads
-from sglang_hc.queue.meetings import Meetings
+from sglang_hc.queue.meeting import Meetings, Step, TailReads
 from sglang_hc.queue.prefetch import Prefetcher
 from sglang_hc.queue.windows import EVICTION_STRETCH, LookAhead
 from sglang_hc.tools.simulator.disk import DiskBlock, SimulatedDisk

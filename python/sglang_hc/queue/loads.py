@@ -1,0 +1,90 @@
+"""One record for each block in motion, and one for each request that has some.
+
+    WANTED     below host memory, and not asked for
+    READING    on its way into a host slot (`tree/promotions.py`)
+    HERE       in host memory
+    RESTORING  written to device slots of its own; counts if its bytes keep their place in host
+               memory until they are copied
+    RESTORED   in these slots, until its request is loaded
+    LOST       will not come
+
+                                           .--- room is needed ---.--------------.
+                                           v                      |              |
+    WANTED --asked--> READING --came--> HERE --slots--> RESTORING --copied--> RESTORED
+                         `---failed---> LOST <---left its place---'
+
+Fetching before a request's turn (`prefetch.py`), meeting in the middle (`meeting.py`) and restoring
+ahead of a request's pass (`srt/tree/ahead.py`) are policies over these. Belongs to the scheduler
+thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_hc.tree.block_tree import BlockNode
+from sglang_hc.tree.promotions import Promotion
+
+
+class BlockState(enum.Enum):
+    """See the module. What is WANTED has no record."""
+
+    READING = enum.auto()
+    HERE = enum.auto()
+    RESTORING = enum.auto()
+    RESTORED = enum.auto()
+    LOST = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class BlockLoad:
+    """One block of a request between a lower tier and the device. promotion: brings it to host
+    memory; None for one that was there. rows: its (BLOCK_TOKENS,) int64 device slots, and node:
+    what is written to them; None without. proven: its bytes were copied from their place."""
+
+    promotion: Promotion | None = None
+    node: BlockNode | None = None
+    rows: Any = None
+    proven: bool = False
+
+    @property
+    def state(self) -> BlockState:
+        if self.proven:
+            return BlockState.RESTORED
+        if self.promotion is not None and self.promotion.lost:
+            return BlockState.LOST
+        if self.rows is not None:
+            return BlockState.RESTORING
+        done = self.promotion is None or self.promotion.done
+        return BlockState.HERE if done else BlockState.READING
+
+    @property
+    def is_here(self) -> bool:
+        """In host memory, or further."""
+        return self.state not in (BlockState.READING, BlockState.LOST)
+
+    def write_to(self, rows: Any, node: BlockNode, *, proven: bool) -> None:
+        """It is about to be written to these device slots."""
+        self.rows, self.node, self.proven = rows, node, proven
+
+    def take_rows(self) -> Any:
+        """Its device slots, which are the caller's from now on; None without."""
+        rows, self.rows, self.node, self.proven = self.rows, None, None, False
+        return rows
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """What is in motion for one request, by the numbers of its blocks. todo: blocks of the host
+    tier that are to be restored while it waits; None until that was looked up."""
+
+    blocks: dict[int, BlockLoad] = field(default_factory=dict)
+    todo: Sequence[tuple[int, BlockNode]] | None = None
+
+    @property
+    def restored(self) -> list[int]:
+        """Blocks that have device slots."""
+        return [number for number, block in self.blocks.items() if block.rows is not None]
