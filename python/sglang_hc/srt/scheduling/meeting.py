@@ -16,7 +16,7 @@ import torch
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.queue.meeting import Action, Meeting
 from sglang_hc.srt.engine.intake import serial_of
-from sglang_hc.srt.tree import ahead
+from sglang_hc.srt.tree.ahead import restorable
 from sglang_hc.srt.tree.tree_backend import HcRadixCache
 
 UNLIMITED = 1 << 62
@@ -36,7 +36,7 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, *args: Any, *
             step = tree.meetings.next(serial_of(req), head)
             if step.action is Action.RESTORE and meeting.path_to(head) is not None:
                 # The scheduler makes room for it as for any host hit, and calls `init_load_back`.
-                stop = ahead.restorable(tree, meeting, req)
+                stop = restorable(meeting, req, tree.page_size)
                 req.host_hit_length = max(0, stop - len(req.prefix_indices))
             elif step.action is not Action.OVER:
                 # What is here already joins behind a first chunk.
@@ -66,7 +66,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
     if head != req.cache_protected_len:  # the last page is not full: nothing can follow it
         return _aligned(tree, head, 1)
     meetings = tree.meetings
-    if not meeting.is_here(head) and ahead.restore_what_came(tree, meeting, req, head):
+    if not meeting.is_here(head) and tree.ahead.restore_what_came(tree, meeting, req, head):
         return 0  # the next pass sees what came meanwhile
     if req.inflight_middle_chunks > 0 and not (meetings.decoding or meeting.is_here(head)):
         # With overlap scheduling the last chunk is still running: once it is over more will be
@@ -74,7 +74,7 @@ def _between_chunks(tree: HcRadixCache, meeting: Meeting, req: Any) -> int:
         return 0
     step = meetings.next(serial_of(req), head)
     if step.action is Action.RESTORE:
-        restored = ahead.load_back(tree, meeting, req)
+        restored = tree.load_met(meeting, req)
         if restored is not None:
             _go_on_behind(tree, req, *restored)
         return UNLIMITED

@@ -40,7 +40,7 @@ class CapturingTree(DeviceTree):
 
     @property
     def stopped(self) -> bool:
-        """Nothing is restored or saved any more, because audits found it wrong too often."""
+        """Audits found what was restored wrong too often."""
         return self.audit is not None and self.audit.stopped
 
     @method(answer=nothing)

@@ -18,6 +18,16 @@ from sglang_hc.tree.identity import Prefix, unpack_tokens
 class DeviceTree(SglangTree):
     """Belongs to the scheduler thread."""
 
+    @property
+    def stopped(self) -> bool:
+        """Nothing is restored or saved any more."""
+        return False
+
+    @property
+    def room(self) -> int:
+        """Device slots that are free or can be evicted from the tree."""
+        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size_)
+
     def allocate(self, count: int) -> torch.Tensor | None:
         """(count,) int64 free device slots, for which others may leave; None: there is no room."""
         allocator = self.token_to_kv_pool_allocator

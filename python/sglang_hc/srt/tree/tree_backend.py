@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_hc.forms import BLOCK_TOKENS
 from sglang_hc.policy.restore_plan import Reason, RestorePlan
+from sglang_hc.queue.meeting import Meeting
 from sglang_hc.restore.path import Restoration
 from sglang_hc.srt.engine.guard import SglangMethod, method, nothing
 from sglang_hc.srt.engine.intake import serial_of
@@ -31,7 +32,7 @@ from sglang_hc.srt.engine.scheduler import OwnScheduler
 from sglang_hc.srt.engine.streams import ComputeStream
 from sglang_hc.srt.requests.forgetting import Forgetter
 from sglang_hc.srt.requests.waiting import WaitingRequests
-from sglang_hc.srt.tree import ahead
+from sglang_hc.srt.tree.ahead import RestoreAhead, restorable
 from sglang_hc.srt.tree.audit import Audit
 from sglang_hc.srt.tree.capturing_tree import CapturingTree
 from sglang_hc.srt.tree.device_eviction import DeviceOrder
@@ -92,6 +93,8 @@ class HcRadixCache(CapturingTree):
         allocator = self.token_to_kv_pool_allocator
         self.prerestored = PrerestoredBlocks(allocator, tiers.restorer, compute)
         self.meetings.subscribe(self.prerestored.drop_unproven)
+        planner, blocks = self.restorer.planner, self.prerestored
+        self.ahead = RestoreAhead(blocks, self.meetings, self.waiting, planner, self.host_match)
         self.forgetter = Forgetter(self._disk)
         self._is_built = True
 
@@ -134,8 +137,8 @@ class HcRadixCache(CapturingTree):
         req = params.req
         stop = len(req.prefix_indices) + params.host_hit_length
         meeting = self.meetings.of(serial_of(req))
-        if meeting is not None and stop == ahead.restorable(self, meeting, req):
-            found = ahead.load_back(self, meeting, req)
+        if meeting is not None and stop == restorable(meeting, req, self.page_size):
+            found = self.load_met(meeting, req)
             slots, node = found or self.refuse(req, Reason.BLOCKS_GONE)
             req.host_hit_length = req.storage_hit_length = len(slots)
             return slots, node
@@ -145,6 +148,18 @@ class HcRadixCache(CapturingTree):
         slots, node = self.load_back(req, blocks, stop)
         req.host_hit_length = len(slots)
         return slots, node
+
+    def load_met(self, meeting: Meeting, req: Any) -> tuple[torch.Tensor, Any] | None:
+        """As `load_back`, of a history of which nothing is still to come. None where it cannot be
+        restored. The meeting is over."""
+        request, start = serial_of(req), len(req.prefix_indices)
+        stop = restorable(meeting, req, self.page_size)
+        self.prerestored.prove(request)
+        blocks = self.meetings.join(request, start)
+        if blocks is None or stop <= start:
+            self.prerestored.forget([request])
+            return None
+        return self.load_back(req, blocks, stop)
 
     def load_back(
         self, req: Any, blocks: Sequence[BlockNode], stop: int
@@ -174,13 +189,9 @@ class HcRadixCache(CapturingTree):
         return loaded
 
     def insert_restoring_node(
-        self,
-        req: Any,
-        blocks: Sequence[BlockNode],
-        slots: torch.Tensor,
-        plan: RestorePlan,
+        self, req: Any, blocks: Sequence[BlockNode], slots: torch.Tensor, plan: RestorePlan,
         missing: Sequence[tuple[int, int]],
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         """As `load_back`, into these slots. Tokens [begin, end) of `missing` are restored; of the
         others the slots hold K and V already."""
         before, restorer = req.prefix_indices, self.restorer
@@ -204,14 +215,9 @@ class HcRadixCache(CapturingTree):
         return slots, node
 
     def _queue(
-        self,
-        blocks: Sequence[BlockNode],
-        slots: torch.Tensor,
-        node: Any,
-        before: torch.Tensor,
-        plan: RestorePlan,
-        missing: Sequence[tuple[int, int]],
-    ) -> None:
+        self, blocks: Sequence[BlockNode], slots: torch.Tensor, node: Any, before: torch.Tensor,
+        plan: RestorePlan, missing: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
         """Restorations of `missing` into `slots`, which `node` has behind the slots `before`."""
         restorer, lag = self.restorer, self._lag
         self.compute_stream.will_read(slots)
@@ -318,7 +324,7 @@ class HcRadixCache(CapturingTree):
     def look_at_queue(self) -> None:
         """What the waiting requests need is fetched and kept."""
         self.waiting.on_schedule_step(self.scheduler.waiting_queue, self.scheduler.decoding)
-        ahead.restore_waiting(self)
+        self.ahead.restore_waiting(self)
 
     # -- the waiting queue -----------------------------------------------------------------------
 
